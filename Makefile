@@ -1,0 +1,56 @@
+# Two commands: `make demo` trains a recommender, `make test` checks everything. `make help` lists the rest.
+# PYTHON chooses the interpreter that .venv is made from; ARGS is passed on, for example
+#   make demo ARGS="--data interactions.csv"        make test ARGS="-k adam -x"        make bench ARGS="--threads 1"
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PACKAGING := pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your RAM would like
+	@$(BIN)/embedrock demo $(ARGS)
+
+test: lint ## lint, then all tests but those marked slow or gpu
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test ## style, types and the import contract
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed-test ## put the code into shape
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM
+	@$(BIN)/embedrock bench step $(ARGS)
+
+clean: ## remove .venv and everything generated
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per set of extras; pip runs again only after the packaging files changed.
+$(VENV)/.installed-demo: EXTRAS := torch,cli
+$(VENV)/.installed-test: EXTRAS := torch,cli,dev
+$(VENV)/.installed-bench: EXTRAS := torch,cli,bench
+$(VENV)/.installed-%: $(PACKAGING) | $(VENV)/.created
+	@echo "Installing embedrock[$(EXTRAS)] into $(VENV) (the first time takes minutes) ..."
+	@$(INSTALL) -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Embedrock needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Name one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,218 @@
+"""Who takes part: one row of a table for each contender, and a small function that makes its step.
+
+To add one, write a function that takes a `Workload` and returns ``step(index)``, which works through batch
+`index`, and add a row. Nothing heavier than NumPy is imported before a contender is made in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from embedrock.bench.workload import Workload
+
+LEARNING_RATE = 1e-3
+PROCESS_BYTES = 400 << 20  # an interpreter with torch and one batch's activations
+
+Step = Callable[[int], object]
+
+
+class Unavailable(Exception):
+    """A contender cannot run here; the text says why, and what to install."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work.
+
+    Args:
+        name: as on the command line and in the tables.
+        label: what it is, for people.
+        make: called in the contender's own process; must be importable by name.
+        tables: RAM at the peak, in float32 tables of rows x dim: weights, state, gradient and temporaries.
+    """
+
+    name: str
+    label: str
+    make: Callable[[Workload], Step]
+    tables: float
+
+    def need_bytes(self, workload: Workload) -> int:
+        """Return the RAM that this contender's process may come to hold."""
+        batches = workload.batches * workload.lookups * 8
+        return PROCESS_BYTES + batches + int(self.tables * workload.table_bytes)
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError as error:
+        raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
+    torch.set_num_threads(thread_count())
+    return torch
+
+
+def thread_count() -> int:
+    """Return the number of threads that this child process was told to use."""
+    return int(os.environ["EMBEDROCK_THREADS"])
+
+
+# ---- bench step ------------------------------------------------------------------------------------------------
+
+
+def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
+    """Return the loop body that users write, the same for `nn.Embedding` and for ours."""
+    torch = _torch()
+    ids = [torch.from_numpy(batch) for batch in workload.ids()]
+    gradient = torch.from_numpy(workload.gradient())
+
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        table(ids[index]).backward(gradient)
+        optimizer.step()
+
+    return step
+
+
+def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
+    """Train `embedrock.torch.Embedding`."""
+    _torch()
+    import embedrock.torch as ert
+
+    table = ert.Embedding(workload.rows, workload.dim)
+    return _training_step(table, getattr(ert, optimizer)(table, lr=LEARNING_RATE, **options), workload)
+
+
+def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any) -> Step:
+    """Train `torch.nn.Embedding`."""
+    torch = _torch()
+    table = torch.nn.Embedding(workload.rows, workload.dim, sparse=sparse)
+    make_optimizer = getattr(torch.optim, optimizer)
+    return _training_step(table, make_optimizer(table.parameters(), lr=LEARNING_RATE, **options), workload)
+
+
+def fbgemm_step(workload: Workload, pooling: str) -> Step:
+    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
+    torch = _torch()
+    try:
+        from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_common
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+    except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
+        raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error
+    common = split_table_batched_embeddings_ops_common
+    table = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(workload.rows, workload.dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
+        optimizer=split_embedding_configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        pooling_mode=common.PoolingMode[pooling],
+        learning_rate=LEARNING_RATE,
+    )
+    table.init_embedding_weights_uniform(-1.0, 1.0)
+    ids = [torch.from_numpy(batch.ravel()) for batch in workload.ids()]
+    offsets = torch.arange(workload.lookups + 1)
+    gradient = torch.from_numpy(workload.gradient()).view(-1, workload.dim)
+
+    def step(index: int) -> None:
+        table(ids[index], offsets).backward(gradient)
+
+    return step
+
+
+def _ours(name: str, label: str, tables: float, **arguments: Any) -> Contender:
+    return Contender(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables)
+
+
+def _nn(name: str, label: str, tables: float, **arguments: Any) -> Contender:
+    return Contender(name, f"nn.Embedding, {label}", partial(torch_step, **arguments), tables)
+
+
+STEP = (
+    _ours("ours-adam", "Adam", 3, optimizer="Adam"),
+    _ours("ours-adam-dense", "Adam(dense=True)", 3.1, optimizer="Adam", dense=True),
+    _ours("ours-rowwise-adagrad", "RowwiseAdagrad", 1.1, optimizer="RowwiseAdagrad"),
+    _ours("ours-sgd", "SGD", 1, optimizer="SGD"),
+    _nn("torch-sparse-adam", "sparse=True, SparseAdam", 3, optimizer="SparseAdam", sparse=True),
+    _nn("torch-sparse-sgd", "sparse=True, SGD", 1, optimizer="SGD", sparse=True),
+    _nn("torch-sparse-adagrad", "sparse=True, Adagrad", 2, optimizer="Adagrad", sparse=True),
+    # Weights, gradient, two states, and two temporaries of torch's unfused update.
+    _nn("torch-dense-adam", "Adam", 6, optimizer="Adam", sparse=False),
+    _nn("torch-dense-adam-fused", "Adam(fused=True)", 4, optimizer="Adam", sparse=False, fused=True),
+    Contender("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1),
+    Contender("fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1),
+)
+
+# ---- bench lookup ----------------------------------------------------------------------------------------------
+
+
+def our_lookup(workload: Workload, trained: bool) -> Step:
+    """Look up rows of `embedrock.torch.Embedding`, after one training step on each batch or none at all."""
+    torch = _torch()
+    import embedrock.torch as ert
+
+    table = ert.Embedding(workload.rows, workload.dim)
+    train = _training_step(table, ert.Adam(table, lr=LEARNING_RATE), workload)
+    for index in range(workload.batches if trained else 0):
+        train(index)
+    return _without_grad(table, [torch.from_numpy(ids) for ids in workload.ids()])
+
+
+def torch_lookup(workload: Workload) -> Step:
+    """Look up rows by `torch.nn.functional.embedding`."""
+    torch = _torch()
+    weights = torch.nn.Embedding(workload.rows, workload.dim).weight
+    ids = [torch.from_numpy(ids) for ids in workload.ids()]
+    return _without_grad(lambda batch: torch.nn.functional.embedding(batch, weights), ids)
+
+
+def _without_grad(lookup: Callable[[Any], Any], ids: list[Any]) -> Step:
+    no_grad = _torch().no_grad
+
+    def step(index: int) -> object:
+        with no_grad():
+            return lookup(ids[index])
+
+    return step
+
+
+LOOKUP = (
+    Contender("ours", "ert.Embedding under no_grad, rows trained before", partial(our_lookup, trained=True), 3),
+    Contender("ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3),
+    Contender("torch", "F.embedding under no_grad", torch_lookup, 2),
+)
+
+# ---- bench plan ------------------------------------------------------------------------------------------------
+
+
+def our_plan(workload: Workload) -> Step:
+    """Plan batches of a core table: unique ids, inverse, and the segments that the update needs."""
+    import embedrock as er
+
+    table = er.Table(workload.rows, workload.dim, rule=er.Adam())
+    ids = workload.ids()
+    return lambda index: table.plan(ids[index])
+
+
+def torch_unique(workload: Workload, **options: Any) -> Step:
+    """Unique ids and inverse by `torch.unique`."""
+    torch = _torch()
+    ids = [torch.from_numpy(batch) for batch in workload.ids()]
+    return lambda index: torch.unique(ids[index], return_inverse=True, **options)
+
+
+def numpy_unique(workload: Workload) -> Step:
+    """Unique ids and inverse by `numpy.unique`."""
+    ids = workload.ids()
+    return lambda index: np.unique(ids[index], return_inverse=True)
+
+
+PLAN = (
+    Contender("ours", "er.Table.plan", our_plan, 0),
+    Contender("torch-unique", "torch.unique(return_inverse=True)", torch_unique, 0),
+    Contender("torch-unique-unsorted", "the same, sorted=False", partial(torch_unique, sorted=False), 0),
+    Contender("numpy-unique", "np.unique(return_inverse=True)", numpy_unique, 0),
+)

@@ -1,0 +1,85 @@
+"""What every contender is given: the same ids and gradients, made from a seed in each process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Knuth's multiplicative hash. The factor is prime, so that it permutes the ids of any table whose number of rows
+# is no multiple of it; hot ids end up far apart in memory, as they do in real logs.
+SCATTER = 2_654_435_761
+MAX_ROWS = (2**63 - 1) // SCATTER
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A table and a fixed set of batches of ids with bounded Zipf popularity.
+
+    Args:
+        rows: rows of the table, at most `MAX_ROWS`.
+        dim: columns of a row, float32.
+        batch: samples in a batch.
+        features: ids of each sample, all of the one table; a batch is `batch` x `features` lookups.
+        zipf: exponent of the popularity law (0: uniform).
+        batches: number of different batches; steps go round them.
+        seed: of ids and gradients.
+        ranks: number of distinct ids that are drawn from, or None for all rows. With the same `ranks`, tables of
+            any size see the same pattern of repeats and so the same number of unique ids.
+    """
+
+    rows: int = 4_000_000
+    dim: int = 64
+    batch: int = 8192
+    features: int = 2
+    zipf: float = 1.05
+    batches: int = 60
+    seed: int = 0
+    ranks: int | None = None
+
+    @property
+    def lookups(self) -> int:
+        """Ids in one batch, repeats included."""
+        return self.batch * self.features
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the float32 weights of all rows."""
+        return self.rows * self.dim * 4
+
+    def ids(self) -> list[npt.NDArray[np.int64]]:
+        """Return the batches, each (batch, features) int64 in [0, rows)."""
+        random = np.random.default_rng(self.seed)
+        shape = (self.batch, self.features)
+        return [self._scattered(random.random(shape)) for _ in range(self.batches)]
+
+    def gradient(self) -> npt.NDArray[np.float32]:
+        """Return the gradient of every batch's output, (batch, features, dim) float32."""
+        random = np.random.default_rng(self.seed + 1)
+        return random.standard_normal((self.batch, self.features, self.dim), dtype=np.float32)
+
+    def unique_ids(self) -> float:
+        """Return the mean number of different ids in a batch."""
+        return float(np.mean([np.unique(ids).size for ids in self.ids()]))
+
+    def touched_rows(self) -> int:
+        """Return the number of different ids in all batches together."""
+        return np.unique(np.concatenate([ids.ravel() for ids in self.ids()])).size
+
+    def _scattered(self, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        ranks = self.rows if self.ranks is None else self.ranks
+        return bounded_zipf(uniform, ranks, self.zipf) * SCATTER % self.rows
+
+
+def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) -> npt.NDArray[np.int64]:
+    """Turn uniform numbers into ranks in [0, ranks), rank k about as likely as (k + 1) ** -exponent.
+
+    The continuous power law on [1, ranks], by its inverse distribution function, rounded down.
+    """
+    if exponent == 1:
+        value = float(ranks) ** uniform
+    else:
+        power = 1 - exponent
+        value = ((float(ranks) ** power - 1) * uniform + 1) ** (1 / power)
+    return np.minimum(value.astype(np.int64) - 1, ranks - 1)

@@ -1,0 +1,56 @@
+"""Every error that Embedrock raises on purpose, each also the builtin that a caller would catch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class EmbedrockError(Exception):
+    """Base of all errors raised by Embedrock. When one is raised, nothing has changed."""
+
+
+class ArgumentError(EmbedrockError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class UnknownArgumentError(EmbedrockError, TypeError):
+    """An argument that this function does not have."""
+
+
+class IdError(EmbedrockError, IndexError):
+    """Ids that lie outside the table."""
+
+
+class IdTypeError(EmbedrockError, TypeError):
+    """Ids that are not integers."""
+
+
+class GradientError(EmbedrockError, ValueError):
+    """Gradients (or row values) of the wrong shape or dtype."""
+
+
+class NonFiniteGradientError(GradientError):
+    """Gradients with NaN or Inf; the step was refused as a whole.
+
+    Attributes:
+        count: number of rows whose summed gradient is not finite.
+        ids: the first of their ids (at most 8), int64.
+    """
+
+    def __init__(self, message: str, count: int, ids: npt.NDArray[np.int64]) -> None:
+        super().__init__(message)
+        self.count = count
+        self.ids = ids
+
+
+class MemoryBudgetError(EmbedrockError, MemoryError):
+    """Rows that do not fit the table's memory budget, or a table that does not fit the machine."""
+
+
+class ClosedTableError(EmbedrockError, ValueError):
+    """A table that was closed is used."""
+
+
+class UnsupportedError(EmbedrockError, NotImplementedError):
+    """Something that Embedrock refuses to do rather than do wrongly."""

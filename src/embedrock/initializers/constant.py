@@ -1,0 +1,46 @@
+"""Rows that start with one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.initializers._initializer import Initializer, check_number
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """All weights start as `value`.
+
+    Example:
+        >>> Constant(0.5)
+        Constant(value=0.5)
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        check_number("`value` of Constant", self.value)
+
+    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
+        kernels.cpu.runtime.run(kernels.cpu.generator.constant_values, len(ids), ids, float(self.value), out)
+
+
+@dataclass(frozen=True)
+class Zeros(Constant):
+    """All weights start as 0.
+
+    Example:
+        >>> Zeros()
+        Zeros()
+    """
+
+    value: float = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def __repr__(self) -> str:
+        return "Zeros()"

@@ -1,0 +1,44 @@
+"""Rows that start as those of an array, which may be far larger than RAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+from embedrock.initializers._initializer import Initializer
+
+
+@dataclass(frozen=True, eq=False)
+class FromArray(Initializer):
+    """Row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when they are needed.
+
+    Args:
+        array: 2-D (rows, dim), of floats; a `np.memmap` stays on disk. It must not change while a table uses it.
+
+    Example:
+        >>> FromArray(np.ones((3, 2), np.float32))
+        FromArray(array=<float32 (3, 2)>)
+    """
+
+    array: np.ndarray
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.array, np.ndarray) or self.array.ndim != 2 or self.array.dtype.kind != "f":
+            got = f"{getattr(self.array, 'dtype', type(self.array).__name__)} {getattr(self.array, 'shape', '')}"
+            raise ArgumentError(f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}.")
+
+    def check(self, rows: int | None, dim: int) -> None:
+        if rows is None or self.array.shape != (rows, dim):
+            raise ArgumentError(
+                f"`array` of FromArray must have the table's shape ({rows}, {dim}): got {self.array.shape}."
+            )
+
+    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
+        # In id order, because a file is read fastest in its own order.
+        order = np.argsort(ids)
+        out[order] = self.array[ids[order]]
+
+    def __repr__(self) -> str:
+        return f"FromArray(array=<{self.array.dtype} {self.array.shape}>)"

@@ -1,0 +1,22 @@
+"""The arithmetic: arrays in, arrays out.
+
+``reference`` is short NumPy and is the specification; ``cpu`` is Numba, with the same file and function names.
+Both are imported when they are first used, because Numba alone takes longer to import than all the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embedrock.kernels import cpu, reference
+
+__all__ = ["cpu", "reference"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

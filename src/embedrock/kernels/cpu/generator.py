@@ -1,0 +1,145 @@
+"""The counter-based generator and the first values drawn from it; ``docs/first-values.md`` is the definition.
+
+Every operation is exact or rounded once as IEEE 754 says (no library function, no fused multiply-add), so the
+results are those of the reference bit for bit. A row is filled in two loops that LLVM vectorizes: one over
+blocks of four words, which leaves the raw words in the row's memory, and one over columns, which transforms
+them there.
+"""
+
+import numpy as np
+from numba import njit
+
+from embedrock.kernels.cpu.runtime import kernel
+from embedrock.kernels.reference.generator import (
+    DENOMINATOR,
+    FIRST_VALUES,
+    LN_2,
+    LOG_SERIES,
+    NUMERATOR,
+    ROUNDING,
+)
+
+# Inlined by force: LLVM's own choice leaves a call in the loop over blocks, which then runs 6 times slower.
+INLINED = {"nogil": True, "error_model": "numpy", "forceinline": True}
+inlined = njit(**INLINED)
+
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+@inlined
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the four words of Philox4x32-10 for counter (c0, c1, c2, c3) and key (k0, k1), all uint32."""
+    for _ in range(10):
+        first = np.uint64(c0) * np.uint64(0xD2511F53)
+        second = np.uint64(c2) * np.uint64(0xCD9E8D57)
+        c0 = np.uint32(np.uint32(second >> _32) ^ c1 ^ k0)
+        c2 = np.uint32(np.uint32(first >> _32) ^ c3 ^ k1)
+        c1 = np.uint32(second)
+        c3 = np.uint32(first)
+        k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+        k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+    return c0, c1, c2, c3
+
+
+@inlined
+def column_words(row_id, seed, purpose, step, block):
+    """Return the words of columns ``4 * block`` to ``4 * block + 3`` of one row."""
+    wide_id, wide_seed = np.uint64(row_id), np.uint64(seed)
+    return philox(
+        np.uint32(wide_id & _LOW),
+        np.uint32(wide_id >> _32),
+        np.uint32(np.uint32(block) | np.uint32(purpose << 30)),
+        np.uint32(np.uint64(step) & _LOW),
+        np.uint32(wide_seed & _LOW),
+        np.uint32(wide_seed >> _32),
+    )
+
+
+@inlined
+def fill_words(row_id, seed, purpose, step, words):
+    """Write the word of every column of one row into `words` (dim,) uint32."""
+    dim = words.shape[0]
+    blocks = dim >> 2
+    for block in range(blocks):
+        w0, w1, w2, w3 = column_words(row_id, seed, purpose, step, block)
+        words[4 * block] = w0
+        words[4 * block + 1] = w1
+        words[4 * block + 2] = w2
+        words[4 * block + 3] = w3
+    if dim & 3:
+        rest = column_words(row_id, seed, purpose, step, blocks)
+        for column in range(4 * blocks, dim):
+            words[column] = rest[column & 3]
+
+
+@inlined
+def _uniform(word):
+    return np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24)
+
+
+@inlined
+def _standard_normal(word):
+    # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
+    k = np.int32(word >> np.uint32(1))
+    p = (np.float32(k) + np.float32(0.5)) * np.float32(2.0**-32)
+    x = (np.float32(np.int32(0x7FFFFFFF - k)) + np.float32(0.5)) * np.float32(2.0**-31)
+    w = _minus_log((np.float32(4.0) * p) * (np.float32(1.0) - p))
+    z = (x * _polynomial(w, NUMERATOR)) / _polynomial(w, DENOMINATOR)
+    return np.uint32(np.float32(z).view(np.uint32) | np.uint32(word << np.uint32(31))).view(np.float32)
+
+
+@inlined
+def _minus_log(t):
+    bits = np.float32(t).view(np.int32)
+    exponent = np.int32(np.int32(bits - np.int32(0x3F3504F3)) >> np.int32(23))
+    f = np.int32(bits - np.int32(exponent << np.int32(23))).view(np.float32) - np.float32(1.0)
+    series = _polynomial(f, LOG_SERIES)
+    return np.float32(-exponent) * LN_2 - (f + (f * f) * series)
+
+
+@inlined
+def _polynomial(x, coefficients):
+    value = coefficients[0]
+    for coefficient in coefficients[1:]:
+        value = value * x + coefficient
+    return value
+
+
+@kernel
+def uniform_values(ids, seed, low, high, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform first values of the rows `ids` (n,) int64."""
+    words = out.view(np.uint32)
+    start = np.float32(low)
+    width = np.float32(high) - start
+    for i in range(lo, hi):
+        row = out[i]
+        fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
+        for column in range(row.shape[0]):
+            row[column] = start + width * _uniform(np.float32(row[column]).view(np.uint32))
+
+
+@kernel
+def normal_values(ids, seed, mean, std, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal first values of the rows `ids` (n,) int64."""
+    words = out.view(np.uint32)
+    middle, scale = np.float32(mean), np.float32(std)
+    for i in range(lo, hi):
+        row = out[i]
+        fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
+        for column in range(row.shape[0]):
+            row[column] = middle + scale * _standard_normal(np.float32(row[column]).view(np.uint32))
+
+
+@kernel
+def constant_values(ids, value, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with `value`, whatever `ids` (n,) int64 says."""
+    for i in range(lo, hi):
+        out[i] = np.float32(value)
+
+
+@kernel
+def rounding_words(ids, seed, step, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) uint32 with the words that decide the rounding at `step`."""
+    for i in range(lo, hi):
+        fill_words(ids[i], seed, ROUNDING, step, out[i])

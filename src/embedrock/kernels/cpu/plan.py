@@ -1,0 +1,149 @@
+"""Planning a batch: unique ids, inverse and segments, by hashing, in one pass or by partitions.
+
+A batch that fits a core's cache takes `dedupe` and `segments`. A larger one is cut by hash into partitions
+that fit (`count_partitions`, `partition`), which threads then treat each on its own (`group`) and join
+(`collect`). No result depends on how many chunks, workers or parts there are. The reference says what every
+argument is.
+"""
+
+import numpy as np
+
+from embedrock.kernels.cpu.runtime import kernel
+
+# Entries, 512 KiB: half a core's L2. To start at this size rather than at an eighth of it halves the time of
+# 65,536 distinct ids; to grow only with the unique ids keeps a partition that one hot id made huge in cache.
+FIRST_TABLE = 1 << 17
+
+_MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+
+
+@kernel
+def _bucket(key, seed, shift):
+    """The top ``64 - shift`` bits of a hash of `key`, each of which depends on every bit of the key."""
+    # One multiplication alone would send ids that step by its inverse to a single bucket.
+    mixed = (np.uint64(key) ^ np.uint64(seed)) * _MULTIPLIER_1
+    mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER_2
+    return np.int64(mixed >> np.uint64(shift))
+
+
+@kernel
+def _shift_for(buckets):
+    """The shift with which `_bucket` gives `buckets` values, rounded up to a power of two, at least 2."""
+    shift = 63
+    while (np.int64(1) << (64 - shift)) < buckets:
+        shift -= 1
+    return shift
+
+
+@kernel
+def _index(unique, count, seed, shift, table):
+    """Clear ``table[: 2 ** (64 - shift)]`` and enter the first `count` unique ids into it."""
+    size = np.int64(1) << (64 - shift)
+    for slot in range(size):
+        table[slot] = -1
+    for k in range(count):
+        slot = _bucket(unique[k], seed, shift)
+        while table[slot] >= 0:
+            slot = (slot + 1) & (size - 1)
+        table[slot] = k
+
+
+@kernel
+def dedupe(ids, seed, table, unique, inverse):
+    """Write the unique ids in order of first occurrence, and for each position the index of its id."""
+    n = ids.shape[0]
+    shift = _shift_for(min(2 * n, FIRST_TABLE))
+    size = np.int64(1) << (64 - shift)
+    _index(unique, 0, seed, shift, table)
+    count = 0
+    for i in range(n):
+        key = ids[i]
+        # Entered before it is known to be new, so that a free entry and a match are one case. The only branch
+        # left is a collision, rare enough to be predicted; new or not, half and half in Zipf ids, is not.
+        unique[count] = key
+        slot = _bucket(key, seed, shift)
+        while True:
+            entry = table[slot]
+            found = entry if entry >= 0 else count
+            if unique[found] == key:
+                break
+            slot = (slot + 1) & (size - 1)
+        table[slot] = found
+        inverse[i] = found
+        count += found == count
+        if 2 * count > size:
+            shift -= 1
+            size *= 2
+            _index(unique, count, seed, shift, table)
+    return count
+
+
+@kernel
+def segments(inverse, count, starts, order):
+    """Group the positions by unique id, in order of occurrence: a counting sort, filled from the back."""
+    n = inverse.shape[0]
+    for k in range(count + 1):
+        starts[k] = 0
+    for i in range(n):
+        starts[inverse[i]] += 1
+    for k in range(count):
+        starts[k + 1] += starts[k]
+    for i in range(n - 1, -1, -1):
+        k = inverse[i]
+        starts[k] -= 1
+        order[starts[k]] = i
+
+
+@kernel
+def count_partitions(ids, counts, lo, hi):
+    """Count how many ids of each chunk ``[lo, hi)`` fall into each partition."""
+    n, (chunks, partitions) = ids.shape[0], counts.shape
+    shift = _shift_for(partitions)
+    for c in range(lo, hi):
+        for p in range(partitions):
+            counts[c, p] = 0
+        for i in range(n * c // chunks, n * (c + 1) // chunks):
+            counts[c, _bucket(ids[i], 0, shift)] += 1
+
+
+@kernel
+def partition(ids, cursors, keys, positions, lo, hi):
+    """Move the ids of each chunk ``[lo, hi)``, and their positions, to where their partitions lie; stable."""
+    n, (chunks, partitions) = ids.shape[0], cursors.shape
+    shift = _shift_for(partitions)
+    for c in range(lo, hi):
+        for i in range(n * c // chunks, n * (c + 1) // chunks):
+            p = _bucket(ids[i], 0, shift)
+            j = cursors[c, p]
+            cursors[c, p] = j + 1
+            keys[j] = ids[i]
+            positions[j] = i
+
+
+@kernel
+def group(keys, positions, bounds, seed, tables, local, starts, order, counts, lo, hi):
+    """Dedupe each partition, in place, and group its positions. Worker w of W takes partitions w, w + W..."""
+    workers, partitions = tables.shape[0], counts.shape[0]
+    for worker in range(lo, hi):
+        for p in range(worker, partitions, workers):
+            first, last = bounds[p], bounds[p + 1]
+            mine, inverse, grouped = keys[first:last], local[first:last], order[first:last]
+            counts[p] = dedupe(mine, seed, tables[worker], mine, inverse)
+            segments(inverse, counts[p], starts[first + p : last + p + 1], grouped)
+            for i in range(last - first):
+                grouped[i] = positions[first + grouped[i]]
+
+
+@kernel
+def collect(keys, positions, bounds, bases, local, starts, unique, inverse, all_starts, lo, hi):
+    """Join what `group` found in partitions ``[lo, hi)`` into the arrays of the plan."""
+    # To fill the inverse in its own order, with a cursor for each partition, was slower: 5.3 against 3.9 ms.
+    for p in range(lo, hi):
+        first, base = bounds[p], bases[p]
+        for k in range(bases[p + 1] - base):
+            unique[base + k] = keys[first + k]
+            all_starts[base + k] = first + starts[first + p + k]
+        for i in range(first, bounds[p + 1]):
+            inverse[positions[i]] = base + local[i]

@@ -1,0 +1,130 @@
+"""Pooling rows into bags, and its backward, on the CPU: see ``kernels/reference/pooling.py`` for what each does.
+
+Partitioned over bags, unique rows or positions, each of which one thread writes: no atomics, and no result depends
+on the parts.
+"""
+
+import numpy as np
+
+from embedrock.kernels.cpu.rules import square_sum
+from embedrock.kernels.cpu.runtime import kernel, prefetch
+
+AHEAD = 16
+
+f32 = np.float32
+f64 = np.float64
+
+
+@kernel
+def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale, lo, hi):
+    dim = out.shape[1]
+    weighted = weights.shape[0] > 0
+    end = offsets[hi]
+    for bag in range(lo, hi):
+        total = out[bag]
+        total[:] = f32(0)
+        count = 0
+        for j in range(offsets[bag], offsets[bag + 1]):
+            if j + AHEAD < end:
+                prefetch(rows, inverse[j + AHEAD], dim * 4)
+            k = inverse[j]
+            if k == skip:
+                continue
+            count += 1
+            row = rows[k]
+            if weighted:
+                weight = weights[j]
+                for d in range(dim):
+                    total[d] += weight * row[d]
+            else:
+                for d in range(dim):
+                    total[d] += row[d]
+        scale[bag] = f32(1 / max(1, count)) if mean else f32(1)
+        if mean:
+            for d in range(dim):
+                total[d] *= scale[bag]
+
+
+@kernel
+def pool_max(rows, inverse, offsets, skip, out, argmax, lo, hi):
+    dim = out.shape[1]
+    end = offsets[hi]
+    for bag in range(lo, hi):
+        best, place = out[bag], argmax[bag]
+        best[:] = f32(0)
+        place[:] = -1
+        for j in range(offsets[bag], offsets[bag + 1]):
+            if j + AHEAD < end:
+                prefetch(rows, inverse[j + AHEAD], dim * 4)
+            k = inverse[j]
+            if k == skip:
+                continue
+            row = rows[k]
+            for d in range(dim):
+                if place[d] < 0 or row[d] > best[d]:
+                    best[d] = row[d]
+                    place[d] = j
+
+
+@kernel
+def pool_sum_backward(grads, bags, starts, order, weights, scale, skip, values, squares, lo, hi):
+    dim = values.shape[1]
+    weighted = weights.shape[0] > 0
+    end = starts[hi]
+    for k in range(lo, hi):
+        total = values[k]
+        total[:] = f32(0)
+        if k != skip:
+            for j in range(starts[k], starts[k + 1]):
+                if j + AHEAD < end:
+                    prefetch(grads, bags[order[j + AHEAD]], dim * 4)
+                position = order[j]
+                bag = bags[position]
+                factor = weights[position] * scale[bag] if weighted else scale[bag]
+                row = grads[bag]
+                for d in range(dim):
+                    total[d] += factor * row[d]
+        squares[k] = square_sum(total)
+
+
+@kernel
+def pool_max_backward(grads, bags, starts, order, argmax, values, squares, lo, hi):
+    dim = values.shape[1]
+    for k in range(lo, hi):
+        total = values[k]
+        total[:] = f32(0)
+        for j in range(starts[k], starts[k + 1]):
+            position = order[j]
+            row, place = grads[bags[position]], argmax[bags[position]]
+            for d in range(dim):
+                if place[d] == position:
+                    total[d] += row[d]
+        squares[k] = square_sum(total)
+
+
+@kernel
+def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
+    dim = rows.shape[1]
+    for j in range(lo, hi):
+        k = inverse[j]
+        if k == skip:
+            out[j] = f32(0)
+            continue
+        if j + AHEAD < hi:
+            prefetch(rows, inverse[j + AHEAD], dim * 4)
+        out[j] = f32(_dot(grads[bags[j]], rows[k]))
+
+
+@kernel
+def _dot(a, b):
+    """The inner product in float64, by four running sums: one alone would wait for each addition to finish."""
+    s0 = s1 = s2 = s3 = 0.0
+    whole = a.shape[0] // 4 * 4
+    for d in range(0, whole, 4):
+        s0 += f64(a[d]) * f64(b[d])
+        s1 += f64(a[d + 1]) * f64(b[d + 1])
+        s2 += f64(a[d + 2]) * f64(b[d + 2])
+        s3 += f64(a[d + 3]) * f64(b[d + 3])
+    for d in range(whole, a.shape[0]):
+        s0 += f64(a[d]) * f64(b[d])
+    return (s0 + s1) + (s2 + s3)

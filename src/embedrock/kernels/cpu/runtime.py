@@ -1,0 +1,181 @@
+"""How CPU kernels are compiled and run: the flags, software prefetch, and the thread pool.
+
+Kernels are serial and release the GIL; this file cuts their outer range into parts and runs the parts on a few
+threads of our own. Numba's ``parallel=True`` was rejected: its OpenMP or TBB pool spins beside PyTorch's and
+TensorFlow's (stalls of 4 to 60 ms were measured), and it breaks after a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from embedrock.errors import ArgumentError
+
+# No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
+# branches, which would keep loops from being vectorised.
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+
+CACHE_LINE = 64
+
+
+@intrinsic
+def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
+    """Ask for the first `nbytes` of ``rows[index]`` (2-D, C-contiguous) to be brought into cache for writing."""
+    signature = types.void(rows, types.intp, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        word, i32 = ir.IntType(64), ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        stride = builder.extract_value(array.strides, 0)
+        start = builder.add(builder.ptrtoint(array.data, word), builder.mul(args[1], stride))
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = ir.Constant(word, CACHE_LINE)
+        with cgutils.for_range_slice(builder, ir.Constant(word, 0), args[2], line, word) as (offset, _):
+            address = builder.inttoptr(builder.add(start, offset), pointer)
+            builder.call(function, [address, i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Call:
+    """One part of a kernel's range. Whoever claims it first runs it: a worker, or the caller who got there before."""
+
+    __slots__ = ("_args", "_claim", "_done", "_error", "_function")
+
+    def __init__(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._error: BaseException | None = None
+        self._claim, self._done = threading.Lock(), threading.Lock()
+        self._done.acquire()
+
+    def run_once(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._function(*self._args)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.release()
+
+    def wait(self) -> None:
+        self.run_once()
+        interrupt = None
+        while True:
+            try:
+                self._done.acquire()
+                break
+            except KeyboardInterrupt as error:  # a worker still writes to the caller's arrays: let it end first
+                interrupt = error
+        if interrupt or self._error:
+            raise interrupt or self._error
+
+
+class _Pool:
+    """Daemon threads that take calls from one queue. The calling thread does the first part itself, and every
+    other part that no worker has begun by then, so that a busy or closed pool delays a call but never blocks it."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        for index in range(threads - 1):
+            threading.Thread(target=self._work, name=f"embedrock-{index}", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.run_once()
+
+    def run(self, function: Callable[..., object], bounds: list[int], args: tuple[Any, ...]) -> None:
+        calls = [_Call(function, (*args, *part)) for part in zip(bounds[1:-1], bounds[2:], strict=True)]
+        for call in calls:
+            self._queue.put(call)
+        try:
+            function(*args, bounds[0], bounds[1])
+        finally:
+            for call in calls:
+                call.wait()
+
+    def close(self) -> None:
+        for _ in range(self.threads - 1):
+            self._queue.put(None)
+
+
+def _default_threads() -> int:
+    text = os.environ.get("EMBEDROCK_THREADS")
+    if text is None:
+        return max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16))
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentError(
+            f"the environment variable EMBEDROCK_THREADS must be a positive whole number: got {text!r}. "
+            "Unset it to use all cores."
+        )
+    return int(text)
+
+
+_lock = threading.Lock()
+_pool: _Pool | None = None
+
+
+def _current_pool() -> _Pool:
+    global _pool
+    if _pool is None:
+        with _lock:
+            if _pool is None:
+                _pool = _Pool(_default_threads())
+    return _pool
+
+
+def set_threads(count: int) -> None:
+    """Set the number of threads that Embedrock's CPU kernels use (results do not depend on it)."""
+    global _pool
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ArgumentError(f"the number of threads must be a whole number >= 1: got {count!r}.")
+    with _lock:
+        old, _pool = _pool, _Pool(int(count))
+    if old is not None:
+        old.close()
+
+
+def get_threads() -> int:
+    """Return the number of threads that Embedrock's CPU kernels use."""
+    return _current_pool().threads
+
+
+def run(function: Callable[..., object], count: int, *args: Any, grain: int = 1024) -> None:
+    """Call ``function(*args, lo, hi)`` over ``[0, count)``, cut into at most one part per thread.
+
+    Args:
+        function: a kernel whose parts are independent of each other.
+        count: length of its outer range.
+        args: its arguments before ``lo, hi``.
+        grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 30 microseconds).
+    """
+    pool = _current_pool()
+    parts = min(pool.threads, max(1, count // grain))
+    if parts == 1:
+        function(*args, 0, count)
+    else:
+        pool.run(function, [count * k // parts for k in range(parts + 1)], args)
+
+
+def _forget_pool() -> None:
+    # A forked child has none of its parent's threads: it makes a pool of its own when it first needs one.
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)

@@ -1,0 +1,112 @@
+"""The counter-based generator and the first values drawn from it; ``docs/first-values.md`` is the definition.
+
+Every operation is exact or rounded once as IEEE 754 says (integers, ``+ - * /`` in float32, conversions, bit
+casts), so that any implementation without fused multiply-add gives the same bits. No library function is
+called: the logarithms of two libraries, or of two versions of one, differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_VALUES = 0
+ROUNDING = 1
+
+
+def _float32(*coefficients: float) -> tuple[np.float32, ...]:
+    return tuple(np.float32(coefficient) for coefficient in coefficients)
+
+
+# Highest power first, for Horner's scheme. (log(1 + f) - f) / f**2 for f in [sqrt(1/2) - 1, sqrt(2) - 1]:
+LOG_SERIES = _float32(
+    -0.100346155, 0.16335641, -0.17325994, 0.19888277, -0.24961466, 0.33335263, -0.50000584
+)  # fmt: skip
+LN_2 = np.float32(0.6931472)
+# z / x as a quotient of two polynomials in w = -log(1 - x**2), for w in [0, 21.5]: within 3.4e-8, relative.
+# All coefficients are positive, so that no digits cancel. The usual choice, Giles' two polynomials (GPU
+# Computing Gems, 2011), needs both branches and a square root, and is made for w < 16.
+NUMERATOR = _float32(
+    1.9116676e-07, 5.9312377e-05, 0.0011378796, 0.01252214, 0.09099906, 0.44743615, 1.2533141
+)  # fmt: skip
+DENOMINATOR = _float32(3.7379534e-06, 0.000248412, 0.0023113347, 0.034651984, 0.09520273, 1.0)
+
+
+def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return Philox4x32-10 of `counter` (..., 4) under `key` (2,): four random words per counter.
+
+    Source: Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    c0, c1, c2, c3 = np.moveaxis(np.asarray(counter, np.uint64), -1, 0)
+    for turn in range(10):
+        k0 = np.uint64((int(key[0]) + turn * 0x9E3779B9) % 2**32)
+        k1 = np.uint64((int(key[1]) + turn * 0xBB67AE85) % 2**32)
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (second >> np.uint64(32)) ^ c1 ^ k0, second & np.uint64(0xFFFFFFFF)
+        c2, c3 = (first >> np.uint64(32)) ^ c3 ^ k1, first & np.uint64(0xFFFFFFFF)
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def _words(ids: NDArray[np.int64], seed: int, purpose: int, step: int, dim: int) -> NDArray[np.uint32]:
+    blocks = -(-dim // 4)
+    counter = np.empty((len(ids), blocks, 4), np.uint32)
+    counter[:, :, :2] = np.asarray(ids, "<i8").view("<u4").reshape(-1, 1, 2)
+    counter[:, :, 2] = np.arange(blocks) | purpose << 30
+    counter[:, :, 3] = int(step) % 2**32
+    seed = int(seed) % 2**64
+    key = np.array([seed % 2**32, seed >> 32], np.uint32)
+    return philox(counter, key).reshape(len(ids), 4 * blocks)[:, :dim]
+
+
+def _minus_log(t: NDArray[Any]) -> NDArray[Any]:
+    # t = (1 + f) * 2**exponent, 1 + f between sqrt(1/2) and sqrt(2)
+    bits = t.view(np.int32)
+    exponent = (bits - np.int32(0x3F3504F3)) >> 23
+    f = (bits - (exponent << 23)).view(np.float32) - np.float32(1)
+    return (-exponent).astype(np.float32) * LN_2 - (f + (f * f) * _polynomial(f, LOG_SERIES))
+
+
+def _polynomial(x: NDArray[Any], coefficients: tuple[np.float32, ...]) -> NDArray[Any]:
+    value = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x + coefficient
+    return value
+
+
+def _standard_normal(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
+    k = (words >> 1).astype(np.int32)
+    p = (k.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    x = ((0x7FFFFFFF - k).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+    w = _minus_log((np.float32(4) * p) * (np.float32(1) - p))
+    z = (x * _polynomial(w, NUMERATOR)) / _polynomial(w, DENOMINATOR)
+    return (z.view(np.uint32) | words << 31).view(np.float32)
+
+
+def uniform_values(
+    ids: NDArray[np.int64], seed: int, low: float, high: float, out: NDArray[np.float32]
+) -> None:
+    """Fill `out` (n, dim) with the first values of the rows `ids` (n,): uniform between `low` and `high`."""
+    words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
+    start = np.float32(low)
+    out[:] = start + (np.float32(high) - start) * ((words >> 8).astype(np.float32) * np.float32(2.0**-24))
+
+
+def normal_values(
+    ids: NDArray[np.int64], seed: int, mean: float, std: float, out: NDArray[np.float32]
+) -> None:
+    """Fill `out` (n, dim) with the first values of the rows `ids` (n,): normal, `mean` and `std`."""
+    words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
+    out[:] = np.float32(mean) + np.float32(std) * _standard_normal(words)
+
+
+def constant_values(ids: NDArray[np.int64], value: float, out: NDArray[np.float32]) -> None:
+    """Fill `out` (n, dim) with `value`, whichever rows `ids` (n,) names."""
+    out[:] = np.float32(value)
+
+
+def rounding_words(ids: NDArray[np.int64], seed: int, step: int, out: NDArray[np.uint32]) -> None:
+    """Fill `out` (n, dim) uint32 with the words that decide the rounding of the rows `ids` (n,) at `step`."""
+    out[:] = _words(ids, seed, ROUNDING, step, out.shape[1])

@@ -1,0 +1,132 @@
+"""Pooling rows into bags, and its backward: the specification of ``kernels/cpu/pooling.py``.
+
+A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``) cut by ``offsets`` int64 (bags + 1,):
+bag b holds the positions ``offsets[b] .. offsets[b + 1]``, and ``bags`` int32 (n,) tells each position's bag.
+Positions of unique row `skip` (-1: no row) belong to no bag. ``weights`` float32 is (n,), or (0,) for ones.
+Everything is summed in order of occurrence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedrock.kernels.reference.rows import row_squares
+
+
+def _members(inverse: np.ndarray, offsets: np.ndarray, skip: int, bag: int) -> np.ndarray:
+    positions = np.arange(offsets[bag], offsets[bag + 1])
+    return positions[inverse[positions] != skip]
+
+
+def pool_sum(
+    rows: np.ndarray,
+    inverse: np.ndarray,
+    offsets: np.ndarray,
+    weights: np.ndarray,
+    skip: int,
+    mean: bool,
+    out: np.ndarray,
+    scale: np.ndarray,
+) -> None:
+    """Sum, or average, the rows of each bag; an empty bag gives zeros.
+
+    Args:
+        rows: float32 (unique, dim).
+        mean: divide each sum by the number of positions in the bag.
+        out: float32 (bags, dim).
+        scale: float32 (bags,) receives what a sum was multiplied by: 1, or one over the number of positions.
+    """
+    for bag in range(out.shape[0]):
+        members = _members(inverse, offsets, skip, bag)
+        out[bag] = 0
+        for position in members:
+            weight = weights[position] if weights.size else np.float32(1)
+            out[bag] += weight * rows[inverse[position]]
+        scale[bag] = 1 / max(1, members.size) if mean else 1
+        out[bag] *= scale[bag]
+
+
+def pool_max(
+    rows: np.ndarray, inverse: np.ndarray, offsets: np.ndarray, skip: int, out: np.ndarray, argmax: np.ndarray
+) -> None:
+    """Take the largest value of each column of each bag, the first of equal ones; an empty bag gives zeros.
+
+    Args:
+        rows: float32 (unique, dim).
+        out: float32 (bags, dim).
+        argmax: int32 (bags, dim) receives the position that each value came from, -1 in empty bags.
+    """
+    for bag in range(out.shape[0]):
+        out[bag], argmax[bag] = 0, -1
+        for position in _members(inverse, offsets, skip, bag):
+            row = rows[inverse[position]]
+            better = (argmax[bag] < 0) | (row > out[bag])
+            out[bag, better], argmax[bag, better] = row[better], position
+
+
+def pool_sum_backward(
+    grads: np.ndarray,
+    bags: np.ndarray,
+    starts: np.ndarray,
+    order: np.ndarray,
+    weights: np.ndarray,
+    scale: np.ndarray,
+    skip: int,
+    values: np.ndarray,
+    squares: np.ndarray,
+) -> None:
+    """Sum, for each unique row, the gradients of the bags that it is in.
+
+    Args:
+        grads: float32 (bags, dim).
+        scale: float32 (bags,), as `pool_sum` left it.
+        values: float32 (unique, dim) receives the gradients; zeros for row `skip`.
+        squares: float64 (unique,) receives their squared norms.
+    """
+    for k in range(values.shape[0]):
+        values[k] = 0
+        for position in order[starts[k] : starts[k + 1]] if k != skip else []:
+            bag = bags[position]
+            weight = weights[position] if weights.size else np.float32(1)
+            values[k] += (weight * scale[bag]) * grads[bag]
+    row_squares(values, squares)
+
+
+def pool_max_backward(
+    grads: np.ndarray,
+    bags: np.ndarray,
+    starts: np.ndarray,
+    order: np.ndarray,
+    argmax: np.ndarray,
+    values: np.ndarray,
+    squares: np.ndarray,
+) -> None:
+    """Give each column of a bag's gradient to the position that its value came from, summed by unique row.
+
+    Args:
+        grads: float32 (bags, dim).
+        argmax: int32 (bags, dim), as `pool_max` left it.
+        values: float32 (unique, dim) receives the gradients.
+        squares: float64 (unique,) receives their squared norms.
+    """
+    for k in range(values.shape[0]):
+        values[k] = 0
+        for position in order[starts[k] : starts[k + 1]]:
+            bag = bags[position]
+            values[k] += np.where(argmax[bag] == position, grads[bag], np.float32(0))
+    row_squares(values, squares)
+
+
+def weight_grads(
+    grads: np.ndarray, rows: np.ndarray, inverse: np.ndarray, bags: np.ndarray, skip: int, out: np.ndarray
+) -> None:
+    """Write the gradient of each position's weight in a sum: the product, summed in float64, of row and gradient.
+
+    Args:
+        grads: float32 (bags, dim).
+        rows: float32 (unique, dim), as they were pooled.
+        out: float32 (n,); zeros where the row is `skip`.
+    """
+    for position, k in enumerate(inverse):
+        product = np.multiply(grads[bags[position]], rows[k], dtype=np.float64)
+        out[position] = 0 if k == skip else product.sum()

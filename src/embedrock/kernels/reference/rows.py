@@ -1,0 +1,88 @@
+"""Reading, summing and stepping rows: the specification of ``kernels/cpu/rows.py``.
+
+``weights`` (slots, >= dim) are storage words and ``records`` (slots, record_floats) float32: two views of the same
+records, whose state columns start at ``state_start``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embedrock.kernels.reference import codec, rules
+
+
+def gather(weights: np.ndarray, slots: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
+    """Copy weights to ``out`` (n, dim). A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet."""
+    dim = out.shape[1]
+    here = slots >= 0
+    out[here] = codec.decode(weights[slots[here], :dim])
+    out[~here] = fresh[-1 - slots[~here]]
+
+
+def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
+    """Overwrite weights by ``values`` (n, dim), rounded to nearest. Slots do not repeat."""
+    weights[slots, : values.shape[1]] = codec.encode_nearest(values, weights.dtype)
+
+
+def scatter_stochastic(
+    weights: np.ndarray, slots: np.ndarray, values: np.ndarray, ids: np.ndarray, seed: int, step: int
+) -> None:
+    """Overwrite weights by ``values`` (n, dim), rounded stochastically by (seed, id, column, step)."""
+    weights[slots, : values.shape[1]] = codec.encode_stochastic(values, ids, seed, step, weights.dtype)
+
+
+def reset_state(records: np.ndarray, slots: np.ndarray, state_start: int, first_state: np.ndarray) -> None:
+    """Set the optimizer state of records to its first value ``first_state`` (state_width,)."""
+    records[slots, state_start : state_start + first_state.shape[0]] = first_state
+
+
+def sum_segments(
+    grads: np.ndarray, starts: np.ndarray, order: np.ndarray, values: np.ndarray, squares: np.ndarray
+) -> None:
+    """Sum the gradients of equal ids in order of occurrence; ``squares`` are the sums' squared norms, float64."""
+    for k in range(values.shape[0]):
+        first, *rest = order[starts[k] : starts[k + 1]]
+        values[k] = grads[first]
+        for position in rest:
+            values[k] += grads[position]
+    row_squares(values, squares)
+
+
+def row_squares(values: np.ndarray, squares: np.ndarray) -> None:
+    """Write the sum of squares of each row, in float64."""
+    squares[:] = np.square(values, dtype=np.float64).sum(axis=1)
+
+
+def step(
+    weights: np.ndarray,
+    rows: np.ndarray,
+    records: np.ndarray,
+    slots: np.ndarray,
+    state_start: int,
+    state_width: int,
+    values: np.ndarray,
+    numbers: Any,
+) -> None:
+    """Update ``weights[rows]`` (float32) and the state of ``records[slots]`` by summed gradients ``values``."""
+    dim = values.shape[1]
+    w, s = weights[rows, :dim], records[slots, state_start : state_start + state_width]
+    rules.UPDATES[type(numbers)](w, s, values, numbers)
+    weights[rows, :dim] = w
+    records[slots, state_start : state_start + state_width] = s
+
+
+def refresh(
+    weights: np.ndarray, records: np.ndarray, slots: np.ndarray, state_start: int, scratch: np.ndarray, numbers: Any
+) -> None:
+    """Bring copies ``weights`` (n, dim) of rows up to date; slots < 0 are skipped. The records stay as they are.
+
+    ``scratch`` (n, state_width) receives the state as it would be.
+    """
+    here = slots >= 0
+    w = weights[here]
+    scratch[here] = records[slots[here], state_start : state_start + scratch.shape[1]]
+    s = scratch[here]
+    rules.REFRESHES[type(numbers)](w, s, numbers)
+    weights[here], scratch[here] = w, s

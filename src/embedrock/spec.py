@@ -1,0 +1,122 @@
+"""`Spec`: the frozen description of a table, from which everything else about its records is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from embedrock.initializers import Initializer
+    from embedrock.rules import Rule
+
+
+class Storage(NamedTuple):
+    """How weights of one dtype lie in a record.
+
+    NumPy has no bfloat16, and Numba no 16-bit floats, so 16-bit weights are kept as bits: bfloat16 in uint16,
+    float16 in int16. The two differ so that a kernel knows the codec from the array's type.
+    """
+
+    name: str
+    words: np.dtype
+
+
+STORAGES = {
+    "float32": Storage("float32", np.dtype(np.float32)),
+    "bfloat16": Storage("bfloat16", np.dtype(np.uint16)),
+    "float16": Storage("float16", np.dtype(np.int16)),
+}
+STATE_BYTES = 4  # optimizer state is always float32
+MAX_ALIGNMENT = 16
+
+
+class Layout(NamedTuple):
+    """Where things lie in a record: ``[weights | state columns]``, contiguous and aligned.
+
+    Attributes:
+        record_bytes: bytes from one record to the next.
+        state_start: index of the first state column, in float32 units.
+        state_width: float32 state columns in all.
+    """
+
+    record_bytes: int
+    state_start: int
+    state_width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """Frozen description of a table.
+
+    Args:
+        rows: number of rows, or None for open ids (any int64).
+        dim: columns of weights in a row.
+        dtype: of the weights: "float32", "bfloat16" or "float16". Optimizer state is always float32.
+        rule: the sparse optimizer, or None for a table that is only read (or gets its rule later).
+        init: gives the first value of a row.
+        seed: of first values and of stochastic rounding.
+
+    Raises:
+        ArgumentError: a value that cannot work.
+    """
+
+    rows: int | None
+    dim: int
+    dtype: str
+    rule: Rule | None
+    init: Initializer
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.rows is not None:
+            _check_count("rows", self.rows, "Pass rows=None for open ids.")
+        _check_count("dim", self.dim, "")
+        if self.dtype not in STORAGES:
+            raise ArgumentError(f"`dtype` must be one of {', '.join(STORAGES)}: got {self.dtype!r}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
+        self.init.check(self.rows, self.dim)
+
+    @cached_property
+    def storage(self) -> Storage:
+        """How the weights lie in a record."""
+        return STORAGES[self.dtype]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where weights and state lie in a record."""
+        state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
+        state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
+        used = (state_start + state_width) * STATE_BYTES
+        alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
+        return Layout(-(-used // alignment) * alignment, state_start, state_width)
+
+    @cached_property
+    def first_state(self) -> np.ndarray:
+        """Optimizer state of a row that was never stepped: float32 (state_width,)."""
+        return np.empty(0, np.float32) if self.rule is None else self.rule.first_state(self.dim)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record, weights and state."""
+        return self.layout.record_bytes
+
+    @property
+    def table_bytes(self) -> int | None:
+        """Bytes of all records, or None for open ids."""
+        return None if self.rows is None else self.rows * self.record_bytes
+
+    def with_rule(self, rule: Rule | None) -> Spec:
+        """Return this description with another rule."""
+        return replace(self, rule=rule)
+
+
+def _check_count(name: str, value: object, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        message = f"`{name}` must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
+        raise ArgumentError(message.rstrip())

@@ -1,0 +1,48 @@
+"""What every test gets: hypothesis profiles, fresh numba caches, and the real data folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# No deadline: the first example of a test may compile a kernel. In CI the examples are the same in every run,
+# so that a red run is the change's fault.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def purge_stale_kernels(kernels: Path) -> list[Path]:
+    """Delete numba's cached machine code in `kernels` if any kernel file is newer; return what was deleted.
+
+    Numba's cache of a function looks only at the file that defines it. A function inlined from another kernel
+    file would go on running in its old version.
+    """
+    cached = [*kernels.rglob("*.nbi"), *kernels.rglob("*.nbc")]
+    newest_source = max((path.stat().st_mtime for path in kernels.rglob("*.py")), default=0.0)
+    if all(path.stat().st_mtime >= newest_source for path in cached):
+        return []
+    for path in cached:
+        path.unlink(missing_ok=True)
+    return cached
+
+
+def pytest_configure() -> None:
+    package = importlib.util.find_spec("embedrock")
+    if package is not None and package.origin is not None:
+        purge_stale_kernels(Path(package.origin).parent / "kernels")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder with the real interaction logs (`ml-100k.inter`, `video_games.txt`)."""
+    folder = Path(os.environ.get("EMBEDROCK_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set EMBEDROCK_TEST_DATA to the folder that holds it")
+    return folder

@@ -1,0 +1,125 @@
+"""Code in the docs runs: ```python blocks of the pages, and the examples in docstrings.
+
+The blocks of a page share one namespace and run in order, in an empty folder. A block that cannot run says
+why on its first line: ```python no-run: needs 64 GiB of RAM.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import embedrock
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+USES_TORCH = re.compile(r"^\s*(?:import|from) (?:embedrock\.)?torch\b", re.MULTILINE)
+OPTIONAL = {"torch", "tqdm"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ```python block: its source, the line where that starts, why it does not run (None: it does)."""
+
+    source: str
+    line: int
+    no_run: str | None
+
+
+def parse_block(match: re.Match[str], text: str) -> Block:
+    info = match[1].strip()
+    line = text.count("\n", 0, match.start(2)) + 1
+    if not info:
+        return Block(match[2], line, None)
+    reason = re.fullmatch(r"no-run: (\S.*)", info)
+    assert reason, f"line {line - 1}: expected ```python or ```python no-run: <reason>, got ```python {info}"
+    return Block(match[2], line, reason[1])
+
+
+def blocks_of(text: str) -> list[Block]:
+    return [parse_block(match, text) for match in FENCE.finditer(text)]
+
+
+def run_blocks(blocks: list[Block], page: str) -> dict[str, Any]:
+    """Execute the blocks in one namespace and return it; tracebacks name the page and its line."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        if block.no_run is None:
+            if USES_TORCH.search(block.source):
+                pytest.importorskip("torch")
+            exec(compile("\n" * (block.line - 1) + block.source, page, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(blocks_of(page.read_text()), str(page))
+
+
+def module_names() -> list[str]:
+    """Every module of the package, by name, without importing more than its packages' `__init__`."""
+    folder = Path(embedrock.__file__).parent
+    names = (".".join(path.relative_to(folder.parent).with_suffix("").parts) for path in folder.rglob("*.py"))
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(f"{name} needs {error.name}")
+    failed = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed
+    assert failed == 0, f"{failed} examples of {name} failed; they are printed above"
+
+
+PAGE = """\
+Text.
+```python
+a = 1
+```
+```bash
+exit 1
+```
+```python no-run: a reason
+a = 1 / 0
+```
+```python
+b = a + 1
+```
+"""
+
+
+def test_blocks_run_in_order_in_one_namespace():
+    blocks = blocks_of(PAGE)
+    assert [block.line for block in blocks] == [3, 9, 12]
+    assert [block.no_run for block in blocks] == [None, "a reason", None]
+    assert run_blocks(blocks, "page.md")["b"] == 2
+
+
+def test_a_wrong_block_fails_at_its_line():
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_blocks(blocks_of(PAGE.replace(" no-run: a reason", "")), "page.md")
+    last = caught.traceback[-1]
+    assert (Path(last.path).name, last.lineno + 1) == ("page.md", 9)
+
+
+@pytest.mark.parametrize("info", ["no-run", "no-run:", "norun: reason", "title=x"])
+def test_a_block_that_does_not_run_needs_a_reason(info: str):
+    with pytest.raises(AssertionError, match="no-run: <reason>"):
+        blocks_of(f"```python {info}\n```\n")

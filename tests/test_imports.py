@@ -1,0 +1,50 @@
+"""What an import brings along. Each check runs in a fresh interpreter; none looks at the time."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import embedrock
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "triton"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level modules in `sys.modules` after `statement` in a new interpreter."""
+    program = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_the_check_sees_an_import():
+    assert "wave" in loaded_by("import wave")
+    assert "wave" not in loaded_by("pass")
+
+
+def test_import_is_light():
+    assert not loaded_by("import embedrock") & (FRAMEWORKS | {"numba", "llvmlite"})
+
+
+def test_core_never_loads_a_framework():
+    work = "import embedrock as er; er.Table(8, 2, rule=er.SGD(lr=0.1)).update([1], [[1.0, 1.0]])"
+    assert not loaded_by(work) & FRAMEWORKS
+
+
+def test_torch_front_end_loads_no_other_framework():
+    pytest.importorskip("torch")
+    assert not loaded_by("import embedrock.torch") & {"tensorflow", "keras"}
+
+
+@pytest.mark.parametrize("name", embedrock.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(embedrock, name) is not None
+    assert name in dir(embedrock)
+
+
+def test_version_is_the_installed_one():
+    assert embedrock.__version__ == importlib.metadata.version("embedrock")
