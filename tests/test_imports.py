@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 
@@ -44,7 +43,3 @@ def test_torch_front_end_loads_no_other_framework():
 def test_every_public_name_resolves(name):
     assert getattr(embedrock, name) is not None
     assert name in dir(embedrock)
-
-
-def test_version_is_the_installed_one():
-    assert embedrock.__version__ == importlib.metadata.version("embedrock")

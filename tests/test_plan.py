@@ -307,7 +307,7 @@ def test_a_plan_owns_its_arrays_and_cannot_be_changed(n):
     with pytest.raises(ValueError, match="read-only"):
         plan.ids[0] = 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.epoch = 3
+        plan.epoch = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_slots_are_read_only_too():
@@ -331,11 +331,11 @@ def test_ids_in_any_memory(n):
     unaligned = np.frombuffer(b"x" + ids.tobytes(), np.int64, offset=1)
     strided = np.repeat(ids, 3)[::3]
     backwards = ids[::-1].copy()[::-1]
-    fortran = np.asfortranarray(ids.reshape(5, -1))
+    fortran = np.asfortranarray(ids.reshape(2, -1))
     assert not unaligned.flags.aligned
     for same in (frozen, unaligned, strided, backwards):
         assert_same(make_plan(same), make_plan(ids))
-    assert_same(make_plan(fortran), make_plan(ids.reshape(5, -1)))
+    assert_same(make_plan(fortran), make_plan(ids.reshape(2, -1)))
     assert ids.flags.writeable
 
 

@@ -10,14 +10,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from embedrock.bench.workload import Workload
+from embedrock.sizes import memory_limit
+from embedrock.tiers.memory import DIRECT_SHARE
 
 LEARNING_RATE = 1e-3
+HASHED_OVERHEAD = 1.3  # RAM of a hashed directory's rows over the bytes of their records
 PROCESS_BYTES = 400 << 20  # an interpreter with torch and one batch's activations
 
 Step = Callable[[int], object]
@@ -36,34 +39,34 @@ class Contender:
         label: what it is, for people.
         make: called in the contender's own process; must be importable by name.
         tables: RAM at the peak, in float32 tables of rows x dim: weights, state, gradient and temporaries.
+        lazy: a table too large for a direct directory takes RAM for the touched rows only.
     """
 
     name: str
     label: str
     make: Callable[[Workload], Step]
     tables: float
+    lazy: bool = False
 
     def need_bytes(self, workload: Workload) -> int:
         """Return the RAM that this contender's process may come to hold."""
         batches = workload.batches * workload.lookups * 8
-        return PROCESS_BYTES + batches + int(self.tables * workload.table_bytes)
+        whole = int(self.tables * workload.table_bytes)
+        if self.lazy and whole > memory_limit() // DIRECT_SHARE:
+            whole = int(whole * HASHED_OVERHEAD * workload.touched_rows() / workload.rows)
+        return PROCESS_BYTES + batches + whole
 
 
-def _torch() -> ModuleType:
+def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
         raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
-    torch.set_num_threads(thread_count())
+    torch.set_num_threads(int(os.environ["EMBEDROCK_THREADS"]))
     return torch
 
 
-def thread_count() -> int:
-    """Return the number of threads that this child process was told to use."""
-    return int(os.environ["EMBEDROCK_THREADS"])
-
-
-# ---- bench step ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- bench step
 
 
 def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
@@ -101,14 +104,14 @@ def fbgemm_step(workload: Workload, pooling: str) -> Step:
     """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
     torch = _torch()
     try:
-        from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_common
-        from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+        training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+        configs = import_module("fbgemm_gpu.split_embedding_configs")
     except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
         raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error
-    common = split_table_batched_embeddings_ops_common
     table = training.SplitTableBatchedEmbeddingBagsCodegen(
         [(workload.rows, workload.dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
-        optimizer=split_embedding_configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=common.PoolingMode[pooling],
         learning_rate=LEARNING_RATE,
     )
@@ -124,7 +127,7 @@ def fbgemm_step(workload: Workload, pooling: str) -> Step:
 
 
 def _ours(name: str, label: str, tables: float, **arguments: Any) -> Contender:
-    return Contender(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables)
+    return Contender(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables, lazy=True)
 
 
 def _nn(name: str, label: str, tables: float, **arguments: Any) -> Contender:
@@ -142,11 +145,15 @@ STEP = (
     # Weights, gradient, two states, and two temporaries of torch's unfused update.
     _nn("torch-dense-adam", "Adam", 6, optimizer="Adam", sparse=False),
     _nn("torch-dense-adam-fused", "Adam(fused=True)", 4, optimizer="Adam", sparse=False, fused=True),
-    Contender("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1),
-    Contender("fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1),
+    Contender(
+        "fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1
+    ),
+    Contender(
+        "fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1
+    ),
 )
 
-# ---- bench lookup ----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- bench lookup
 
 
 def our_lookup(workload: Workload, trained: bool) -> Step:
@@ -180,12 +187,20 @@ def _without_grad(lookup: Callable[[Any], Any], ids: list[Any]) -> Step:
 
 
 LOOKUP = (
-    Contender("ours", "ert.Embedding under no_grad, rows trained before", partial(our_lookup, trained=True), 3),
-    Contender("ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3),
+    Contender(
+        "ours",
+        "ert.Embedding under no_grad, rows trained before",
+        partial(our_lookup, trained=True),
+        3,
+        lazy=True,
+    ),
+    Contender(
+        "ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3, lazy=True
+    ),
     Contender("torch", "F.embedding under no_grad", torch_lookup, 2),
 )
 
-# ---- bench plan ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- bench plan
 
 
 def our_plan(workload: Workload) -> Step:

@@ -14,7 +14,7 @@ from embedrock.sizes import memory_limit
 
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 ROOT = Path("/")
-# How cgroups of version 1 and 2 name the same three things: limit, use, and page cache that can be given back.
+# How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
 _CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -37,8 +37,10 @@ def machine_facts() -> dict[str, object]:
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the RAM that new processes can take: what is left on the machine, in this process's cgroup and in
-    every cgroup above it, whichever is least."""
+    """Return the RAM that new processes can take.
+
+    What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
+    """
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
 
 
@@ -50,15 +52,16 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Return the most RAM that this process ever held."""
+    # Not getrusage where there is better: it starts from what the parent held when it made this process.
+    if (kilobytes := _named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
+        return kilobytes * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _machine_available(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return memory_limit()
+    kilobytes = _named_number(root / "proc/meminfo", "MemAvailable:")
+    return memory_limit() if kilobytes is None else kilobytes * 1024
 
 
 def _cgroups_available(root: Path) -> Iterator[int]:
@@ -76,12 +79,13 @@ def _chain_available(base: Path, path: str, version: int) -> Iterator[int]:
     for folder in (base / relative, *(base / parent for parent in relative.parents)):
         limit, used = _read(folder / limit_file), _read(folder / use_file)
         if limit.isdigit() and used.isdigit():
-            yield int(limit) - int(used) + _stat(folder / "memory.stat", cache_key)
+            yield int(limit) - int(used) + (_named_number(folder / "memory.stat", cache_key) or 0)
 
 
-def _stat(path: Path, key: str) -> int:
+def _named_number(path: Path, name: str) -> int | None:
+    """Return the number beside `name` in a file of lines "name number", or None."""
     lines = (line.split() for line in _read(path).splitlines())
-    return next((int(words[1]) for words in lines if words[0] == key), 0)
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
 
 
 def _cpu_model() -> str:

@@ -15,8 +15,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import IO, Any
 
 _BOOT = "from embedrock.bench.processes import serve; serve()"
 _LAST_WORDS = 300  # characters of a dead child's output that its obituary quotes
@@ -39,7 +40,7 @@ class ChildError(Exception):
 class Child:
     """``factory(*args)`` in a fresh interpreter. Close it, or use it in a ``with`` statement.
 
-    It ends when it is closed, and also when this process ends in whatever way: its standard input closes then.
+    It ends when it is closed, and when this process ends in whatever way: its standard input closes then.
 
     Args:
         factory: a class or function that can be imported by name (it is pickled).
@@ -55,35 +56,24 @@ class Child:
         self, factory: Callable[..., object], *args: Any, environment: Mapping[str, str], timeout_s: float
     ) -> None:
         self._timeout_s = timeout_s
-        self._log = tempfile.TemporaryFile()
-        self._connection, theirs = Pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.PIPE,
-                stdout=self._log,
-                stderr=self._log,
-            )
-        finally:
+        with ExitStack() as undo:
+            self._log = undo.enter_context(tempfile.TemporaryFile())
+            self._connection, theirs = map(undo.enter_context, Pipe())
+            self._process = undo.enter_context(_start(theirs, self._log, environment))
+            undo.callback(self._process.kill)
             theirs.close()
-        try:
             self.call("__init__", factory, *args)
-        except BaseException:
-            self.close()
-            raise
+            self._resources = undo.pop_all()
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object and wait for what it returns.
 
         Raises:
-            ChildError: it raised, died, or took longer than the timeout (then it is killed).
+            ChildError: it raised, died, or did not answer in time. After the last two, close it.
         """
         try:
             self._connection.send((method, args))
             if not self._connection.poll(self._timeout_s):
-                self.close()
                 raise ChildError("TimeoutError", f"no answer within {self._timeout_s:g} s")
             succeeded, value = self._connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -93,13 +83,8 @@ class Child:
         return value
 
     def close(self) -> None:
-        """End the process and wait until it is gone."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._connection.close()
-        self._log.close()
+        """End the process and wait until it is gone. Closing twice is allowed."""
+        self._resources.close()
 
     def __enter__(self) -> Child:
         return self
@@ -116,9 +101,27 @@ class Child:
         return ChildError("Died", f"its process ended with {cause}{hint}", details)
 
 
+def _start(connection: Connection, log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    number = connection.fileno()
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, str(number)],
+        pass_fds=(number,),
+        env={**child_environment(), **environment},
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+    )
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment variables, with which a fresh interpreter finds the same modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def serve() -> None:
     """Be the child: make the object that the first message asks for, then call its methods."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its children
+    # Ctrl-C reaches every process of the terminal; the parent ends its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     connection = Connection(int(sys.argv[1]))
     target: object = None
@@ -128,7 +131,8 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            method, args = pickle.loads(request)  # in here, so that a factory that does not import is an answer
+            # Unpickled here, so that a factory that does not import is an answer like any other.
+            method, args = pickle.loads(request)
             if method == "__init__":
                 target, value = args[0](*args[1:]), None
             else:

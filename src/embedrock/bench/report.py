@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from embedrock.bench.machine import machine_facts
 from embedrock.bench.rounds import Result
 from embedrock.sizes import format_bytes
 
@@ -83,8 +84,8 @@ def comparison(results: Sequence[Result], baseline: str, targets: Sequence[Targe
 def summary(result: Result, base: Result | None) -> dict[str, Any]:
     """Return one line of the table and of the JSON; times in milliseconds.
 
-    ``ratio`` is the time over the baseline's in the same rounds: of the medians over all steps, and the least and
-    greatest of the rounds' medians.
+    ``ratio`` is the median over all steps, over the baseline's in the same rounds; ``ratio_range`` has the
+    least and the greatest of single rounds.
     """
     contender, workload = result.entry
     line: dict[str, Any] = {
@@ -110,6 +111,7 @@ def summary(result: Result, base: Result | None) -> dict[str, Any]:
         "ratio": None if base is None else result.median_s / base.median_s,
         "ratio_range": None if base is None else _ratio_range(result, base),
         "rss_bytes": result.rss_bytes,
+        "peak_bytes": result.peak_bytes,
     }
 
 
@@ -138,11 +140,11 @@ def _judge(target: Target, results: Sequence[Result], baseline: str) -> list[Ver
     if pair is None or not _applies(target, pair[0]):
         return []
     fast, slow = pair
-    bases = [_base_of(result, baseline, results) for result in pair]
+    fast_base, slow_base = (_base_of(result, baseline, results) for result in pair)
     measured = slow.median_s / fast.median_s
-    if fast.group != slow.group and None not in bases:
+    if fast.group != slow.group and fast_base and slow_base:
         # Never in the same round: compare through the baseline, which ran beside either.
-        measured *= bases[0].median_s / bases[1].median_s  # pyright: ignore[reportOptionalMemberAccess]
+        measured *= fast_base.median_s / slow_base.median_s
     return [Verdict(f"{target.fast} faster than {target.slow}", measured, target.factor, "x")]
 
 
@@ -157,19 +159,22 @@ def _applies(target: Target, result: Result) -> bool:
     return target.rows in (None, workload.rows) and target.lookups in (None, workload.lookups)
 
 
-# ---- printing --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- printing
 
-_COLUMNS = ("contender", "ms", "quartiles", "least", "first pass", "ratio", "range", "RAM")
+_COLUMNS = ("contender", "ms", "quartiles", "least", "first pass", "ratio", "range", "peak RAM")
 
 
 def format_results(lines: Sequence[dict[str, Any]], baseline: str) -> str:
-    """Return the table that people read. Times in ms; ratios over the baseline's time in the same rounds."""
+    """Return the table that people read, times in ms; below it, why who is missing."""
     grouped = len({line["group"] for line in lines if line["group"]}) > 1
     rows = [_cells(line, grouped) for line in lines if line["status"] == "ok"]
     table = format_table(_COLUMNS, rows) if rows else "nothing was measured"
-    missing = [f"{line['name']}: {line['status']}: {line['reason']}" for line in lines if line["status"] != "ok"]
-    notes = [f"ratio: time over {baseline}'s, of all medians; range: least and greatest of the rounds"] if rows else []
-    return "\n".join([table, *notes, *missing])
+    missing = [
+        f"{line['name']}: {line['status']}: {line['reason']}" for line in lines if line["status"] != "ok"
+    ]
+    note = f"ratio: median over {baseline}'s in the same rounds; range: least and greatest of single rounds"
+    compared = any(line.get("ratio") is not None for line in lines)
+    return "\n".join([table, *([note] if compared else []), *missing])
 
 
 def _cells(line: dict[str, Any], grouped: bool) -> list[str]:
@@ -183,7 +188,7 @@ def _cells(line: dict[str, Any], grouped: bool) -> list[str]:
         _number(line["first_pass_ms"]),
         f"{_number(line['ratio'])}x" if base else "",
         " - ".join(_number(ratio) for ratio in line["ratio_range"]) if base else "",
-        format_bytes(line["rss_bytes"]),
+        format_bytes(line["peak_bytes"]),
     ]
 
 
@@ -206,27 +211,32 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str:
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return lines with aligned columns, the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in [head, ["-" * width for width in widths], *rows])
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for first, *others in [head, ["-" * width for width in widths], *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
 
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- JSON
 
 
-def write_json(path: Path, report: Report, options: dict[str, Any], command: str) -> None:
-    """Write everything that is needed to read, repeat and compare the measurement."""
+def write_json(path: Path, report: Report, circumstances: dict[str, Any]) -> None:
+    """Write everything that is needed to read, repeat and compare a measurement.
+
+    Args:
+        path: the file.
+        report: what was found; each result says on what workload.
+        circumstances: benchmark, options, and the machine's facts of before.
+    """
     document = {
         "schema": SCHEMA,
-        "command": command,
-        "options": options,
-        "machine": machine_facts(),
+        "command": shlex.join(sys.argv),
+        **circumstances,
         "results": report.results,
         "verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in report.verdicts],
         "failures": [{"name": name, "details": details} for name, details in report.failures],

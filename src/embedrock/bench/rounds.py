@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from embedrock.bench.contenders import Contender
-from embedrock.bench.machine import available_bytes, rss_bytes
+from embedrock.bench.machine import available_bytes, peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.workload import Workload
 from embedrock.sizes import format_bytes
@@ -59,6 +59,19 @@ class Effort:
     threads: int = 2
     timeout_s: float = 600.0
 
+    def environment(self) -> dict[str, str]:
+        """Return the variables that thread pools read when a child's libraries load.
+
+        OpenMP threads that spin while they wait go on spinning in another contender's turn, and where they
+        have no core to themselves they cost torch and FBGEMM many times their own time: FBGEMM's rowwise
+        Adagrad (SUM) took 70 ms on 2 cores, and 1.5 ms with threads that sleep. So they sleep; an
+        OMP_WAIT_POLICY of the caller's own is left alone.
+        """
+        threads = dict.fromkeys(
+            ("EMBEDROCK_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)
+        )
+        return {**threads, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+
 
 @dataclass
 class Result:
@@ -72,7 +85,8 @@ class Result:
         details: traceback of a failure.
         first_s: seconds of each step of the first pass over the batches, in which rows are touched first.
         rounds_s: seconds of the timed steps, by round.
-        rss_bytes: RAM held after the last round.
+        rss_bytes: RAM that its process held after the last round.
+        peak_bytes: the most RAM that its process held.
     """
 
     entry: Entry
@@ -83,6 +97,7 @@ class Result:
     first_s: list[float] = field(default_factory=list)
     rounds_s: list[list[float]] = field(default_factory=list)
     rss_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -110,7 +125,7 @@ class Session:
         self._last_s = 0.0
 
     def warm_up(self, seconds: float) -> list[float]:
-        """Work through all batches once, or as many as fit into `seconds`; return the seconds of each step."""
+        """Work through all batches, or as many as fit into `seconds`; return the seconds of each step."""
         return self._timed_steps(self._batches, seconds)
 
     def round(self, steps: int, seconds: float) -> list[float]:
@@ -119,9 +134,9 @@ class Session:
             self._timed_steps(SETTLE_STEPS, seconds)
         return self._timed_steps(steps, seconds)
 
-    def rss_bytes(self) -> int:
-        """Return the RAM that this process holds."""
-        return rss_bytes()
+    def ram(self) -> tuple[int, int]:
+        """Return the RAM that this process holds, and the most that it held, in bytes."""
+        return rss_bytes(), peak_rss_bytes()
 
     def _timed_steps(self, steps: int, seconds: float) -> list[float]:
         times: list[float] = []
@@ -136,7 +151,7 @@ class Session:
 
 
 class _Runner:
-    """In the parent: one contender's process and its result. A failure ends this contender, not the others."""
+    """In the parent: one contender's process and its result. A failure ends this contender alone."""
 
     def __init__(self, entry: Entry, group: int, effort: Effort, stack: ExitStack) -> None:
         self.result = Result(entry, group)
@@ -147,11 +162,12 @@ class _Runner:
     def start(self) -> None:
         _say(f"{self.result.name}: preparing ({format_bytes(self.result.entry.need_bytes)})")
         try:
+            effort = self._effort
             child = Child(
-                Session, *self.result.entry, environment=_environment(self._effort), timeout_s=self._effort.timeout_s
+                Session, *self.result.entry, environment=effort.environment(), timeout_s=effort.timeout_s
             )
             self._child = self._stack.enter_context(child)
-            self.result.first_s = child.call("warm_up", WARM_UP_ROUNDS * self._effort.seconds)
+            self.result.first_s = child.call("warm_up", WARM_UP_ROUNDS * effort.seconds)
         except ChildError as error:
             self._fail(error)
 
@@ -161,7 +177,7 @@ class _Runner:
         time.sleep(PAUSE_S)
         try:
             self.result.rounds_s.append(self._child.call("round", self._effort.steps, self._effort.seconds))
-            self.result.rss_bytes = self._child.call("rss_bytes")
+            self.result.rss_bytes, self.result.peak_bytes = self._child.call("ram")
         except ChildError as error:
             self._fail(error)
 
@@ -200,16 +216,20 @@ def plan_groups(
     """Return groups that fit into `budget_bytes` each, and the results of entries that fit into none."""
     fits = [entry for entry in entries if entry.need_bytes <= budget_bytes]
     first = [entry for entry in fits if entry.name == baseline]
-    groups = [first] if first else []
+    groups = [first.copy()] if first else []
     for entry in fits:
         if entry.name != baseline:
-            together = (group for group in groups if group[: len(first)] == first)
-            group = next((group for group in together if _need(group) + entry.need_bytes <= budget_bytes), None)
-            if group is None:
-                group = first.copy() if _need(first) + entry.need_bytes <= budget_bytes else []
-                groups.append(group)
-            group.append(entry)
+            _group_for(entry, groups, first, budget_bytes).append(entry)
     return groups, [_does_not_fit(entry, budget_bytes) for entry in entries if entry not in fits]
+
+
+def _group_for(entry: Entry, groups: list[list[Entry]], first: list[Entry], budget_bytes: int) -> list[Entry]:
+    """Return the first group that begins with the baseline and has room, or a new one."""
+    for group in groups:
+        if group[: len(first)] == first and _need(group) + entry.need_bytes <= budget_bytes:
+            return group
+    groups.append(first.copy() if _need(first) + entry.need_bytes <= budget_bytes else [])
+    return groups[-1]
 
 
 def _need(group: list[Entry]) -> int:
@@ -230,21 +250,13 @@ def _run_group(group: list[Entry], number: int, effort: Effort) -> list[Result]:
             _say(f"round {index + 1} of {effort.rounds}", transient=True)
             for runner in runners:
                 runner.round()
+        _say("", transient=True)
         return [runner.result for runner in runners]
 
 
-def _environment(effort: Effort) -> dict[str, str]:
-    """Return the variables that thread pools read when a child's libraries load.
-
-    OpenMP threads that spin while they wait cost the torch and FBGEMM contenders up to fifty times their time on a
-    machine with few cores (FBGEMM loads a second OpenMP pool), and go on spinning while another contender has
-    its turn: by default they sleep, which gave each its best. OMP_WAIT_POLICY overrides it.
-    """
-    threads = dict.fromkeys(("EMBEDROCK_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(effort.threads))
-    return {**threads, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
-
-
 def _say(text: str, transient: bool = False) -> None:
-    if transient and not sys.stderr.isatty():
-        return
-    print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="" if transient else "\n", file=sys.stderr, flush=True)
+    """Tell how far it is; a transient line gives way to the next one."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="" if transient else "\n", file=sys.stderr, flush=True)
+    elif not transient:
+        print(text, file=sys.stderr, flush=True)

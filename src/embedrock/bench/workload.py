@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Knuth's multiplicative hash. The factor is prime, so that it permutes the ids of any table whose number of rows
-# is no multiple of it; hot ids end up far apart in memory, as they do in real logs.
+# Knuth's multiplicative hash. The factor is prime, so that it permutes the ids of any table with fewer rows;
+# hot ids end up far apart in memory, as they do in real logs.
 SCATTER = 2_654_435_761
-MAX_ROWS = (2**63 - 1) // SCATTER
+MAX_ROWS = SCATTER - 1  # also keeps the products below 2**63
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Workload:
         zipf: exponent of the popularity law (0: uniform).
         batches: number of different batches; steps go round them.
         seed: of ids and gradients.
-        ranks: number of distinct ids that are drawn from, or None for all rows. With the same `ranks`, tables of
-            any size see the same pattern of repeats and so the same number of unique ids.
+        ranks: number of distinct ids that are drawn from, or None for all rows. With the same `ranks`, tables
+            of any size see the same pattern of repeats, and so the same number of unique ids.
     """
 
     rows: int = 4_000_000

@@ -10,7 +10,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from embedrock.kernels.cpu.generator import INLINED, ROUNDING, column_words, inlined
+from embedrock.kernels.cpu.generator import ROUNDING, column_words
+from embedrock.kernels.cpu.runtime import INLINED, inlined
 
 
 def decode(word):

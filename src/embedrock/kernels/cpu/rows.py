@@ -3,7 +3,8 @@
 import numpy as np
 
 from embedrock.kernels.cpu.codec import load_row, store_row, store_row_nearest
-from embedrock.kernels.cpu.rules import refresh_row, square_sum, update_row
+from embedrock.kernels.cpu.lanes import square_sum
+from embedrock.kernels.cpu.rules import refresh_row, update_row
 from embedrock.kernels.cpu.runtime import kernel, prefetch
 
 # How many rows ahead memory is asked for: 8 to 32 measured alike (a record of 768 bytes, 2 cores, Zipf ids), 4 slower.

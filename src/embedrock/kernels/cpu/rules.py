@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import overload
 
 from embedrock.kernels import arguments
+from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.runtime import kernel
 
 f32 = np.float32
@@ -40,28 +41,6 @@ def adagrad(w, s, g, a):
     for d in range(w.shape[0]):
         s[d] += g[d] * g[d]
         w[d] -= lr * (g[d] / (np.sqrt(s[d]) + eps))
-
-
-@kernel
-def square_sum(row):
-    """Return the sum of squares of a row in float64.
-
-    Eight partial sums, because one running sum may not be reordered and so would not be vectorised.
-    """
-    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = 0.0
-    whole = row.shape[0] // 8 * 8
-    for d in range(0, whole, 8):
-        a0 += np.float64(row[d]) * np.float64(row[d])
-        a1 += np.float64(row[d + 1]) * np.float64(row[d + 1])
-        a2 += np.float64(row[d + 2]) * np.float64(row[d + 2])
-        a3 += np.float64(row[d + 3]) * np.float64(row[d + 3])
-        a4 += np.float64(row[d + 4]) * np.float64(row[d + 4])
-        a5 += np.float64(row[d + 5]) * np.float64(row[d + 5])
-        a6 += np.float64(row[d + 6]) * np.float64(row[d + 6])
-        a7 += np.float64(row[d + 7]) * np.float64(row[d + 7])
-    for d in range(whole, row.shape[0]):
-        a0 += np.float64(row[d]) * np.float64(row[d])
-    return ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
 
 
 def rowwise_adagrad(w, s, g, a):

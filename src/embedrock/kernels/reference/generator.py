@@ -52,7 +52,8 @@ def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.u
 def _words(ids: NDArray[np.int64], seed: int, purpose: int, step: int, dim: int) -> NDArray[np.uint32]:
     blocks = -(-dim // 4)
     counter = np.empty((len(ids), blocks, 4), np.uint32)
-    counter[:, :, :2] = np.asarray(ids, "<i8").view("<u4").reshape(-1, 1, 2)
+    counter[:, :, 0] = ids.astype(np.uint64)[:, None] & np.uint64(0xFFFFFFFF)
+    counter[:, :, 1] = ids.astype(np.uint64)[:, None] >> np.uint64(32)
     counter[:, :, 2] = np.arange(blocks) | purpose << 30
     counter[:, :, 3] = int(step) % 2**32
     seed = int(seed) % 2**64
@@ -75,7 +76,8 @@ def _polynomial(x: NDArray[Any], coefficients: tuple[np.float32, ...]) -> NDArra
     return value
 
 
-def _standard_normal(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+def standard_normal(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Return the standard normal values that belong to `words` (any shape)."""
     # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
     k = (words >> 1).astype(np.int32)
     p = (k.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
@@ -99,7 +101,7 @@ def normal_values(
 ) -> None:
     """Fill `out` (n, dim) with the first values of the rows `ids` (n,): normal, `mean` and `std`."""
     words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
-    out[:] = np.float32(mean) + np.float32(std) * _standard_normal(words)
+    out[:] = np.float32(mean) + np.float32(std) * standard_normal(words)
 
 
 def constant_values(ids: NDArray[np.int64], value: float, out: NDArray[np.float32]) -> None:

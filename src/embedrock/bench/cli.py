@@ -1,0 +1,278 @@
+"""Command line: ``embedrock bench step | lookup | plan | rows | create | all``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from embedrock.bench import create
+from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
+from embedrock.bench.contenders import Contender
+from embedrock.bench.machine import machine_facts
+from embedrock.bench.report import Report, format_verdicts, write_json
+from embedrock.bench.rounds import Effort
+from embedrock.bench.workload import MAX_ROWS, Workload
+
+DESCRIPTION = """
+Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,
+and their rounds are interleaved. Those not installed or too large for the RAM are left out, with the reason.
+"""
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+CREATE_ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
+
+# What `bench all` runs: every line of the README's table of speeds.
+ALL = (
+    ("step",),
+    ("step", "--rows=10M", "--contenders=ours-adam,torch-dense-adam"),
+    ("lookup",),
+    ("plan",),
+    ("rows",),
+    ("create",),
+)
+
+Measure = Callable[[Namespace], Report]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
+    """Add the ``bench`` command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
+    _add_benchmarks(
+        subparsers.add_parser(
+            "bench", help="measure speed beside PyTorch and FBGEMM", description=DESCRIPTION
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m embedrock.bench``; return 0, or 1 if a contender failed, or 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser("python -m embedrock.bench", description=DESCRIPTION)
+    _add_benchmarks(parser)
+    return parser
+
+
+# ---------------------------------------------------------------- the benchmarks
+
+
+def _add_benchmarks(parser: ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    for job in COMPARISONS:
+        _add_comparison(benchmarks, job)
+    _add_rows(benchmarks)
+    _add_create(benchmarks)
+    everything = _add(
+        benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all
+    )
+    _add_options(everything, EFFORT_OPTIONS)
+
+
+def _add_comparison(benchmarks: Any, job: Comparison) -> None:
+    names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in job.contenders)
+    parser = _add(
+        benchmarks, job.name, job.help, partial(_measure_comparison, job), epilog=f"contenders:\n{names}"
+    )
+    _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | EFFORT_OPTIONS, job.workloads)
+    parser.add_argument(
+        "--contenders",
+        type=partial(_contenders, job),
+        default=list(job.contenders),
+        metavar="A,B,...",
+        help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
+    )
+
+
+def _add_rows(benchmarks: Any) -> None:
+    parser = _add(benchmarks, "rows", "our Adam step on tables of several sizes, same ids", _measure_rows)
+    parser.add_argument(
+        "--rows", dest="sizes", type=_sizes, default=list(ROWS), metavar="N,N,...", help="table sizes"
+    )
+    _add_options(parser, WORKLOAD_OPTIONS | EFFORT_OPTIONS)
+
+
+def _add_create(benchmarks: Any) -> None:
+    parser = _add(
+        benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create
+    )
+    options = {name: EFFORT_OPTIONS[name] for name in ("threads", "timeout_s")}
+    _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options)
+    parser.add_argument(
+        "--touch", type=_count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation"
+    )
+    parser.add_argument("--runs", type=_count, default=RUNS, metavar="N", help="processes; medians over them")
+
+
+def _add(benchmarks: Any, name: str, text: str, measure: Measure, **options: Any) -> ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = benchmarks.add_parser(
+        name, help=text, description=f"Measure {text}.", formatter_class=raw, **options
+    )
+    parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
+    parser.set_defaults(run=_run, measure=measure, benchmark=name)
+    return parser
+
+
+def _measure_comparison(job: Comparison, arguments: Namespace) -> Report:
+    given = _given(arguments, Workload)
+    workloads = list(dict.fromkeys(replace(workload, **given) for workload in job.workloads))
+    chosen: list[Contender] = arguments.contenders
+    return compare(job, chosen, workloads, chosen[0].name, Effort(**_given(arguments, Effort)))
+
+
+def _measure_rows(arguments: Namespace) -> Report:
+    return compare_rows(
+        arguments.sizes, Workload(**_given(arguments, Workload)), Effort(**_given(arguments, Effort))
+    )
+
+
+def _measure_create(arguments: Namespace) -> Report:
+    table = {"rows": CREATE_ROWS, "dim": Workload.dim} | _given(arguments, Workload)
+    effort = Effort(**_given(arguments, Effort))
+    return create.run(**table, touch=arguments.touch, runs=arguments.runs, effort=effort)
+
+
+def _measure_all(arguments: Namespace) -> Report:
+    report = Report()
+    for line in ALL:
+        print(f"== bench {shlex.join(line)}")
+        one = _parser().parse_args(line, Namespace(**_given(arguments, Effort)))
+        report.add(one.measure(one))
+    print(f"== all targets\n{format_verdicts(report.verdicts)}")
+    return report
+
+
+def _run(arguments: Namespace) -> int:
+    machine = machine_facts()
+    try:
+        report = arguments.measure(arguments)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing is written", file=sys.stderr)
+        return INTERRUPTED
+    if arguments.json is not None:
+        effort = Effort(**_given(arguments, Effort))
+        options = asdict(effort) | {"environment": effort.environment()}
+        write_json(
+            arguments.json, report, {"benchmark": arguments.benchmark, "options": options, "machine": machine}
+        )
+    for name, details in report.failures:
+        print(f"\n{name} failed:\n{details}", file=sys.stderr)
+    return 1 if report.failures else 0
+
+
+def _given(arguments: Namespace, kind: type) -> dict[str, Any]:
+    """Return the options the user gave that are fields of a dataclass; its defaults serve for the others."""
+    return {
+        field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)
+    }
+
+
+# ---------------------------------------------------------------- the options
+
+
+def _count(text: str) -> int:
+    """Read a positive whole number: 4000000, 4_000_000, 4M, 1e9."""
+    digits = text.replace("_", "").lower()
+    factor = SUFFIXES.get(digits[-1:], 1)
+    try:
+        value = float(digits[:-1] if factor > 1 else digits) * factor
+    except ValueError:
+        value = math.nan
+    if not value.is_integer() or value < 1:
+        raise ArgumentTypeError(f"must be a positive whole number, such as 8192, 4M or 1e9: got {text!r}")
+    return int(value)
+
+
+def _rows(text: str) -> int:
+    rows = _count(text)
+    if rows > MAX_ROWS:
+        raise ArgumentTypeError(f"ids are scattered in 64 bits, for at most {MAX_ROWS:,} rows: got {text!r}")
+    return rows
+
+
+def _sizes(text: str) -> list[int]:
+    return [_rows(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    return _float(text, least=1e-9)
+
+
+def _exponent(text: str) -> float:
+    return _float(text, least=0.0)
+
+
+def _float(text: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:
+        raise ArgumentTypeError(f"must be a number of at least {least:g}: got {text!r}")
+    return value
+
+
+def _contenders(job: Comparison, text: str) -> list[Contender]:
+    chosen: dict[str, Contender] = {}
+    for pattern in text.split(","):
+        found = {one.name: one for one in job.contenders if fnmatchcase(one.name, pattern)}
+        if not found:
+            names = ", ".join(one.name for one in job.contenders)
+            raise ArgumentTypeError(f"no contender is called {pattern!r}: choose from {names}")
+        chosen |= found
+    return list(chosen.values())
+
+
+def _writable_file(text: str) -> Path:
+    """Check now, not after minutes of measuring."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"must be a file in a folder that exists: got {text!r}")
+    return path
+
+
+ROWS_OPTION: dict[str, tuple[Callable[[str], Any], str]] = {"rows": (_rows, "rows of the table, such as 4M")}
+WORKLOAD_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "dim": (_count, "columns of a row"),
+    "batch": (_count, "samples in a batch"),
+    "features": (_count, "ids of each sample"),
+    "zipf": (_exponent, "exponent of the ids' popularity, 0: uniform"),
+    "batches": (_count, "different batches"),
+    "seed": (int, "of ids and gradients"),
+}
+EFFORT_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "threads": (_count, "threads of each contender"),
+    "rounds": (_count, "turns of each contender"),
+    "steps": (_count, "timed steps in a turn"),
+    "seconds": (_seconds, "a turn ends after this time"),
+    "timeout_s": (_seconds, "seconds after which a silent contender is ended"),
+}
+
+
+def _add_options(
+    parser: ArgumentParser,
+    options: dict[str, tuple[Callable[[str], Any], str]],
+    workloads: Sequence[Workload] = (Workload(),),
+) -> None:
+    """Add options without defaults: an option not given is absent, and the dataclass's value holds."""
+    for name, (read, text) in options.items():
+        values = dict.fromkeys(getattr(one, name) for one in (*workloads, Effort()) if hasattr(one, name))
+        parser.add_argument(
+            "--" + name.removesuffix("_s"),
+            dest=name,
+            type=read,
+            default=argparse.SUPPRESS,
+            metavar="N",
+            help=f"{text} (default: {', '.join(map(str, values))})",
+        )

@@ -1,0 +1,14 @@
+"""Conformance suites: what every set of kernels, every rule and every table must pass. Needs the `dev` extra.
+
+`KernelSuite` compares kernels with the NumPy reference on poisoned memory; `RuleSuite` drives every rule of a table
+through its oracle; `TableMachine` is a stateful property test of whole tables against a dict. A new backend or tier
+passes by subclassing them.
+"""
+
+from __future__ import annotations
+
+from embedrock.testing.kernels import KernelSuite
+from embedrock.testing.rules import RULE_CASES, DenseOracle, RuleSuite
+from embedrock.testing.tables import ModelTable, TableMachine
+
+__all__ = ["RULE_CASES", "DenseOracle", "KernelSuite", "ModelTable", "RuleSuite", "TableMachine"]

@@ -1,0 +1,215 @@
+"""`KernelSuite`: a set of kernels against the NumPy reference, on poisoned memory and odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from embedrock.arena import reserve
+from embedrock.initializers import Zeros
+from embedrock.kernels import reference
+from embedrock.kernels.arguments import SGDStep
+from embedrock.rules import RULES, Adam, Rule
+from embedrock.spec import STORAGES, Layout, Spec
+
+DIMS = (1, 3, 8, 17, 64)
+GUARD = 3  # rows of poison before and after whatever a kernel writes to
+
+
+def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return memory of a recognizable pattern: NaN as float32, and no valid id, slot or count."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.full(count, 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+class Guarded:
+    """Poisoned memory with guard rows on both sides; `inside` is what a kernel may write to."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+        self._whole = poison((shape[0] + 2 * GUARD, *shape[1:]), dtype)
+        self.inside = self._whole[GUARD : GUARD + shape[0]]
+
+    def check(self) -> None:
+        """Fail where a guard row was written to."""
+        for guard in (self._whole[:GUARD], self._whole[GUARD + len(self.inside) :]):
+            assert (np.ascontiguousarray(guard).view(np.uint8) == 0xFF).all(), "a kernel wrote outside its output"
+
+
+def make_layout(rule: Rule | None, dim: int, dtype: str) -> Layout:
+    """Return the layout of a table of `rule`."""
+    return Spec(None, dim, dtype, rule, Zeros(), 0).layout
+
+
+class KernelSuite:
+    """Subclass it with the kernels to test: ``class TestCPU(KernelSuite): backend = kernels.cpu``."""
+
+    backend: ClassVar[ModuleType]
+    splits: ClassVar[tuple[float, ...]] = (0.0, 0.31, 0.77, 1.0)
+
+    def call(self, function: Any, count: int, *args: Any) -> None:
+        """Run a kernel over ``[0, count)``, in uneven parts."""
+        bounds = [int(count * split) for split in self.splits]
+        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+            function(*args, lo, hi)
+
+    def records(self, rng: np.random.Generator, slots: int, layout: Layout, dtype: str) -> tuple[np.ndarray, ...]:
+        """Return random records as (storage words, float32), two views of the same memory, state >= 0."""
+        records = poison((slots, layout.record_bytes // 4), np.float32)
+        records[:, layout.state_start :] = rng.random((slots, records.shape[1] - layout.state_start))
+        words = records.view(STORAGES[dtype].words)
+        weights = words[:, : layout.state_start * 4 // words.itemsize]
+        weights[:] = reference.codec.encode_nearest(
+            rng.standard_normal(weights.shape).astype(np.float32), STORAGES[dtype].words
+        )
+        return words, records
+
+    @pytest.mark.parametrize("dtype", STORAGES)
+    @pytest.mark.parametrize("dim", DIMS)
+    def test_gather_and_scatter(self, dim: int, dtype: str) -> None:
+        rng = np.random.default_rng(dim)
+        words, _ = self.records(rng, 50, make_layout(Adam(), dim, dtype), dtype)
+        slots = rng.integers(0, 50, 41)
+        slots[::5] = -1 - np.arange(len(slots[::5]))
+        fresh = rng.standard_normal((len(slots[::5]), dim)).astype(np.float32)
+        expected, got = np.empty((41, dim), np.float32), Guarded((41, dim), np.float32)
+        reference.rows.gather(words, slots, fresh, expected)
+        self.call(self.backend.rows.gather, 41, words, slots, fresh, got.inside)
+        np.testing.assert_array_equal(got.inside, expected)
+        got.check()
+
+        where, other = rng.permutation(50)[:20], words.copy()
+        values = (rng.standard_normal((20, dim)) * 100).astype(np.float32)
+        reference.rows.scatter(words, where, values)
+        self.call(self.backend.rows.scatter, 20, other, where, values)
+        np.testing.assert_array_equal(other, words)
+        args = where, values, rng.integers(-(2**62), 2**62, 20), np.uint64(7), 12345
+        reference.rows.scatter_stochastic(words, *args)
+        self.call(self.backend.rows.scatter_stochastic, 20, other, *args)
+        np.testing.assert_array_equal(other, words)
+
+    @pytest.mark.parametrize("dim", DIMS)
+    def test_reset_state(self, dim: int) -> None:
+        rng, layout = np.random.default_rng(dim), make_layout(Adam(dense=True), dim, "float16")
+        _, records = self.records(rng, 20, layout, "float16")
+        other, slots = records.copy(), rng.permutation(20)[:9]
+        first = rng.random(layout.state_width).astype(np.float32)
+        reference.rows.reset_state(records, slots, layout.state_start, first)
+        self.call(self.backend.rows.reset_state, 9, other, slots, layout.state_start, first)
+        np.testing.assert_array_equal(other.view(np.int32), records.view(np.int32))
+
+    @pytest.mark.parametrize("dim", DIMS)
+    def test_sum_segments(self, dim: int) -> None:
+        rng = np.random.default_rng(dim)
+        sizes = rng.integers(1, 6, 37)
+        starts = np.append(0, np.cumsum(sizes)).astype(np.int32)
+        order = rng.permutation(starts[-1]).astype(np.int32)
+        grads = rng.standard_normal((starts[-1], dim)).astype(np.float32)
+        expected, squares = np.empty((37, dim), np.float32), np.empty(37)
+        reference.rows.sum_segments(grads, starts, order, expected, squares)
+        got, got_squares = Guarded((37, dim), np.float32), Guarded((37,), np.float64)
+        self.call(self.backend.rows.sum_segments, 37, grads, starts, order, got.inside, got_squares.inside)
+        np.testing.assert_array_equal(got.inside, expected)
+        np.testing.assert_allclose(got_squares.inside, squares, rtol=1e-14)
+        got.check()
+        got_squares.check()
+        again = Guarded((37,), np.float64)
+        self.call(self.backend.rows.row_squares, 37, expected, again.inside)
+        np.testing.assert_array_equal(again.inside, got_squares.inside)
+        again.check()
+
+    @pytest.mark.parametrize("dim", DIMS)
+    @pytest.mark.parametrize("rule", [*(kind() for kind in RULES), Adam(dense=True)], ids=repr)
+    def test_step(self, rule: Rule, dim: int) -> None:
+        rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
+        words, records = self.records(rng, 40, layout, "float32")
+        if rule.history() is not None:
+            records[:, layout.state_start + 2 * dim] = rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
+        other, slots = records.copy(), rng.permutation(40)[:23]
+        grads = rng.standard_normal((23, dim)).astype(np.float32)
+        numbers = step_numbers(rule, 6)
+        where = slots, layout.state_start, layout.state_width, grads, numbers
+        reference.rows.step(words, slots, records, *where)
+        self.call(self.backend.rows.step, 23, other, slots, other, *where)
+        # Alike to the last place or two: the reference sums squares in another order, and decays step by step.
+        # Poison between the columns is compared too.
+        np.testing.assert_allclose(other, records, rtol=3e-7, atol=1e-7)
+        if rule.history() is not None:
+            self._check_refresh(records, layout, rng, numbers)
+
+    def _check_refresh(self, records: np.ndarray, layout: Layout, rng: np.random.Generator, numbers: Any) -> None:
+        slots = rng.integers(-1, len(records), 31)
+        dim = layout.state_start
+        rows = np.where(slots[:, None] >= 0, records[slots, :dim], np.float32(0.5))
+        expected, got = rows.copy(), rows.copy()
+        scratch = poison((31, layout.state_width), np.float32)
+        reference.rows.refresh(expected, records, slots, dim, scratch.copy(), numbers)
+        before = records.copy()
+        self.call(self.backend.rows.refresh, 31, got, records, slots, dim, scratch, numbers)
+        np.testing.assert_allclose(got, expected, rtol=3e-7, atol=1e-7)
+        np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
+
+    @pytest.mark.parametrize("elements", (2**31 - 2**20, 2**31 + 2**20))
+    def test_addresses_beyond_2_to_the_31(self, elements: int) -> None:
+        dim = 256
+        count = elements // dim
+        weights = reserve(elements * 4, "a test").view(np.float32).reshape(count, dim)
+        slots = np.array([count - 1, 0, count - 2, 2**31 // dim - 5000])
+        values = np.random.default_rng(0).standard_normal((4, dim)).astype(np.float32)
+        self.call(self.backend.rows.scatter, 4, weights, slots, values)
+        np.testing.assert_array_equal(weights[slots], values)
+        out = poison((4, dim), np.float32)
+        self.call(self.backend.rows.gather, 4, weights, slots, values[:0], out)
+        np.testing.assert_array_equal(out, values)
+        self.call(self.backend.rows.step, 4, weights, slots, weights, slots, dim, 0, values, SGDStep(0.5))
+        np.testing.assert_array_equal(weights[slots], values - np.float32(0.5) * values)
+
+    def test_direct_directory(self) -> None:
+        rng = np.random.default_rng(0)
+        present, other = np.zeros(13, np.uint8), np.zeros(13, np.uint8)
+        ids = rng.permutation(100)[:40]
+        slots, got = np.full(40, -1), np.full(40, -1)
+        reference.directory.insert_direct(present, ids, slots)
+        self.backend.directory.insert_direct(other, ids, got)
+        np.testing.assert_array_equal(other, present)
+        np.testing.assert_array_equal(got, slots)
+        everything, found = np.arange(100), Guarded((100,), np.int64)
+        self.call(self.backend.directory.find_direct, 100, present, everything, found.inside)
+        np.testing.assert_array_equal(found.inside, np.where(np.isin(everything, ids), everything, -1))
+        found.check()
+
+    @pytest.mark.parametrize("size", (1, 32, 64))
+    def test_hashed_directory(self, size: int) -> None:
+        rng = np.random.default_rng(size)
+        edge = np.array([0, -1, 2**63 - 1, -(2**63), 2**31, 2**32, -(2**32)], np.int64)
+        ids = np.concatenate([edge, rng.integers(-(2**62), 2**62, 13)])[: size // 2]
+        entries, other = np.zeros((size, 2), np.int64), np.zeros((size, 2), np.int64)
+        slots, got = np.full(len(ids), -1), np.full(len(ids), -1)
+        names, names_got = np.empty(64, np.int64), Guarded((64,), np.int64)
+        used = reference.directory.insert_hashed(entries, ids, slots, 5, names)
+        assert self.backend.directory.insert_hashed(other, ids, got, 5, names_got.inside) == used == 5 + len(ids)
+        np.testing.assert_array_equal(other, entries)
+        np.testing.assert_array_equal(got, slots)
+        np.testing.assert_array_equal(names_got.inside[5:used], ids)
+        names_got.check()
+        larger, larger_got = np.zeros((4 * size, 2), np.int64), np.zeros((4 * size, 2), np.int64)
+        reference.directory.rehash(entries, larger)
+        self.backend.directory.rehash(entries, larger_got)
+        np.testing.assert_array_equal(larger_got, larger)
+        asked, found = np.concatenate([ids, [3, -77]]), Guarded((len(ids) + 2,), np.int64)
+        self.call(self.backend.directory.find_hashed, len(asked), larger, asked, found.inside)
+        np.testing.assert_array_equal(found.inside, np.append(slots, [-1, -1]))
+        found.check()
+
+
+def step_numbers(rule: Rule, step: int) -> Any:
+    """Return the numbers of a rule's step, after as many steps of the same hyperparameters."""
+    history = rule.history()
+    if history is None:
+        return rule.numbers(step)
+    for _ in range(step):
+        history.append(rule)
+    return history.numbers()

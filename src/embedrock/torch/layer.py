@@ -1,0 +1,185 @@
+"""`RowLayer`: what `Embedding` and `EmbeddingBag` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.plan import Plan
+from embedrock.rules import Rule
+from embedrock.table import Table
+from embedrock.torch.arguments import DTYPES, check_max_norm, resolve_padding
+from embedrock.torch.handle import Handle, handle_of
+from embedrock.torch.lookup import Options, renormalize
+
+IMPORT_ROWS = 65_536
+
+
+class RowLayer(nn.Module):
+    """An embedding layer whose rows live in a `Table`, behind a handle.
+
+    Args:
+        table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
+    """
+
+    handle: Handle
+
+    def __init__(
+        self,
+        table: Table,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+    ) -> None:
+        super().__init__()
+        check_max_norm(max_norm)
+        self.padding_idx = resolve_padding(padding_idx, table.rows)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.dtype = DTYPES[table.spec.dtype]
+        self.handle = handle_of(table)
+        self.handle.label = f"{type(self).__name__}({self.extra_repr()})"
+
+    def _start(self, padding_is_zero: bool, rule: Rule | None) -> None:
+        """Finish a table made for this layer."""
+        if padding_is_zero and self.padding_idx is not None:
+            self.table.assign([self.padding_idx], np.zeros((1, self.embedding_dim), np.float32))
+        self.table.set_rule(rule)  # after the row was assigned, which some rules do not allow
+
+    @property
+    def table(self) -> Table:
+        """The rows: `lookup`, `assign`, `export` and more work on it."""
+        return self.handle.table
+
+    @property
+    def num_embeddings(self) -> int | None:
+        """Number of rows, or None for open ids."""
+        return self.table.rows
+
+    @property
+    def embedding_dim(self) -> int:
+        """Weights in a row."""
+        return self.table.dim
+
+    # ------------------------------------------------------------ forward
+
+    def _usable_handle(self) -> Handle:
+        """Return the handle, if a forward may use it."""
+        handle = self.handle
+        if not isinstance(handle, Handle):
+            raise UnsupportedError(
+                "the handle was replaced by another tensor: nn.DataParallel, torch.func.functional_call and "
+                "parametrizations cannot reach the rows of an embedding layer. Use one replica, and call the module itself."
+            )
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"the rows of {handle.label} cannot be traced: torch.jit.trace, torch.onnx and torch.export would bake this "
+                "batch's rows into the graph. Trace the rest of the model; torch.compile works."
+            )
+        handle.check_untouched()
+        handle.begin_forward()
+        return handle
+
+    def _trains(self, handle: Handle) -> bool:
+        """Tell whether a forward is followed by gradients of rows, and check that they will be applied."""
+        if not (handle.requires_grad and torch.is_grad_enabled()):
+            return False
+        if self.training:
+            handle.vigil.check(handle.label)
+            _refuse_several_processes(handle)
+        return True
+
+    def _options(self) -> Options:
+        return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)
+
+    def _renormalize(self, plan: Plan) -> None:
+        if self.max_norm is not None:
+            renormalize(self.table, plan, self.max_norm, self.norm_type)
+
+    # ------------------------------------------------------------ what a parameter named weight would be used for
+
+    def _no_weight(self) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. Read rows by "
+            "layer.table.lookup(ids) or layer.table.export(), write them by layer.table.assign(ids, values), choose first "
+            "values by init=er.Uniform(-0.1, 0.1), load weights by from_pretrained(weights) or load_state_dict, and "
+            "share them by making the other layer on layer.table."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self._no_weight()
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._no_weight()
+        super().__setattr__(name, value)
+
+    # ------------------------------------------------------------ moving and saving
+
+    @contextmanager
+    def _handle_aside(self) -> Iterator[Handle]:
+        """Hide the handle from the methods of `nn.Module` that would treat it as weights."""
+        handle = self._parameters.pop("handle")
+        assert isinstance(handle, Handle)
+        try:
+            yield handle
+        finally:
+            self._parameters["handle"] = handle
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowLayer:
+        """Move the outputs, not the rows: they follow what `fn` would do to a weight's device and dtype."""
+        with self._handle_aside() as handle:
+            super()._apply(fn, recurse)
+            moved = fn(torch.zeros((), dtype=self.dtype, device=handle.device))
+            if moved.device.type == "cpu" and moved.is_shared():
+                raise UnsupportedError(
+                    f"the rows of {handle.label} cannot be shared between processes (share_memory). "
+                    "Train in one process, or use DataLoader workers for the data only."
+                )
+            handle.move(moved.device)
+        self.dtype = moved.dtype
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the rows touched, their optimizer state and the step, for `state_dict`.
+
+        The tensors are views of the rows where possible, as those of other parameters are: copy them
+        (`copy.deepcopy`) to keep them while training goes on.
+        """
+        return {key: _as_tensor(value) for key, value in self.table.state().items()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take rows from `get_extra_state`, or ``{"weight": ...}`` from a checkpoint of `nn.Embedding`."""
+        self.handle.pending.drop()
+        self.handle.grad = None
+        if "weight" in state:
+            self._import_weight(state["weight"])
+        else:
+            self.table.load_state({key: _as_array(value) for key, value in state.items()})
+
+    def _import_weight(self, weight: Tensor) -> None:
+        if tuple(weight.shape) != (self.num_embeddings, self.embedding_dim):
+            raise ArgumentError(
+                f"a weight for {self.handle.label} must have shape ({self.num_embeddings}, {self.embedding_dim}): "
+                f"got {tuple(weight.shape)}."
+            )
+        for start in range(0, len(weight), IMPORT_ROWS):
+            rows = weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
+            self.table.assign(np.arange(start, start + len(rows)), rows.numpy())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._handle_aside() as handle:
+            self.__dict__["handle"] = handle
+            try:
+                super()._save_to_state_dict(destination, prefix, keep_vars)
+            finally:
+                del self.__dict__["handle"]

@@ -1,0 +1,93 @@
+"""Rows out of a table as a tensor, and their gradient back to the table's handle."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.gradients import RowGradients
+from embedrock.plan import Plan
+from embedrock.table import Table
+from embedrock.torch.handle import Handle
+
+
+class Options(NamedTuple):
+    """What a layer asks of a lookup.
+
+    Attributes:
+        dtype: of the output.
+        padding_idx: the id that gets no gradient, and counts in no bag.
+        scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
+    """
+
+    dtype: torch.dtype
+    padding_idx: int | None
+    scale_grad_by_freq: bool
+
+
+def host_ids(ids: Tensor, label: str) -> np.ndarray:
+    """Return a tensor of ids, on any device, as an array.
+
+    Raises:
+        IdTypeError: it is not a dense tensor of int32 or int64.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.layout is not torch.strided:
+        got = f"{ids.dtype}, layout {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise IdTypeError(
+            f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. "
+            "Convert it, for example with .long()."
+        )
+    return ids.cpu().numpy()
+
+
+def host_grads(grads: Tensor) -> np.ndarray:
+    """Return the gradient of an output, of any dtype and on any device, as float32."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph of "
+            "the other parameters only: torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
+        )
+    return grads.to("cpu", torch.float32).contiguous().numpy()
+
+
+def deliver(values: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return values as a tensor: a view of them where device and dtype allow."""
+    return torch.from_numpy(values).to(device, dtype)
+
+
+def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
+    """Shrink the rows of a plan whose norm exceeds `max_norm`, in the table, as `torch.embedding_renorm_` does."""
+    rows = torch.from_numpy(table.read_rows(plan))
+    norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
+    over = norms > max_norm
+    if over.any():
+        factors = max_norm / (norms[over].double() + 1e-7)
+        table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
+
+
+def as_asked(grads: RowGradients, options: Options) -> RowGradients:
+    """Return the gradients of rows as the layer wants them."""
+    if options.scale_grad_by_freq:
+        counts = np.diff(grads.plan.starts).astype(np.float32)
+        grads = grads.with_values(grads.values / counts[:, None])
+    return grads if options.padding_idx is None else grads.without(options.padding_idx)
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a plan; the gradient goes to the table's handle."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, plan: Plan, options: Options) -> Tensor:
+        """Return the rows: ``plan.shape + (dim,)``."""
+        ctx.handle, ctx.plan, ctx.options = handle, plan, options
+        return deliver(handle.table.read(plan), handle.device, options.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        """Sum the gradient by row, for the handle."""
+        grads = ctx.handle.table.sum(ctx.plan, host_grads(grad_outputs[0]))
+        return ctx.handle.receive(as_asked(grads, ctx.options)), None, None

@@ -1,0 +1,52 @@
+"""`Pending`: gradients of rows that wait for a step, behind one number that stands for them outside."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from embedrock.gradients import RowGradients
+
+
+def number_of(grads: RowGradients) -> float:
+    """Return what stands for row gradients outside: their L2 norm as a float32, Inf where one is not finite."""
+    if not grads.is_finite:
+        return math.inf
+    with np.errstate(over="ignore"):
+        return float(np.float32(grads.norm))
+
+
+class Pending:
+    """Row gradients since the last zeroing, and the number last shown for them.
+
+    Whoever scales the number scales the rows, and whoever zeroes it drops them: that is how loss scaling, clipping
+    by norm and zeroing reach rows that nobody outside can see.
+
+    Attributes:
+        grads: the gradients, None when there are none.
+    """
+
+    def __init__(self) -> None:
+        self.grads: RowGradients | None = None
+        self._shown = 0.0
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        self.grads, self._shown = None, 0.0
+
+    def follow(self, number: float | None) -> None:
+        """Do to the gradients what was done to the number since it was shown (None: it is gone)."""
+        if self.grads is None or number == self._shown:
+            return
+        if number is None or number == 0.0:
+            return self.drop()
+        # Gradients that are all zero stay so by any factor, but must not hide a number that is no longer finite.
+        factor = number / self._shown if self._shown else number
+        self.grads, self._shown = self.grads.scaled(factor), number
+
+    def add(self, grads: RowGradients) -> float:
+        """Add gradients, and return the number to show from now on."""
+        self.grads = grads if self.grads is None else self.grads.merge(grads)
+        self._shown = number_of(self.grads)
+        return self._shown

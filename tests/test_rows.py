@@ -1,0 +1,10 @@
+"""The CPU kernels against the NumPy reference."""
+
+from __future__ import annotations
+
+from embedrock import kernels
+from embedrock.testing import KernelSuite
+
+
+class TestCPU(KernelSuite):
+    backend = kernels.cpu

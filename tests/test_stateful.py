@@ -1,0 +1,77 @@
+"""Whole tables against a dict, bit-equal among directories and thread counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import embedrock as er
+from embedrock.testing import TableMachine
+
+RULES = (
+    er.SGD(lr=0.1),
+    er.Momentum(lr=0.1),
+    er.Adagrad(lr=0.1),
+    er.RowwiseAdagrad(lr=0.1),
+    er.RMSprop(lr=0.1),
+    er.Adam(lr=0.1),
+    er.AdamW(lr=0.1),
+    er.Ftrl(lr=0.1),
+)
+
+
+class LargeTables(TableMachine):
+    table_rules = RULES
+
+    def make_tables(self, **arguments: Any) -> list[er.Table]:
+        return [er.Table(self.rows, directory="hashed", **arguments), er.Table(None, **arguments)]
+
+
+class SmallTables(TableMachine):
+    table_rules = RULES
+    rows = 61
+
+    def make_tables(self, **arguments: Any) -> list[er.Table]:
+        return [er.Table(self.rows, directory=name, **arguments) for name in ("direct", "hashed")]
+
+
+@pytest.mark.parametrize("machine", [LargeTables, SmallTables])
+def test_tables_agree_with_a_dict(machine: type[TableMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))
+
+
+def test_the_oracle_can_fail() -> None:
+    class Wrong(SmallTables):
+        def make_tables(self, **arguments: Any) -> list[er.Table]:
+            changed = arguments | {"seed": (arguments["seed"] + 1) % 2**63}
+            return [er.Table(self.rows, **arguments), er.Table(self.rows, **changed)]
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Wrong, settings=settings(max_examples=5, deadline=None, print_blob=False, database=None))
+
+
+@pytest.mark.parametrize("rule", [*RULES, er.Adam(lr=0.1, dense=True)], ids=lambda rule: repr(rule))
+def test_results_do_not_depend_on_threads_or_directory(rule: er.Rule) -> None:
+    results = set()
+    before = er.get_threads()
+    try:
+        for threads in (1, 2, 3, 5, 8):
+            er.set_threads(threads)
+            for directory in ("direct", "hashed"):
+                results.add(train(rule, directory))
+    finally:
+        er.set_threads(before)
+    assert len(results) == 1
+
+
+def train(rule: er.Rule, directory: str) -> bytes:
+    """Train on batches large enough to be cut among threads, and return all rows as bytes."""
+    rng, table = np.random.default_rng(0), er.Table(20_000, 6, rule=rule, directory=directory, seed=5)
+    for size in (3_000, 70_000, 9_000):
+        ids = np.minimum(rng.zipf(1.1, size) - 1, 19_999)
+        table.update(ids, rng.standard_normal((size, 6)).astype(np.float32))
+    return table.lookup(np.arange(20_000)).tobytes()
