@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,7 +84,11 @@ def backward_calls(b: Batch) -> list[Call]:
     return [
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
         ("pool_max_backward", (b.grads, b.bags, b.starts, b.order, argmax), unique),
-        ("weight_grads", (b.grads, b.rows, b.inverse, b.bags, b.skip), {"out": ((len(b.inverse),), np.float32)}),
+        (
+            "weight_grads",
+            (b.grads, b.rows, b.inverse, b.bags, b.skip),
+            {"out": ((len(b.inverse),), np.float32)},
+        ),
     ]
 
 
@@ -104,7 +109,7 @@ def check_call(call: Call, cuts: list[int]) -> None:
     expected = run(getattr(kernels.reference.pooling, name), call, [()])
     whole = run(getattr(kernels.cpu.pooling, name), call, [(0, count)])
     bounds = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
-    pieces = run(getattr(kernels.cpu.pooling, name), call, list(zip(bounds[:-1], bounds[1:], strict=True)))
+    pieces = run(getattr(kernels.cpu.pooling, name), call, list(itertools.pairwise(bounds)))
     for output, values in whole.items():
         np.testing.assert_array_equal(pieces[output], values)
         if name == "weight_grads" or output == "squares":  # summed in another order, in float64
@@ -145,7 +150,9 @@ def test_backward_is_the_adjoint_of_forward():
     cpu, bags, unique = kernels.cpu.pooling, len(batch.grads), len(batch.rows)
     cpu.pool_sum(ones, batch.inverse, batch.offsets, batch.weights, batch.skip, False, out, scale, 0, bags)
     segments = batch.bags, batch.starts, batch.order
-    cpu.pool_sum_backward(batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique)
+    cpu.pool_sum_backward(
+        batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique
+    )
     np.testing.assert_allclose((values * ones).sum(), (out * batch.grads).sum(), rtol=1e-4)
 
 

@@ -38,13 +38,15 @@ def test_docstring_has_formula_source_and_untouched_rows(kind: type[er.Rule]) ->
 
 @pytest.mark.parametrize("kind", RULES)
 def test_hyperparameters_are_checked(kind: type[er.Rule]) -> None:
-    with pytest.raises(er.ArgumentError, match=rf"`lr` of {kind.__name__} must be a finite number in \[.*got -1"):
+    with pytest.raises(
+        er.ArgumentError, match=rf"`lr` of {kind.__name__} must be a finite number in \[.*got -1"
+    ):
         kind(lr=-1)
     with pytest.raises(er.ArgumentError, match="got nan"):
         kind(lr=float("nan"))
-    names = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    names = ", ".join(field.name for field in dataclasses.fields(kind))
     with pytest.raises(er.UnknownArgumentError, match=rf"{kind.__name__} takes {names}: got 'learning_rate'"):
-        kind(learning_rate=0.1)  # type: ignore[call-arg]
+        kind(learning_rate=0.1)
     with pytest.raises(TypeError):
         kind(*range(20))
 
@@ -52,7 +54,10 @@ def test_hyperparameters_are_checked(kind: type[er.Rule]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: er.Adam(betas=(0.9, 1.0)), r"`betas\[1\]` of Adam must be a finite number in \[0, 1\): got 1.0"),
+        (
+            lambda: er.Adam(betas=(0.9, 1.0)),
+            r"`betas\[1\]` of Adam must be a finite number in \[0, 1\): got 1.0",
+        ),
         (lambda: er.Adam(betas=0.9), "`betas` of Adam must be two numbers: got 0.9"),
         (lambda: er.AdamW(weight_decay=-1), "`weight_decay` of AdamW"),
         (lambda: er.RMSprop(alpha=1.0), "`alpha` of RMSprop"),

@@ -41,7 +41,9 @@ class SmallTables(TableMachine):
 
 @pytest.mark.parametrize("machine", [LargeTables, SmallTables])
 def test_tables_agree_with_a_dict(machine: type[TableMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
+    )
 
 
 def test_the_oracle_can_fail() -> None:
@@ -51,7 +53,9 @@ def test_the_oracle_can_fail() -> None:
             return [er.Table(self.rows, **arguments), er.Table(self.rows, **changed)]
 
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Wrong, settings=settings(max_examples=5, deadline=None, print_blob=False, database=None))
+        run_state_machine_as_test(
+            Wrong, settings=settings(max_examples=5, deadline=None, print_blob=False, database=None)
+        )
 
 
 @pytest.mark.parametrize("rule", [*RULES, er.Adam(lr=0.1, dense=True)], ids=lambda rule: repr(rule))

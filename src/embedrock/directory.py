@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -52,13 +52,11 @@ class Direct(Directory):
         return (rows + 7) // 8
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        slots = np.empty(len(ids), np.int64)
-        kernels.cpu.runtime.run(kernels.cpu.directory.find_direct, len(ids), self._present, ids, slots, grain=8192)
-        return slots
+        return _find(kernels.cpu.directory.find_direct, self._present, ids)
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         self.count += int(np.count_nonzero(slots < 0))
-        kernels.cpu.directory.insert_direct(self._present, ids, slots)
+        kernels.cpu.directory.insert_direct(self._present, kernels.cpu.runtime.read_only(ids), slots)
 
     def bytes_with(self, more: int) -> int:
         return self._present.nbytes
@@ -89,17 +87,18 @@ class Hashed(Directory):
         return entries
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        slots = np.empty(len(ids), np.int64)
-        kernels.cpu.runtime.run(kernels.cpu.directory.find_hashed, len(ids), self._entries, ids, slots, grain=4096)
-        return slots
+        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        cpu = kernels.cpu
         needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
         if needed > len(self._entries):
             entries = np.zeros((needed, 2), np.int64)
-            kernels.cpu.directory.rehash(self._entries, entries)
+            cpu.directory.rehash(self._entries, entries)
             self._entries = entries
-        self.count = kernels.cpu.directory.insert_hashed(self._entries, ids, slots, self.count, self._slot_ids)
+        self.count = kernels.cpu.directory.insert_hashed(
+            self._entries, ids, slots, self.count, self._slot_ids
+        )
 
     def bytes_with(self, more: int) -> int:
         entries = self.entries_for(self.count + more)
@@ -110,3 +109,9 @@ class Hashed(Directory):
         for start in range(0, self.count, size):
             slots = np.arange(start, min(start + size, self.count))
             yield self._slot_ids[slots], slots
+
+
+def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    slots, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
+    runtime.run(function, len(ids), where, runtime.read_only(ids), slots, grain=4096)
+    return slots

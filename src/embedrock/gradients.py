@@ -28,7 +28,10 @@ class RowGradients:
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence."""
-        values, squares = np.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
+        values, squares = (
+            np.empty((len(plan.ids), grads.shape[1]), np.float32),
+            np.empty(len(plan.ids), np.float64),
+        )
         cpu = kernels.cpu
         args = grads, plan.starts, plan.order, values, squares
         cpu.runtime.run(cpu.rows.sum_segments, len(values), *args)

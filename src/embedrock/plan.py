@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Plan:
         inverse: int32 (n,); ``ids[inverse]`` are the ids as they were given, flattened.
         starts: int32 (unique + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold ``ids[k]``.
         order: int32 (n,), all positions, grouped by id, in order of occurrence inside a segment.
-        slots: int64 (unique,), where the table's directory keeps the rows; None until it was asked.
+        slots: int64 (unique,), where the table's directory keeps the rows, -1 for none; empty until it was asked.
         epoch: the state of the directory that `slots` belongs to, -1 for none.
     """
 
@@ -56,13 +56,12 @@ class Plan:
     inverse: Int32Array
     starts: Int32Array
     order: Int32Array
-    slots: Int64Array | None = None
+    slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     epoch: int = -1
 
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
-            if array is not None:
-                array.flags.writeable = False
+            array.flags.writeable = False
 
 
 def make_plan(ids: Int64Array) -> Plan:

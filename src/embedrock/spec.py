@@ -97,6 +97,11 @@ class Spec:
         return Layout(-(-used // alignment) * alignment, state_start, state_width)
 
     @cached_property
+    def key(self) -> np.uint64:
+        """The seed as the generator's key."""
+        return np.uint64(self.seed % 2**64)
+
+    @cached_property
     def first_state(self) -> np.ndarray:
         """Optimizer state of a row that was never stepped: float32 (state_width,)."""
         return np.empty(0, np.float32) if self.rule is None else self.rule.first_state(self.dim)

@@ -106,7 +106,9 @@ class Table:
         _check_kind("rule", rule, Rule, "er.Adam()")
         _check_kind("init", init, Initializer, "er.Normal(std=0.01)")
         if on_nonfinite not in ON_NONFINITE:
-            raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
+            raise ArgumentError(
+                f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}."
+            )
         spec = Spec(_index(rows), _index(dim), dtype, rule, init or Normal(), _index(seed))
         self.name = name
         self._lock = threading.RLock()
@@ -227,7 +229,7 @@ class Table:
 
     def _first_values(self, ids: np.ndarray) -> np.ndarray:
         values = np.empty((len(ids), self.dim), np.float32)
-        self._spec.init.fill(ids, self._spec.seed, values)
+        self._spec.init.fill(ids, self._spec.key, values)
         return _rounded(values, self._spec)
 
     def _located(self, plan: Plan) -> Plan:
@@ -277,7 +279,9 @@ class Table:
     # ---------------------------------------------------------------- training
 
     @_exclusive
-    def update(self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
+    def update(
+        self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, **changes: Any
+    ) -> None:
         """Make one exact step of the rule: gradients of equal ids are summed, then each row is stepped once.
 
         Args:
@@ -364,7 +368,9 @@ class Table:
         if not new:
             return plan.slots
         self._tier.check_room(new)
-        return self._tier.admit(plan.ids, plan.slots, self._first_values(plan.ids[missing]), self._spec.first_state)
+        return self._tier.admit(
+            plan.ids, plan.slots, self._first_values(plan.ids[missing]), self._spec.first_state
+        )
 
     @_exclusive
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
@@ -385,7 +391,13 @@ class Table:
                 f"rows of {self._subject} cannot be assigned under Adam(dense=True), where rows lag behind. "
                 "Assign them before the rule is set, or use Adam()."
             )
-        self._tier.write(self._admit(plan), checked[plan.order])
+        with np.errstate(over="ignore"):
+            kept = _rounded(checked[plan.order], self._spec)
+        if not np.isfinite(kept).all():
+            raise GradientError(
+                f"`values` of {self._subject} must be finite as {self._spec.dtype}: got NaN, Inf or a value too large."
+            )
+        self._tier.write(self._admit(plan), kept)
 
     def _checked_values(self, name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
         array, expected = np.asarray(values), (*shape, self.dim)
@@ -446,7 +458,9 @@ class Table:
         steps, epoch = self._steps, self._epoch
         for ids, slots in self._open_tier().batches(batch_rows):
             if (steps, epoch) != (self._steps, self._epoch):
-                raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
+                raise ArgumentError(
+                    f"{self._subject} was changed while it was being exported. Export it again."
+                )
             yield ids, self._weights_at(ids, slots)
 
     @_exclusive
@@ -556,7 +570,9 @@ class Table:
     def __repr__(self) -> str:
         spec, name = self._spec, f"name={self.name!r}, " if self.name else ""
         state = "closed" if self._memory is None else f"{self._memory.directory.count} rows touched"
-        return f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
+        return (
+            f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         spec, (memory, directory) = self._spec, self._memory_arguments
@@ -608,7 +624,9 @@ def read_rule(description: dict[str, Any] | None) -> Rule | None:
     kinds = {kind.__name__: kind for kind in RULES}
     hyperparameters = {key: value for key, value in description.items() if key != "name"}
     if description.get("name") not in kinds:
-        raise ArgumentError(f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}.")
+        raise ArgumentError(
+            f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}."
+        )
     return kinds[description["name"]](**hyperparameters)
 
 
@@ -637,7 +655,9 @@ def _check_kind(name: str, value: object, kind: type, example: str) -> None:
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name in unknown:
         if name == "path":
-            raise UnsupportedError("`path`: tables on disk are not in this release, only tables in RAM. Leave it out.")
+            raise UnsupportedError(
+                "`path`: tables on disk are not in this release, only tables in RAM. Leave it out."
+            )
         raise UnknownArgumentError(
             f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, memory, directory, "
             "on_nonfinite and name."

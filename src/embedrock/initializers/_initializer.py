@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from embedrock import kernels
 from embedrock.errors import ArgumentError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Initializer(ABC):
     """Gives the first value of a row. Subclasses are frozen dataclasses."""
 
     @abstractmethod
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
-        """Write the first values of rows ``ids`` int64 (n,) to ``out`` float32 (n, dim)."""
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        """Write the first values of rows ``ids`` int64 (n,) to ``out`` float32 (n, dim); `key` is the table's seed."""
 
     def check(self, rows: int | None, dim: int) -> None:
         """Raise `ArgumentError` where it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
@@ -26,5 +30,10 @@ class Initializer(ABC):
 def check_number(subject: str, value: Any) -> None:
     """Raise `ArgumentError` unless `value` is a finite float32."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > np.finfo(np.float32).max:
+    if not is_number or not math.isfinite(value) or abs(float(value)) > FLOAT32_MAX:
         raise ArgumentError(f"{subject} must be a finite number: got {value!r}.")
+
+
+def draw(function: Callable[..., object], ids: np.ndarray, *arguments: Any) -> None:
+    """Run a kernel of first values over the rows `ids`."""
+    kernels.cpu.runtime.run(function, len(ids), ids, *arguments, grain=256)

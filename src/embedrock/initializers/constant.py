@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedrock import kernels
-from embedrock.initializers._initializer import Initializer, check_number
+from embedrock.initializers._initializer import Initializer, check_number, draw
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Constant(Initializer):
     def __post_init__(self) -> None:
         check_number("`value` of Constant", self.value)
 
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
-        kernels.cpu.runtime.run(kernels.cpu.generator.constant_values, len(ids), ids, float(self.value), out)
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        draw(kernels.cpu.generator.constant_values, ids, float(self.value), out)
 
 
 @dataclass(frozen=True)

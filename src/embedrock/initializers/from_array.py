@@ -27,7 +27,9 @@ class FromArray(Initializer):
     def __post_init__(self) -> None:
         if not isinstance(self.array, np.ndarray) or self.array.ndim != 2 or self.array.dtype.kind != "f":
             got = f"{getattr(self.array, 'dtype', type(self.array).__name__)} {getattr(self.array, 'shape', '')}"
-            raise ArgumentError(f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}.")
+            raise ArgumentError(
+                f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}."
+            )
 
     def check(self, rows: int | None, dim: int) -> None:
         if rows is None or self.array.shape != (rows, dim):
@@ -35,7 +37,7 @@ class FromArray(Initializer):
                 f"`array` of FromArray must have the table's shape ({rows}, {dim}): got {self.array.shape}."
             )
 
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         # In id order, because a file is read fastest in its own order.
         order = np.argsort(ids)
         out[order] = self.array[ids[order]]

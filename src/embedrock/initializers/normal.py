@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Initializer, check_number
+from embedrock.initializers._initializer import Initializer, check_number, draw
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,5 @@ class Normal(Initializer):
         if self.std < 0:
             raise ArgumentError(f"`std` of Normal must not be negative: got {self.std!r}.")
 
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
-        function = kernels.cpu.generator.normal_values
-        args = ids, np.uint64(seed % 2**64), float(self.mean), float(self.std), out
-        kernels.cpu.runtime.run(function, len(ids), *args, grain=256)
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        draw(kernels.cpu.generator.normal_values, ids, key, float(self.mean), float(self.std), out)

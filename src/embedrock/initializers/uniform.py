@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Initializer, check_number
+from embedrock.initializers._initializer import Initializer, check_number, draw
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Uniform(Initializer):
         check_number("`low` of Uniform", self.low)
         check_number("`high` of Uniform", self.high)
         if self.low > self.high:
-            raise ArgumentError(f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}.")
+            raise ArgumentError(
+                f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}."
+            )
         check_number("`high - low` of Uniform", float(self.high) - float(self.low))
 
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
-        function = kernels.cpu.generator.uniform_values
-        args = ids, np.uint64(seed % 2**64), float(self.low), float(self.high), out
-        kernels.cpu.runtime.run(function, len(ids), *args, grain=256)
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        draw(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)

@@ -62,7 +62,15 @@ class DenseAdamStep(NamedTuple):
     fading: float  # 1.0 while beta1 < sqrt(beta2) in every step so far, else 0.0
 
 
-DENSE_ADAM_COLUMNS = ("step_size", "beta1", "beta2", "one_minus_beta1", "one_minus_beta2", "bias_correction2_sqrt", "eps")
+DENSE_ADAM_COLUMNS = (
+    "step_size",
+    "beta1",
+    "beta2",
+    "one_minus_beta1",
+    "one_minus_beta2",
+    "bias_correction2_sqrt",
+    "eps",
+)
 
 
 class FtrlStep(NamedTuple):

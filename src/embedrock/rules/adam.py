@@ -125,7 +125,12 @@ class DenseAdamHistory(History):
     """The numbers of all steps of a table, for rows that catch up with dense Adam."""
 
     def __init__(self) -> None:
-        self.load({"table": np.empty((0, len(arguments.DENSE_ADAM_COLUMNS)), np.float32), "log_fade": np.zeros((1, 2))})
+        self.load(
+            {
+                "table": np.empty((0, len(arguments.DENSE_ADAM_COLUMNS)), np.float32),
+                "log_fade": np.zeros((1, 2)),
+            }
+        )
 
     def append(self, rule: Adam) -> None:
         if self._steps == len(self._table):
@@ -135,13 +140,23 @@ class DenseAdamHistory(History):
             self._log_fade = np.concatenate([self._log_fade, np.zeros((room, 2))])
         self._steps += 1
         step, (beta1, beta2) = self._steps, map(float, rule.betas)
-        row = rule.lr / (1 - beta1**step), beta1, beta2, 1 - beta1, 1 - beta2, math.sqrt(1 - beta2**step), rule.eps
+        row = (
+            rule.lr / (1 - beta1**step),
+            beta1,
+            beta2,
+            1 - beta1,
+            1 - beta2,
+            math.sqrt(1 - beta2**step),
+            rule.eps,
+        )
         self._table[step - 1] = row
         self._log_fade[step] = self._log_fade[step - 1] + [_log(beta1), _log(beta2)]
         self._bound(self._table[step - 1 : step])
 
     def numbers(self) -> arguments.DenseAdamStep:
-        return arguments.DenseAdamStep(self._table, self._log_fade, self._steps, self._largest, float(self._fading))
+        return arguments.DenseAdamStep(
+            self._table, self._log_fade, self._steps, self._largest, float(self._fading)
+        )
 
     def state(self) -> dict[str, np.ndarray]:
         return {"table": self._table[: self._steps], "log_fade": self._log_fade[: self._steps + 1]}

@@ -120,7 +120,7 @@ class TableMachine(RuleBasedStateMachine):
         for i in ids:
             self.model.rows[i] = values[0].copy(), self.model.row(i)[1]
 
-    @precondition(lambda self: len(self.model.rows))
+    @precondition(lambda self: bool(self.model.rows))
     @rule()
     def export(self) -> None:
         for table in self.tables:

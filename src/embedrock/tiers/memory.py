@@ -40,7 +40,9 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
     budget = limit if memory is None else parse_bytes(memory)
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
-            raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
+            raise ArgumentError(
+                f"{subject} has open ids (rows=None), which only a hashed directory can hold."
+            )
         return Choice(False, budget)
     needed = spec.table_bytes + Direct.bytes_for(spec.rows)
     if directory == "direct" and needed > min(budget, limit):
@@ -110,17 +112,19 @@ class Memory:
 
     def read(self, slots: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
         """Write weights to `out` float32 (n, dim); slot ``-1 - k`` stands for ``fresh[k]``."""
-        cpu = kernels.cpu
+        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
         cpu.runtime.run(cpu.rows.gather, len(slots), self._weights, slots, fresh, out, grain=2048)
 
     def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> None:
         """Bring copies `rows` float32 (n, dim) of records up to date; the records stay as they are."""
         layout, cpu = self._spec.layout, kernels.cpu
         scratch = np.empty((len(slots), layout.state_width), np.float32)
-        args = rows, self._records, slots, layout.state_start, scratch, numbers
+        args = rows, self._records, cpu.runtime.read_only(slots), layout.state_start, scratch, numbers
         cpu.runtime.run(cpu.rows.refresh, len(slots), *args, grain=64)
 
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
+    def admit(
+        self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray
+    ) -> np.ndarray:
         """Make records for the ids (without repeats) whose slot is negative, and return all slots.
 
         Args:
@@ -135,26 +139,29 @@ class Memory:
         made, layout, cpu = slots[missing], self._spec.layout, kernels.cpu
         self.write(made, fresh)
         if layout.state_width:
-            args = self._records, made, layout.state_start, first_state
+            args = self._records, cpu.runtime.read_only(made), layout.state_start, first_state
             cpu.runtime.run(cpu.rows.reset_state, len(made), *args)
         return slots
 
     def write(self, slots: np.ndarray, values: np.ndarray) -> None:
         """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
-        kernels.cpu.runtime.run(kernels.cpu.rows.scatter, len(slots), self._weights, slots, values)
+        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
+        cpu.runtime.run(cpu.rows.scatter, len(slots), self._weights, slots, values)
 
     def step(self, ids: np.ndarray, slots: np.ndarray, grads: np.ndarray, numbers: Any, step: int) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim)."""
         layout, cpu = self._spec.layout, kernels.cpu
-        exact = self._spec.dtype == "float32"
-        weights, rows = (self._weights, slots) if exact else (np.empty_like(grads), np.arange(len(slots)))
+        exact, read_only = self._spec.dtype == "float32", cpu.runtime.read_only
+        slots = read_only(slots)
+        weights, rows = (
+            (self._weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
+        )
         if not exact:
             self.read(slots, np.empty((0, grads.shape[1]), np.float32), weights)
         args = weights, rows, self._records, slots, layout.state_start, layout.state_width, grads, numbers
         cpu.runtime.run(cpu.rows.step, len(slots), *args, grain=512)
         if not exact:
-            seed = np.uint64(self._spec.seed % 2**64)
-            args = self._weights, slots, weights, ids, seed, step
+            args = self._weights, slots, weights, read_only(ids), self._spec.key, step
             cpu.runtime.run(cpu.rows.scatter_stochastic, len(slots), *args, grain=512)
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -163,7 +170,11 @@ class Memory:
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
-        ids, slots = zip(*self.batches(max(1, self.directory.count)), strict=True) if self.directory.count else ([], [])
+        ids, slots = (
+            zip(*self.batches(max(1, self.directory.count)), strict=True)
+            if self.directory.count
+            else ([], [])
+        )
         where = np.concatenate([np.empty(0, np.int64), *slots])
         records = self._weights.view(np.uint8)
         records = records[where] if self._choice.direct else records[: len(where)]

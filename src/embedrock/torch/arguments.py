@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from embedrock.table import Table
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+TABLE_DEFAULTS = {"seed": 0, "dtype": torch.float32, "directory": "auto", "on_nonfinite": "raise"}
 REFUSED = {
     "path": "tables on disk are not in this release, only tables in RAM. Leave it out",
     "sparse": "rows are always stepped sparsely. Leave it out",
@@ -24,37 +26,60 @@ REFUSED = {
 }
 
 
-def refuse(layer: str, arguments: dict[str, Any]) -> None:
-    """Raise an error for the first of `arguments`, which the layer does not take."""
+def refuse(layer: str, arguments: Iterable[str]) -> None:
+    """Raise an error for the first of `arguments`, names that the layer does not take."""
     for name in arguments:
         if name in REFUSED:
             raise UnsupportedError(f"`{name}` of ert.{layer}: {REFUSED[name]}.")
-        raise UnknownArgumentError(f"ert.{layer} has no argument `{name}`: see help(ert.{layer}) for those it has.")
+        raise UnknownArgumentError(
+            f"ert.{layer} has no argument `{name}`: see help(ert.{layer}) for those it has."
+        )
 
 
-def open_table(layer: str, rows: int | Table | None, dim: int | None, arguments: dict[str, Any]) -> Table:
+def open_table(
+    layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, arguments: dict[str, Any]
+) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
 
     Args:
         layer: its name, for error messages.
         rows: number of rows, None for open ids, or a ready-made table.
-        dim: None with a ready-made table.
-        arguments: of the table by name, where given; `dtype` as a torch.dtype.
+        dim: weights in a row; None with a ready-made table.
+        padding_idx: id whose row starts as zeros in a table that is made here.
+        arguments: the table's, by name, and `path`; `dtype` is a torch.dtype.
     """
-    if arguments.pop("path") is not None:
-        refuse(layer, {"path": None})
-    dtype = arguments["dtype"]
+    if arguments["path"] is not None:
+        refuse(layer, ["path"])
+    if isinstance(rows, Table):
+        _refuse_table_arguments(layer, {"embedding_dim": dim, **arguments})
+        return rows
+    if dim is None:
+        raise ArgumentError(
+            f"`embedding_dim` of ert.{layer} is missing: only a ready-made er.Table brings its own."
+        )
+    options = {name: value for name, value in arguments.items() if name not in ("path", "rule")}
+    table = Table(rows, dim, **options | {"dtype": dtype_name(layer, arguments["dtype"])})
+    if padding_idx is not None:
+        table.assign([resolve_padding(padding_idx, table.rows)], np.zeros((1, dim), np.float32))
+    table.set_rule(arguments["rule"])  # after `assign`, which some rules do not allow
+    return table
+
+
+def _refuse_table_arguments(layer: str, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value != TABLE_DEFAULTS.get(name):
+            raise ArgumentError(
+                f"`{name}` of ert.{layer} belongs to the table: pass it when you make the er.Table."
+            )
+
+
+def dtype_name(layer: str, dtype: torch.dtype) -> str:
+    """Return a torch dtype as the core names it."""
     if dtype not in NAMES:
-        raise ArgumentError(f"`dtype` of ert.{layer} must be one of {', '.join(map(str, NAMES))}: got {dtype!r}.")
-    if not isinstance(rows, Table):
-        if dim is None:
-            raise ArgumentError(f"`embedding_dim` of ert.{layer} is missing: only a ready-made er.Table brings its own.")
-        return Table(rows, dim, **arguments | {"dtype": NAMES[dtype]})
-    defaults = {"seed": 0, "dtype": torch.float32, "directory": "auto", "on_nonfinite": "raise"}
-    given = [name for name, value in arguments.items() if value != defaults.get(name)] + ["embedding_dim"] * (dim is not None)
-    if given:
-        raise ArgumentError(f"`{given[0]}` of ert.{layer} belongs to the table: pass it when you make the er.Table.")
-    return rows
+        raise ArgumentError(
+            f"`dtype` of ert.{layer} must be one of {', '.join(map(str, NAMES))}: got {dtype!r}."
+        )
+    return NAMES[dtype]
 
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
@@ -85,20 +110,33 @@ class FromBfloat16(Initializer):
     def check(self, rows: int | None, dim: int) -> None:
         """Raise `ArgumentError` where the tensor has not the table's shape."""
         if tuple(self._weights.shape) != (rows, dim):
-            raise ArgumentError(f"weights must have the table's shape ({rows}, {dim}): got {tuple(self._weights.shape)}.")
+            raise ArgumentError(
+                f"weights must have the table's shape ({rows}, {dim}): got {tuple(self._weights.shape)}."
+            )
 
     def __repr__(self) -> str:
         return f"FromArray(array=<bfloat16 {tuple(self._weights.shape)}>)"
 
 
-def pretrained(weights: Tensor | np.ndarray, dtype: torch.dtype | None) -> tuple[Initializer, torch.dtype]:
-    """Return an initializer that reads rows from `weights` when they are needed, and the dtype for their table."""
-    if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
-        return FromBfloat16(weights.detach().cpu()), dtype or torch.bfloat16
-    init = FromArray(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
-    if dtype is None and str(init.array.dtype) not in DTYPES:
+def pretrained_table(
+    layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: dict[str, Any]
+) -> Table:
+    """Return a table whose rows are read from `weights` when they are needed."""
+    refuse(layer, [name for name in options if name in REFUSED])
+    if getattr(weights, "ndim", None) != 2:
+        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(
-            f"weights are {init.array.dtype}, which a table cannot hold. Pass dtype=torch.float32 to have rows "
-            "converted when they are read."
+            f"`embeddings` of ert.{layer} must be a 2-D tensor or array (rows, dim): got {got}."
         )
-    return init, dtype or DTYPES[str(init.array.dtype)]
+    if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
+        init, native = FromBfloat16(weights.detach().cpu()), "bfloat16"
+    else:
+        init = FromArray(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
+        native = str(init.array.dtype)
+    if dtype is None and native not in DTYPES:
+        raise ArgumentError(
+            f"`embeddings` of ert.{layer} are {native}, which a table cannot hold. Pass dtype=torch.float32 to have "
+            "rows converted when they are read."
+        )
+    rows, dim = weights.shape
+    return Table(rows, dim, init=init, dtype=native if dtype is None else dtype_name(layer, dtype), **options)

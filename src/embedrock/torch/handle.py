@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from embedrock.table import Table
 from embedrock.torch.pending import Pending, number_of
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil
 
-# Handles by table: layers that share a table share its handle, as tied layers share a parameter. So the rows get one
+# Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
@@ -26,9 +28,9 @@ class Handle(nn.Parameter):
     - Its device is where lookups are delivered.
     - Scaling ``handle.grad`` scales the rows' gradients, and zeroing it drops them.
     - ``requires_grad_(False)`` freezes the rows.
-    - Its value means nothing and stays 0: an optimizer of PyTorch's own that moves it was given the wrong parameters.
+    - Its value means nothing and stays 0: an optimizer that moves it was given the wrong parameters.
 
-    Do not make one: layers do.
+    Layers make it; `handles` finds it.
 
     Attributes:
         table: the rows.
@@ -41,22 +43,26 @@ class Handle(nn.Parameter):
     label: str
     pending: Pending
     vigil: Vigil
+    _arrived: dict[int, RowGradients]
+    _untouched_version: int
 
     def __new__(cls, table: Table) -> Handle:
+        device = torch.get_default_device()
         with torch.inference_mode(False):  # a tensor of inference mode could never be trained
-            self = super().__new__(cls, torch.zeros((), dtype=torch.float32))
+            zero = torch.zeros((), dtype=torch.float32, device="cpu" if device.type == "meta" else device)
+            return super().__new__(cls, zero)
+
+    def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self.pending, self.vigil = Pending(), Vigil()
-        self._arrived: dict[int, RowGradients] = {}
-        self._untouched_version = self._version
+        self._arrived, self._untouched_version = {}, self._version
         self.register_post_accumulate_grad_hook(_show_pending)
-        return self
 
     # ------------------------------------------------------------ forward and backward
 
     def begin_forward(self) -> None:
-        """Forget gradients of a backward that ended in an error, or that `torch.autograd.grad` asked for."""
-        if self._arrived and torch._C._current_graph_task_id() == -1:
+        """Forget what came of a backward that failed, or that `torch.autograd.grad` asked for."""
+        if self._arrived and torch._C._current_graph_task_id() == -1:  # not inside of a backward
             self._arrived.clear()
 
     def receive(self, grads: RowGradients) -> Tensor:
@@ -68,16 +74,27 @@ class Handle(nn.Parameter):
         Returns:
             What autograd has to add for this lookup: by how much the norm of this backward's gradients grew.
         """
-        self.pending.follow(self._grad_value())
+        self._follow_grad()
         task = torch._C._current_graph_task_id()
         earlier = self._arrived.get(task)
         self._arrived[task] = grads if earlier is None else earlier.merge(grads)
         before = 0.0 if earlier is None else number_of(earlier)
-        growth = number_of(self._arrived[task]) - before if before != float("inf") else 0.0
+        growth = number_of(self._arrived[task]) - before if math.isfinite(before) else 0.0
         return torch.tensor(growth, dtype=torch.float32, device=self.device)
 
-    def _grad_value(self) -> float | None:
-        return None if self.grad is None else self.grad.item()
+    def _follow_grad(self) -> None:
+        if self.pending.grads is not None:  # looked at first, because reading a number from a GPU waits for it
+            self.pending.follow(None if self.grad is None else self.grad.item())
+
+    def accumulate(self) -> None:
+        """Add what this backward brought to the pending gradients. Autograd has just added to ``handle.grad``."""
+        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
+        if arrived is None or self.grad is None:  # the gradient is not of rows: a penalty on all parameters, say
+            return
+        norm = self.pending.add(arrived)
+        self.grad.fill_(norm)
+        if math.isfinite(norm):  # otherwise GradScaler skips the step, or the step refuses
+            self.vigil.received()
 
     # ------------------------------------------------------------ steps
 
@@ -85,48 +102,52 @@ class Handle(nn.Parameter):
         """Return the pending gradients, scaled as ``handle.grad`` was; None if there is no gradient.
 
         Raises:
-            ArgumentError: ``handle.grad`` was set by hand, where no gradients of rows are.
+            ArgumentError: ``handle.grad`` was set by hand, while no gradients of rows are pending.
         """
-        value = self._grad_value()
-        self.pending.follow(value)
-        if value is None:
-            return None
-        if self.pending.grads is not None:
+        self._follow_grad()
+        if self.grad is None or self.pending.grads is not None:
             return self.pending.grads
-        if value != 0.0:
+        if (value := self.grad.item()) != 0.0:
             raise ArgumentError(
-                f"`handle.grad` of {self.label} is {value}, but no gradients of its rows are pending: it was set by hand. "
-                "Gradients of rows come from backward() only; they cannot be copied from another model."
+                f"`handle.grad` of {self.label} is {value}, but no gradients of its rows are pending: it was set "
+                "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
-        nothing = self.table.plan(torch.empty(0, dtype=torch.int64).numpy())
-        return self.table.sum(nothing, torch.empty(0, self.table.dim).numpy())
+        # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
+        return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+
+    def forget(self) -> None:
+        """Drop all gradients of the rows."""
+        self.pending.drop()
+        self.grad = None
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
-        # The value is looked at too because fused optimizers leave the version as it is; not on other devices, for
-        # which the host would have to wait.
+        # The value is looked at too, because fused optimizers leave the version as it is; but only on the CPU,
+        # because reading it from elsewhere waits for the device.
         if self._version == self._untouched_version and (self.device.type != "cpu" or self.item() == 0.0):
             return
-        self.reset_value()
+        self.data.zero_()  # an error for each offence, not for ever
+        self._untouched_version = self._version
         raise ForgottenGradientsError(
-            f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight averaging, or "
-            "an initialization of all parameters. The handle only stands for the rows, so that changed nothing in "
-            "them. Give PyTorch's optimizers ert.dense_parameters(model), and step the rows by Embedrock's: "
-            "`optimizer = ert.Adam(model, lr=1e-3)`; first values are chosen by init=."
+            f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
+            "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "
+            "changed nothing in them. Give PyTorch's optimizers ert.dense_parameters(model), and step the rows "
+            "by one of Embedrock's: `optimizer = ert.Adam(model, lr=1e-3)`. First values are chosen by init=."
         )
 
-    def reset_value(self) -> None:
-        """Make the value 0 again, as if nobody had written to it."""
-        self.data.zero_()  # through .data, because a leaf that requires grad may not be written to
-        self._untouched_version = self._version
+    # ------------------------------------------------------------ moves and copies
 
-    # ------------------------------------------------------------ copies
+    def move(self, device: torch.device) -> None:
+        """Have lookups delivered on another device. ("meta" asks to allocate nothing, and nothing ever is.)"""
+        if device.type != "meta":
+            self.data = self.data.to(device)
+            self.grad = None if self.grad is None else self.grad.to(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         if id(self) not in memo:
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
-            made.data = made.data.to(self.device)
+            made.move(self.device)
             made.label = self.label
             memo[id(self)] = made
         return memo[id(self)]
@@ -139,12 +160,8 @@ class Handle(nn.Parameter):
 
 
 def _show_pending(handle: Tensor) -> None:
-    """Add what a backward brought to the pending gradients; autograd has just added to ``handle.grad``."""
-    assert isinstance(handle, Handle) and handle.grad is not None  # the hook is only registered on handles
-    arrived = handle._arrived.pop(torch._C._current_graph_task_id(), None)
-    if arrived is not None:
-        handle.grad.fill_(handle.pending.add(arrived))
-        handle.vigil.received()
+    assert isinstance(handle, Handle)  # the hook is only registered there
+    handle.accumulate()
 
 
 def handle_of(table: Table) -> Handle:

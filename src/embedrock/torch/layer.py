@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.plan import Plan
-from embedrock.rules import Rule
 from embedrock.table import Table
 from embedrock.torch.arguments import DTYPES, check_max_norm, resolve_padding
 from embedrock.torch.handle import Handle, handle_of
@@ -44,19 +43,14 @@ class RowLayer(nn.Module):
         self.padding_idx = resolve_padding(padding_idx, table.rows)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype = DTYPES[table.spec.dtype]
+        self._table = table
         self.handle = handle_of(table)
-        self.handle.label = f"{type(self).__name__}({self.extra_repr()})"
-
-    def _start(self, padding_is_zero: bool, rule: Rule | None) -> None:
-        """Finish a table made for this layer."""
-        if padding_is_zero and self.padding_idx is not None:
-            self.table.assign([self.padding_idx], np.zeros((1, self.embedding_dim), np.float32))
-        self.table.set_rule(rule)  # after the row was assigned, which some rules do not allow
+        self.handle.label = f"{type(self).__name__}({self._describe()})"
 
     @property
     def table(self) -> Table:
         """The rows: `lookup`, `assign`, `export` and more work on it."""
-        return self.handle.table
+        return self._table
 
     @property
     def num_embeddings(self) -> int | None:
@@ -67,6 +61,20 @@ class RowLayer(nn.Module):
     def embedding_dim(self) -> int:
         """Weights in a row."""
         return self.table.dim
+
+    def _describe(self, **more: Any) -> str:
+        """Return the arguments that are not PyTorch's defaults, for `extra_repr`."""
+        shown = {
+            "padding_idx": (self.padding_idx, None),
+            "max_norm": (self.max_norm, None),
+            "norm_type": (self.norm_type, 2.0),
+            "scale_grad_by_freq": (self.scale_grad_by_freq, False),
+            **more,
+            "dtype": (self.dtype, torch.float32),
+            "name": (self.table.name, None),
+        }
+        parts = [f"{name}={value!r}" for name, (value, default) in shown.items() if value != default]
+        return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *parts])
 
     # ------------------------------------------------------------ forward
 
@@ -127,7 +135,7 @@ class RowLayer(nn.Module):
 
     @contextmanager
     def _handle_aside(self) -> Iterator[Handle]:
-        """Hide the handle from the methods of `nn.Module` that would treat it as weights."""
+        """Hide the handle from methods of `nn.Module` that would treat it as weights."""
         handle = self._parameters.pop("handle")
         assert isinstance(handle, Handle)
         try:
@@ -143,7 +151,7 @@ class RowLayer(nn.Module):
             if moved.device.type == "cpu" and moved.is_shared():
                 raise UnsupportedError(
                     f"the rows of {handle.label} cannot be shared between processes (share_memory). "
-                    "Train in one process, or use DataLoader workers for the data only."
+                    "Train in one process; DataLoader workers need no rows."
                 )
             handle.move(moved.device)
         self.dtype = moved.dtype
@@ -155,31 +163,46 @@ class RowLayer(nn.Module):
         The tensors are views of the rows where possible, as those of other parameters are: copy them
         (`copy.deepcopy`) to keep them while training goes on.
         """
-        return {key: _as_tensor(value) for key, value in self.table.state().items()}
+        state = self._table.state()
+        return {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in state.items()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take rows from `get_extra_state`, or ``{"weight": ...}`` from a checkpoint of `nn.Embedding`."""
-        self.handle.pending.drop()
-        self.handle.grad = None
+        """Take rows from `get_extra_state`, or from ``{"weight": tensor}``."""
         if "weight" in state:
             self._import_weight(state["weight"])
         else:
-            self.table.load_state({key: _as_array(value) for key, value in state.items()})
+            host = {key: v.cpu().numpy() if isinstance(v, Tensor) else v for key, v in state.items()}
+            self._table.load_state(host)
 
     def _import_weight(self, weight: Tensor) -> None:
-        if tuple(weight.shape) != (self.num_embeddings, self.embedding_dim):
+        expected = self._table.rows, self._table.dim
+        if tuple(weight.shape) != expected:
+            name = type(self).__name__
             raise ArgumentError(
-                f"a weight for {self.handle.label} must have shape ({self.num_embeddings}, {self.embedding_dim}): "
-                f"got {tuple(weight.shape)}."
+                f"`weight` for ert.{name} must have shape {expected}: got {tuple(weight.shape)}."
             )
         for start in range(0, len(weight), IMPORT_ROWS):
             rows = weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
-            self.table.assign(np.arange(start, start + len(rows)), rows.numpy())
+            self._table.assign(np.arange(start, start + len(rows)), rows.numpy())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._handle_aside():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        weight, extra = prefix + "weight", prefix + "_extra_state"
+        if weight in state_dict and extra not in state_dict:  # a checkpoint of nn.Embedding
+            state_dict = dict(state_dict)
+            state_dict[extra] = {"weight": state_dict.pop(weight)}
         with self._handle_aside() as handle:
-            self.__dict__["handle"] = handle
-            try:
-                super()._save_to_state_dict(destination, prefix, keep_vars)
-            finally:
-                del self.__dict__["handle"]
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            handle.forget()  # gradients of the rows that were replaced
+
+
+def _refuse_several_processes(handle: Handle) -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            f"{handle.label} cannot be trained by several processes yet: each would train rows of its own. Train in one "
+            "process, call eval() to look up only, or freeze it by requires_grad_(False)."
+        )

@@ -14,13 +14,15 @@ from embedrock.plan import Plan
 from embedrock.table import Table
 from embedrock.torch.handle import Handle
 
+ID_DTYPES = (torch.int32, torch.int64)
+
 
 class Options(NamedTuple):
     """What a layer asks of a lookup.
 
     Attributes:
         dtype: of the output.
-        padding_idx: the id that gets no gradient, and counts in no bag.
+        padding_idx: the id that gets no gradient.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
     """
 
@@ -35,8 +37,9 @@ def host_ids(ids: Tensor, label: str) -> np.ndarray:
     Raises:
         IdTypeError: it is not a dense tensor of int32 or int64.
     """
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.layout is not torch.strided:
-        got = f"{ids.dtype}, layout {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
+    is_tensor = isinstance(ids, Tensor)
+    if not is_tensor or ids.dtype not in ID_DTYPES or ids.layout is not torch.strided or ids.is_nested:
+        got = f"{ids.dtype}, {ids.layout}, nested: {ids.is_nested}" if is_tensor else type(ids).__name__
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. "
             "Convert it, for example with .long()."
@@ -48,8 +51,9 @@ def host_grads(grads: Tensor) -> np.ndarray:
     """Return the gradient of an output, of any dtype and on any device, as float32."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph of "
-            "the other parameters only: torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
+            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
+            "of the other parameters only: "
+            "torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
         )
     return grads.to("cpu", torch.float32).contiguous().numpy()
 
@@ -60,7 +64,7 @@ def deliver(values: np.ndarray, device: torch.device, dtype: torch.dtype) -> Ten
 
 
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
-    """Shrink the rows of a plan whose norm exceeds `max_norm`, in the table, as `torch.embedding_renorm_` does."""
+    """Shrink rows whose norm exceeds `max_norm`, in the table, as `torch.embedding_renorm_` does."""
     rows = torch.from_numpy(table.read_rows(plan))
     norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
     over = norms > max_norm

@@ -10,7 +10,7 @@ from embedrock.gradients import RowGradients
 
 
 def number_of(grads: RowGradients) -> float:
-    """Return what stands for row gradients outside: their L2 norm as a float32, Inf where one is not finite."""
+    """Return what stands for row gradients: their L2 norm as a float32, Inf where one of them is not finite."""
     if not grads.is_finite:
         return math.inf
     with np.errstate(over="ignore"):
@@ -20,8 +20,8 @@ def number_of(grads: RowGradients) -> float:
 class Pending:
     """Row gradients since the last zeroing, and the number last shown for them.
 
-    Whoever scales the number scales the rows, and whoever zeroes it drops them: that is how loss scaling, clipping
-    by norm and zeroing reach rows that nobody outside can see.
+    Whoever scales the number scales the rows, and whoever zeroes it drops them: that is how loss scaling,
+    clipping by norm and zeroing reach rows that nobody outside can see.
 
     Attributes:
         grads: the gradients, None when there are none.
@@ -41,7 +41,7 @@ class Pending:
             return
         if number is None or number == 0.0:
             return self.drop()
-        # Gradients that are all zero stay so by any factor, but must not hide a number that is no longer finite.
+        # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
         factor = number / self._shown if self._shown else number
         self.grads, self._shown = self.grads.scaled(factor), number
 

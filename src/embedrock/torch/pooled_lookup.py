@@ -1,4 +1,4 @@
-"""Rows of a table pooled into bags as a tensor, and the gradients back to the handle and to the positions' weights."""
+"""Rows pooled into bags as a tensor, and the gradients back to the handle and to the positions' weights."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def pool(rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[np.ndarr
     """Pool unique rows float32 (unique, dim).
 
     Returns:
-        The bags float32 (bags, dim), and what the backward needs: the factors of sums, or the places of maxima.
+        The bags float32 (bags, dim), and what `unpool` needs: the factors of sums, or the places of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out = np.empty((count, dim), np.float32)
     cpu, inverse = kernels.cpu, bags.plan.inverse
     if bags.mode == "max":
         trace = np.empty((count, dim), np.int32)
-        cpu.runtime.run(cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256)
+        cpu.runtime.run(
+            cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256
+        )
     else:
         trace = np.empty(count, np.float32)
         args = rows, inverse, bags.offsets, _factors(weights), bags.skip, bags.mode == "mean", out, trace
@@ -57,7 +59,10 @@ def pool(rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[np.ndarr
 def unpool(grads: np.ndarray, weights: Tensor | None, bags: Bags, trace: np.ndarray) -> RowGradients:
     """Return the gradients of the rows from those of the bags, float32 (bags, dim)."""
     plan = bags.plan
-    values, squares = np.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
+    values, squares = (
+        np.empty((len(plan.ids), grads.shape[1]), np.float32),
+        np.empty(len(plan.ids), np.float64),
+    )
     cpu, segments = kernels.cpu, (grads, bags.bag_of_position(), plan.starts, plan.order)
     if bags.mode == "max":
         args = *segments, trace, values, squares
@@ -85,7 +90,9 @@ class PooledLookup(torch.autograd.Function):
         out, trace = pool(rows, weights, bags)
         ctx.handle, ctx.bags, ctx.options, ctx.trace = handle, bags, options, trace
         ctx.rows = rows if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
+        ctx.save_for_backward(
+            weights
+        )  # so that autograd notices when they are written to before the backward
         return deliver(out, handle.device, options.dtype)
 
     @staticmethod

@@ -1,15 +1,14 @@
 """`Vigil`: notices a training loop that forgot our optimizer.
 
-Gradients of rows are no use to an optimizer of PyTorch's own, so a loop with only such an optimizer would train all but
-the embeddings, silently. Gradients may well wait while nothing steps (accumulation), be zeroed unused (a warm-up), or
-be taken only to be looked at. The sign of a mistake is that *another* optimizer stepped while they waited. That is seen
+An optimizer of PyTorch's own cannot step rows, so a loop with no other would train all but the embeddings, and
+nobody would notice. Gradients may well wait while nothing steps (accumulation), be zeroed unused (a warm-up), or be
+taken only to be looked at. The sign of a mistake is that *another* optimizer stepped while they waited. We see that
 through PyTorch's hook on all optimizers, which is installed only while gradients wait for a first step of ours.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
-
-
-_waiting: weakref.WeakSet[Vigil] = weakref.WeakSet()
-_hook: RemovableHandle | None = None
 
 
 class Vigil:
@@ -44,57 +39,61 @@ class Vigil:
         return None if self._owner is None else self._owner()
 
     def bind(self, owner: Optimizer, model: nn.Module | None) -> None:
-        """Note which optimizer of ours holds the handle, and the model that it was made for, if one was given."""
+        """Note which optimizer of ours holds the handle, and the model it was made for, if one was given."""
         self._owner = weakref.ref(owner)
         self._model = None if model is None else weakref.ref(model)
         self._passed_by = ""
 
     def received(self) -> None:
         """Note that gradients wait."""
-        global _hook
-        if self._stepped and self.owner is not None:
-            return
-        _waiting.add(self)
-        if _hook is None:
-            _hook = register_optimizer_step_post_hook(_after_any_step)
+        if not self._stepped or self.owner is None:
+            _waiting.add(self)
+            _listen()
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
         self._stepped, self._passed_by = True, ""
         _waiting.discard(self)
 
+    def see(self, other: Optimizer) -> None:
+        """Take note of another optimizer's step, if one of ours should have gone with it."""
+        owner = self.owner
+        if other is owner:
+            return
+        # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
+        if owner is None or not _parameters(other).isdisjoint(self._model_parameters()):
+            self._passed_by = type(other).__name__
+
+    def _model_parameters(self) -> set[int]:
+        model = None if self._model is None else self._model()
+        return set() if model is None else set(map(id, model.parameters()))
+
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients waited for ours."""
         if not self._passed_by:
             return
         other, self._passed_by = self._passed_by, ""  # an error for each offence, not for ever
+        owner = self.owner
         remedy = (
             "make one, `optimizer = ert.Adam(model, lr=1e-3)`, and call its step() beside the other's"
-            if self.owner is None
-            else f"call step() of your ert.{type(self.owner).__name__} beside the other's"
+            if owner is None
+            else f"call step() of your ert.{type(owner).__name__} beside the other's"
         )
         raise ForgottenGradientsError(
-            f"gradients of {label} were applied by no optimizer: {other} stepped, but the rows are stepped by "
+            f"gradients of {label} were applied by no optimizer: {other} stepped, but rows are stepped by "
             f"Embedrock's optimizers only. In your training loop {remedy}, and give the other "
             "ert.dense_parameters(model). If these rows should not train, call requires_grad_(False) on the layer."
         )
 
-    def see(self, other: Optimizer) -> None:
-        """Take note of another optimizer's step, if that should have gone together with one of ours."""
-        owner = self.owner
-        if other is owner:
-            return
-        # A second network's optimizer may well step first: a discriminator's, while the generator's gradients wait.
-        if owner is None or not _parameters(other).isdisjoint(self._model_parameters()):
-            self._passed_by = type(other).__name__
 
-    def _model_parameters(self) -> Iterator[int]:
-        model = None if self._model is None else self._model()
-        return iter(()) if model is None else map(id, model.parameters())
+_waiting: weakref.WeakSet[Vigil] = weakref.WeakSet()
+_hook: RemovableHandle | None = None
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _listen() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,3 +103,7 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     if not _waiting and _hook is not None:
         _hook.remove()
         _hook = None
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

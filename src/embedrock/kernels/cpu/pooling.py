@@ -1,7 +1,7 @@
-"""Pooling rows into bags, and its backward, on the CPU: see ``kernels/reference/pooling.py`` for what each does.
+"""Pooling rows into bags, and its backward, on the CPU: see ``kernels/reference/pooling.py``.
 
-Partitioned over bags, unique rows or positions, each of which one thread writes: no atomics, and no result depends
-on the parts.
+Partitioned over bags, unique rows or positions, each of which one thread writes: no atomics, and no result
+depends on the parts.
 """
 
 import numpy as np
@@ -117,7 +117,7 @@ def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
 
 @kernel
 def _dot(a, b):
-    """The inner product in float64, by four running sums: one alone would wait for each addition to finish."""
+    """The inner product in float64, by four running sums: a single one would wait for each addition."""
     s0 = s1 = s2 = s3 = 0.0
     whole = a.shape[0] // 4 * 4
     for d in range(0, whole, 4):

@@ -1,7 +1,5 @@
 """Reading, summing and stepping rows on the CPU: see ``kernels/reference/rows.py`` for what each does."""
 
-import numpy as np
-
 from embedrock.kernels.cpu.codec import load_row, store_row, store_row_nearest
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.rules import refresh_row, update_row

@@ -58,7 +58,12 @@ def rmsprop(w, s, g, a):
 
 
 def adam(w, s, g, a):
-    step_size, rest1, rest2, eps = f32(a.step_size), f32(a.one_minus_beta1), f32(a.one_minus_beta2), f32(a.eps)
+    step_size, rest1, rest2, eps = (
+        f32(a.step_size),
+        f32(a.one_minus_beta1),
+        f32(a.one_minus_beta2),
+        f32(a.eps),
+    )
     dim = w.shape[0]
     for d in range(dim):
         m = s[d] + (g[d] - s[d]) * rest1
@@ -70,7 +75,12 @@ def adam(w, s, g, a):
 
 def adamw(w, s, g, a):
     step_size, shrink, rest1 = f32(a.step_size), f32(a.shrink), f32(a.one_minus_beta1)
-    beta2, rest2, correction, eps = f32(a.beta2), f32(a.one_minus_beta2), f32(a.bias_correction2_sqrt), f32(a.eps)
+    beta2, rest2, correction, eps = (
+        f32(a.beta2),
+        f32(a.one_minus_beta2),
+        f32(a.bias_correction2_sqrt),
+        f32(a.eps),
+    )
     dim = w.shape[0]
     for d in range(dim):
         m = s[d] + (g[d] - s[d]) * rest1

@@ -7,6 +7,7 @@ TensorFlow's (stalls of 4 to 60 ms were measured), and it breaks after a fork.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -78,15 +79,18 @@ class _Call:
 
     def wait(self) -> None:
         self.run_once()
-        interrupt = None
+        interrupt: BaseException | None = None
         while True:
             try:
                 self._done.acquire()
                 break
-            except KeyboardInterrupt as error:  # a worker still writes to the caller's arrays: let it end first
+            except (
+                KeyboardInterrupt
+            ) as error:  # a worker still writes to the caller's arrays: let it end first
                 interrupt = error
-        if interrupt or self._error:
-            raise interrupt or self._error
+        error = interrupt or self._error
+        if error is not None:
+            raise error
 
 
 class _Pool:
@@ -104,7 +108,7 @@ class _Pool:
             call.run_once()
 
     def run(self, function: Callable[..., object], bounds: list[int], args: tuple[Any, ...]) -> None:
-        calls = [_Call(function, (*args, *part)) for part in zip(bounds[1:-1], bounds[2:], strict=True)]
+        calls = [_Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]
         for call in calls:
             self._queue.put(call)
         try:
@@ -121,7 +125,12 @@ class _Pool:
 def _default_threads() -> int:
     text = os.environ.get("EMBEDROCK_THREADS")
     if text is None:
-        return max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16))
+        return max(
+            1,
+            min(
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16
+            ),
+        )
     if not text.isdigit() or int(text) < 1:
         raise ArgumentError(
             f"the environment variable EMBEDROCK_THREADS must be a positive whole number: got {text!r}. "
@@ -174,6 +183,17 @@ def run(function: Callable[..., object], count: int, *args: Any, grain: int = 10
         function(*args, 0, count)
     else:
         pool.run(function, [count * k // parts for k in range(parts + 1)], args)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view that cannot be written to.
+
+    Numba compiles a kernel once more for read-only arrays, and the arrays of a plan are: what a kernel only reads, and
+    may be either, is always passed as this.
+    """
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _forget_pool() -> None:

@@ -44,7 +44,7 @@ def encode_nearest(values: NDArray[np.float32], storage: DTypeLike) -> NDArray[A
 
 
 def encode_stochastic(
-    values: NDArray[np.float32], ids: NDArray[np.int64], seed: int, step: int, storage: DTypeLike
+    values: NDArray[np.float32], ids: NDArray[np.int64], seed: int | np.uint64, step: int, storage: DTypeLike
 ) -> NDArray[Any]:
     """Return words of `storage` whose expected value is `values` (n, dim): rows `ids` (n,) at step `step`.
 
@@ -79,7 +79,7 @@ def load_row(words: NDArray[Any], out: NDArray[np.float32]) -> None:
     out[:] = decode(words)
 
 
-def store_row(words: NDArray[Any], values: NDArray[np.float32], row_id: int, seed: int, step: int) -> None:
+def store_row(words: NDArray[Any], values: NDArray[np.float32], row_id: int, seed: int | np.uint64, step: int) -> None:
     """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step)."""
     words[:] = encode_stochastic(values[None, :], np.array([row_id], np.int64), seed, step, words.dtype)[0]
 

@@ -49,7 +49,7 @@ def philox(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.u
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def _words(ids: NDArray[np.int64], seed: int, purpose: int, step: int, dim: int) -> NDArray[np.uint32]:
+def _words(ids: NDArray[np.int64], seed: int | np.uint64, purpose: int, step: int, dim: int) -> NDArray[np.uint32]:
     blocks = -(-dim // 4)
     counter = np.empty((len(ids), blocks, 4), np.uint32)
     counter[:, :, 0] = ids.astype(np.uint64)[:, None] & np.uint64(0xFFFFFFFF)
@@ -88,7 +88,7 @@ def standard_normal(words: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def uniform_values(
-    ids: NDArray[np.int64], seed: int, low: float, high: float, out: NDArray[np.float32]
+    ids: NDArray[np.int64], seed: int | np.uint64, low: float, high: float, out: NDArray[np.float32]
 ) -> None:
     """Fill `out` (n, dim) with the first values of the rows `ids` (n,): uniform between `low` and `high`."""
     words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
@@ -97,7 +97,7 @@ def uniform_values(
 
 
 def normal_values(
-    ids: NDArray[np.int64], seed: int, mean: float, std: float, out: NDArray[np.float32]
+    ids: NDArray[np.int64], seed: int | np.uint64, mean: float, std: float, out: NDArray[np.float32]
 ) -> None:
     """Fill `out` (n, dim) with the first values of the rows `ids` (n,): normal, `mean` and `std`."""
     words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
@@ -109,6 +109,6 @@ def constant_values(ids: NDArray[np.int64], value: float, out: NDArray[np.float3
     out[:] = np.float32(value)
 
 
-def rounding_words(ids: NDArray[np.int64], seed: int, step: int, out: NDArray[np.uint32]) -> None:
+def rounding_words(ids: NDArray[np.int64], seed: int | np.uint64, step: int, out: NDArray[np.uint32]) -> None:
     """Fill `out` (n, dim) uint32 with the words that decide the rounding of the rows `ids` (n,) at `step`."""
     out[:] = _words(ids, seed, ROUNDING, step, out.shape[1])

@@ -1,7 +1,7 @@
 """Pooling rows into bags, and its backward: the specification of ``kernels/cpu/pooling.py``.
 
-A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``) cut by ``offsets`` int64 (bags + 1,):
-bag b holds the positions ``offsets[b] .. offsets[b + 1]``, and ``bags`` int32 (n,) tells each position's bag.
+A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``), cut by ``offsets`` int64
+(bags + 1,): bag b holds positions ``offsets[b]`` to ``offsets[b + 1]``; ``bags`` int32 (n,) is each position's bag.
 Positions of unique row `skip` (-1: no row) belong to no bag. ``weights`` float32 is (n,), or (0,) for ones.
 Everything is summed in order of occurrence.
 """
@@ -120,7 +120,7 @@ def pool_max_backward(
 def weight_grads(
     grads: np.ndarray, rows: np.ndarray, inverse: np.ndarray, bags: np.ndarray, skip: int, out: np.ndarray
 ) -> None:
-    """Write the gradient of each position's weight in a sum: the product, summed in float64, of row and gradient.
+    """Write the gradient of each position's weight in a sum: the inner product of row and gradient.
 
     Args:
         grads: float32 (bags, dim).

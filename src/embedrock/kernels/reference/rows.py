@@ -27,7 +27,7 @@ def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
 
 
 def scatter_stochastic(
-    weights: np.ndarray, slots: np.ndarray, values: np.ndarray, ids: np.ndarray, seed: int, step: int
+    weights: np.ndarray, slots: np.ndarray, values: np.ndarray, ids: np.ndarray, seed: int | np.uint64, step: int
 ) -> None:
     """Overwrite weights by ``values`` (n, dim), rounded stochastically by (seed, id, column, step)."""
     weights[slots, : values.shape[1]] = codec.encode_stochastic(values, ids, seed, step, weights.dtype)
@@ -74,7 +74,12 @@ def step(
 
 
 def refresh(
-    weights: np.ndarray, records: np.ndarray, slots: np.ndarray, state_start: int, scratch: np.ndarray, numbers: Any
+    weights: np.ndarray,
+    records: np.ndarray,
+    slots: np.ndarray,
+    state_start: int,
+    scratch: np.ndarray,
+    numbers: Any,
 ) -> None:
     """Bring copies ``weights`` (n, dim) of rows up to date; slots < 0 are skipped. The records stay as they are.
 

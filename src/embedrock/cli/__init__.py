@@ -1,0 +1,1 @@
+"""The programs a user types: ``embedrock demo`` and ``embedrock bench``."""

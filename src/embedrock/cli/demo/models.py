@@ -1,0 +1,65 @@
+"""The models of He et al., "Neural Collaborative Filtering", WWW 2017, on any embedding layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+MLP_SHRINKS = 3  # hidden layers, each half as wide as what it is given
+
+
+class GMF(nn.Module):
+    """Generalized matrix factorization: a learned weighing of the product of user and item.
+
+    Args:
+        users, items: layers that turn ids of shape S into S + (dim,). Their shapes must broadcast, so that one
+            user can be scored against many items: users (n, 1), items (n, m).
+        dim: width of both.
+    """
+
+    dim_multiple = 1
+
+    def __init__(self, users: nn.Module, items: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.users, self.items = users, items
+        self.score = nn.Linear(dim, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Return a logit for each pair, in the ids' broadcast shape."""
+        return self.score(self.users(users) * self.items(items)).squeeze(-1)
+
+
+class NeuMF(nn.Module):
+    """Neural matrix factorization: `GMF` and a small MLP side by side, weighed together.
+
+    The paper gives either part embeddings of its own. Here they are the two halves of one row, which is the same
+    model: no optimizer of these rows mixes columns.
+
+    Args:
+        users, items, dim: as for `GMF`; `dim` must be a multiple of 8.
+    """
+
+    dim_multiple = 2**MLP_SHRINKS
+
+    def __init__(self, users: nn.Module, items: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.users, self.items = users, items
+        layers: list[nn.Module] = []
+        for shrink in range(MLP_SHRINKS):
+            layers += [nn.Linear(dim >> shrink, dim >> (shrink + 1)), nn.ReLU()]
+        self.mlp = nn.Sequential(*layers)
+        self.score = nn.Linear(dim // 2 + (dim >> MLP_SHRINKS), 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Return a logit for each pair, in the ids' broadcast shape."""
+        (user_gmf, user_mlp), (item_gmf, item_mlp) = (
+            self.users(users).chunk(2, -1),
+            self.items(items).chunk(2, -1),
+        )
+        deep = self.mlp(torch.cat(torch.broadcast_tensors(user_mlp, item_mlp), -1))
+        return self.score(torch.cat([user_gmf * item_gmf, deep], -1)).squeeze(-1)
+
+
+MODELS: dict[str, Callable[[nn.Module, nn.Module, int], nn.Module]] = {"gmf": GMF, "neumf": NeuMF}

@@ -1,0 +1,87 @@
+"""One step of training, and scores; the same for every model and backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from embedrock.cli.demo.backends import Backend, TableSize
+from embedrock.cli.demo.models import MODELS
+
+SCORE_PAIRS = 1 << 18  # pairs that are scored at a time
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model before it is made: everything but what keeps its rows.
+
+    Args:
+        model: a name in `MODELS`.
+        users, items: rows of its two tables.
+        dim: width of their rows.
+        lr: learning rate of Adam, for rows and dense weights.
+        std: standard deviation of the rows' first values.
+        seed: of all first values.
+    """
+
+    model: str
+    users: int
+    items: int
+    dim: int
+    lr: float
+    std: float
+    seed: int
+
+    @property
+    def sizes(self) -> tuple[TableSize, TableSize]:
+        """The user and the item table."""
+        user_seed, item_seed = np.random.SeedSequence(self.seed).generate_state(2).tolist()
+        return (
+            TableSize(self.users, self.dim, self.std, user_seed),
+            TableSize(self.items, self.dim, self.std, item_seed),
+        )
+
+
+class Trainer:
+    """A model on a backend, with its optimizers.
+
+    Two trainers of one plan start with the same values, whatever their backends.
+    """
+
+    def __init__(self, plan: ModelPlan, backend: Backend) -> None:
+        users, items = (backend.embedding(size) for size in plan.sizes)
+        torch.manual_seed(plan.seed)  # of the dense weights, which are drawn next
+        self.model: nn.Module = MODELS[plan.model](users, items, plan.dim)
+        self.optimizers = backend.optimizers(self.model, plan.lr)
+
+    def step(self, users: np.ndarray, items: np.ndarray, labels: np.ndarray) -> float:
+        """Train on a batch, int64 (n,), int64 (n,), float32 (n,), and return its mean loss of before."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        logits = self.model(torch.from_numpy(users), torch.from_numpy(items))
+        loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Return the logits of pairs: float32 (n, m).
+
+        Args:
+            users: int64 (n, 1).
+            items: int64 (n, m).
+        """
+        rows = max(1, SCORE_PAIRS // items.shape[1])
+        parts = [
+            self.model(
+                torch.from_numpy(users[start : start + rows]), torch.from_numpy(items[start : start + rows])
+            )
+            for start in range(0, len(items), rows)
+        ]
+        return torch.cat(parts).numpy()

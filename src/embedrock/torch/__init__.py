@@ -1,0 +1,38 @@
+"""PyTorch front end: `torch.nn`'s embedding layers, and optimizers for their rows."""
+
+from __future__ import annotations
+
+from embedrock.torch.bag import EmbeddingBag
+from embedrock.torch.embedding import Embedding
+from embedrock.torch.handle import Handle
+from embedrock.torch.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Momentum,
+    RMSprop,
+    RowOptimizer,
+    RowwiseAdagrad,
+)
+from embedrock.torch.parameters import dense_parameters, handles
+from embedrock.torch.vigil import ForgottenGradientsError
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Embedding",
+    "EmbeddingBag",
+    "ForgottenGradientsError",
+    "Ftrl",
+    "Handle",
+    "Momentum",
+    "RMSprop",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "dense_parameters",
+    "handles",
+]

@@ -1,0 +1,198 @@
+"""`EmbeddingBag`: `torch.nn.EmbeddingBag` with its rows in a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.initializers import Initializer
+from embedrock.rules import Rule
+from embedrock.table import Table
+from embedrock.torch.arguments import open_table, pretrained_table, refuse
+from embedrock.torch.handle import Handle
+from embedrock.torch.layer import RowLayer
+from embedrock.torch.lookup import deliver, host_ids
+from embedrock.torch.pooled_lookup import Bags, PooledLookup, pool
+
+MODES = ("sum", "mean", "max")
+
+
+class EmbeddingBag(RowLayer):
+    """`torch.nn.EmbeddingBag` whose rows live in a table of any size and are stepped by Embedrock's optimizers.
+
+    Args:
+        num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq: as in `Embedding`.
+        mode: "sum", "mean" or "max" of the rows of a bag.
+        include_last_offset: `offsets` has one more entry, the end of the last bag.
+        padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
+        path, memory, init, seed, dtype, name, rule, directory, on_nonfinite: as in `Embedding`.
+
+    Raises:
+        ArgumentError, UnsupportedError, UnknownArgumentError: an argument that cannot work, or is not taken.
+
+    Example:
+        >>> import torch, embedrock as er, embedrock.torch as ert
+        >>> bag = ert.EmbeddingBag(100, 2, mode="sum", init=er.Constant(0.5))
+        >>> bag(torch.tensor([1, 2, 4, 5, 4]), torch.tensor([0, 2])).tolist()
+        [[1.0, 1.0], [1.5, 1.5]]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | Table | None,
+        embedding_dim: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        path: None = None,
+        memory: int | str | None = None,
+        init: Initializer | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        name: str | None = None,
+        rule: Rule | None = None,
+        directory: str = "auto",
+        on_nonfinite: str = "raise",
+        **unknown: Any,
+    ) -> None:
+        refuse("EmbeddingBag", unknown)
+        if mode not in MODES:
+            raise ArgumentError(
+                f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}."
+            )
+        if mode == "max" and scale_grad_by_freq:
+            raise ArgumentError(
+                "`scale_grad_by_freq` of ert.EmbeddingBag has no meaning in mode 'max', as in PyTorch."
+            )
+        arguments = {
+            "path": path,
+            "memory": memory,
+            "init": init,
+            "seed": seed,
+            "dtype": dtype,
+            "name": name,
+            "rule": rule,
+            "directory": directory,
+            "on_nonfinite": on_nonfinite,
+        }
+        table = open_table("EmbeddingBag", num_embeddings, embedding_dim, padding_idx, arguments)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor | np.ndarray,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> EmbeddingBag:
+        """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
+        table = pretrained_table("EmbeddingBag", embeddings, dtype, options)
+        layer = cls(
+            table,
+            None,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )
+        layer.requires_grad_(not freeze)
+        return layer
+
+    @torch.compiler.disable  # rows come from outside of any graph
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the pooled rows of bags of ids.
+
+        Args:
+            input: int32 or int64, on any device: (bags, n), or (n,) with `offsets`. Repeats are allowed.
+            offsets: int32 or int64 (bags,): where each bag starts in `input`; the first is 0.
+            per_sample_weights: floats of the shape of `input`, for mode "sum": rows are multiplied by them.
+
+        Returns:
+            (bags, embedding_dim), of the layer's dtype, on the handle's device; zeros for empty bags.
+
+        Raises:
+            ArgumentError: shapes or offsets that do not go together.
+            Otherwise as `Embedding.forward`.
+        """
+        handle = self._usable_handle()
+        trains = self._trains(handle)
+        self._check_weights(input, per_sample_weights)
+        ids, bounds = self._flat(input, offsets, handle)
+        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)[: len(ids)]
+        plan = self.table.plan(ids)
+        self._renormalize(plan)
+        bags = Bags(plan, bounds, self._index_of_padding(plan.ids), self.mode)
+        if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
+            return PooledLookup.apply(handle, weights, bags, self._options())
+        return deliver(pool(self.table.read_rows(plan), weights, bags)[0], handle.device, self.dtype)
+
+    def _check_weights(self, input: Tensor, weights: Tensor | None) -> None:
+        if weights is None:
+            return
+        if self.mode != "sum":
+            raise UnsupportedError(
+                f"`per_sample_weights` go with mode='sum' only, as in PyTorch: got mode={self.mode!r}."
+            )
+        if weights.shape != input.shape or weights.dtype != self.dtype:
+            raise ArgumentError(
+                f"`per_sample_weights` must be {self.dtype} of the input's shape {tuple(input.shape)}: "
+                f"got {weights.dtype} {tuple(weights.shape)}."
+            )
+
+    def _flat(self, input: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
+        ids = host_ids(input, handle.label)
+        if ids.ndim == 2:
+            if offsets is not None:
+                raise ArgumentError(
+                    "`offsets` go with a 1-D input: each row of a 2-D input is a bag. Leave them out."
+                )
+            return ids.reshape(-1), np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
+        if ids.ndim != 1 or offsets is None or offsets.dim() != 1:
+            got = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+            raise ArgumentError(
+                "`input` must be 2-D, or 1-D with 1-D `offsets`: "
+                f"got an input of shape {tuple(input.shape)} and {got}."
+            )
+        starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
+        bounds = starts if self.include_last_offset else np.append(starts, len(ids))
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] > len(ids) or np.any(np.diff(bounds) < 0):
+            raise ArgumentError(
+                f"`offsets` must start at 0, not decrease, and not exceed the {len(ids)} ids: got {_shortened(starts)}."
+            )
+        return ids[: bounds[-1]], bounds
+
+    def _index_of_padding(self, unique: np.ndarray) -> int:
+        if self.padding_idx is None:
+            return -1
+        found = np.flatnonzero(unique == self.padding_idx)
+        return int(found[0]) if len(found) else -1
+
+    def extra_repr(self) -> str:
+        """Return the arguments that differ from the defaults."""
+        return self._describe(mode=(self.mode, None), include_last_offset=(self.include_last_offset, False))
+
+
+def _shortened(values: np.ndarray) -> str:
+    return str(values.tolist()) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

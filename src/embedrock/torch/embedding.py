@@ -1,0 +1,151 @@
+"""`Embedding`: `torch.nn.Embedding` with its rows in a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.initializers import Initializer
+from embedrock.rules import Rule
+from embedrock.table import Table
+from embedrock.torch.arguments import open_table, pretrained_table, refuse
+from embedrock.torch.layer import RowLayer
+from embedrock.torch.lookup import Lookup, deliver, host_ids
+
+
+class Embedding(RowLayer):
+    """`torch.nn.Embedding` whose rows live in a table of any size and are stepped by Embedrock's optimizers.
+
+    It behaves as `torch.nn.Embedding` does, except that its rows are no parameter: it has a scalar ``handle`` instead of
+    ``weight`` (see `Handle`), and rows are stepped by ``ert.Adam(model)`` and the like.
+
+    Args:
+        num_embeddings: number of rows; None for open ids (any int64); or a ready-made `er.Table`, which brings
+            everything that is not an argument of `nn.Embedding`.
+        embedding_dim: weights in a row.
+        padding_idx: id whose row starts as zeros and gets no gradient; negative ones count from the end.
+        max_norm: rows whose norm exceeds it are shrunk to it when they are looked up, in the table.
+        norm_type: the p of that norm.
+        scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
+        path: must be None: tables on disk are not in this release.
+        memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
+        init: first values, by default ``er.Normal(0, 1)`` as in PyTorch.
+        seed: of the first values.
+        dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
+        name: of the table, for error messages and for pickling by reference.
+        rule, directory, on_nonfinite: as in `er.Table`.
+
+    Raises:
+        ArgumentError, UnsupportedError, UnknownArgumentError: an argument that cannot work, or is not taken.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> model = torch.nn.Sequential(ert.Embedding(10**9, 4), torch.nn.Linear(4, 1))
+        >>> rows = ert.Adam(model, lr=1e-3)
+        >>> dense = torch.optim.Adam(ert.dense_parameters(model), lr=1e-3)
+        >>> model(torch.tensor([3, 14, 159_265_358])).sum().backward()
+        >>> rows.step(); dense.step()
+        >>> int(model[0].table.stats()["rows_touched"])
+        3
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | Table | None,
+        embedding_dim: int | None = None,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        *,
+        path: None = None,
+        memory: int | str | None = None,
+        init: Initializer | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        name: str | None = None,
+        rule: Rule | None = None,
+        directory: str = "auto",
+        on_nonfinite: str = "raise",
+        **unknown: Any,
+    ) -> None:
+        refuse("Embedding", unknown)
+        arguments = {
+            "path": path,
+            "memory": memory,
+            "init": init,
+            "seed": seed,
+            "dtype": dtype,
+            "name": name,
+            "rule": rule,
+            "directory": directory,
+            "on_nonfinite": on_nonfinite,
+        }
+        table = open_table("Embedding", num_embeddings, embedding_dim, padding_idx, arguments)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor | np.ndarray,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Embedding:
+        """Make a layer whose rows start as those of `embeddings`, which is never copied.
+
+        Args:
+            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size. It must not change afterwards.
+            freeze: rows do not train.
+            dtype: of rows and outputs; by default that of `embeddings`.
+            options: further arguments of the layer.
+
+        Example:
+            >>> import torch, embedrock.torch as ert
+            >>> layer = ert.Embedding.from_pretrained(torch.eye(3))
+            >>> layer(torch.tensor([2]))
+            tensor([[0., 0., 1.]])
+        """
+        table = pretrained_table("Embedding", embeddings, dtype, options)
+        layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        layer.requires_grad_(not freeze)
+        return layer
+
+    @torch.compiler.disable  # rows come from outside of any graph
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of ids.
+
+        Args:
+            input: int32 or int64 of any shape, on any device; repeats are allowed.
+
+        Returns:
+            ``input.shape + (embedding_dim,)``, of the layer's dtype, on the handle's device.
+
+        Raises:
+            IdError: an id lies outside the table.
+            IdTypeError: ids are not int32 or int64.
+            ForgottenGradientsError: earlier gradients of the rows were applied by no optimizer.
+            UnsupportedError: training in several processes, tracing, replicas.
+        """
+        handle = self._usable_handle()
+        ids = host_ids(input, handle.label)
+        trains = self._trains(handle)
+        if not trains and self.max_norm is None:
+            return deliver(self.table.lookup(ids), handle.device, self.dtype)
+        plan = self.table.plan(ids)
+        self._renormalize(plan)
+        if trains:
+            return Lookup.apply(handle, plan, self._options())
+        return deliver(self.table.read(plan), handle.device, self.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the arguments that differ from the defaults."""
+        return self._describe()

@@ -1,0 +1,51 @@
+"""Which parameters of a model are handles, and which are dense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from embedrock.errors import ArgumentError
+from embedrock.torch.handle import Handle
+
+
+def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
+    """Return the handles of the embedding layers in a model, each once.
+
+    They stand for the rows in whatever takes gradients of parameters, as in
+    ``clip_grad_norm_([*ert.dense_parameters(model), *ert.handles(model)], 1.0)``.
+
+    Args:
+        layers: a model, a layer, a handle, or any number of these.
+
+    Raises:
+        ArgumentError: there is something else among them.
+    """
+    if isinstance(layers, Handle):
+        return [layers]
+    if isinstance(layers, nn.Module):
+        return [parameter for parameter in layers.parameters() if isinstance(parameter, Handle)]
+    if isinstance(layers, Tensor | str | dict) or not isinstance(layers, Iterable):
+        raise ArgumentError(
+            "Embedrock's optimizers step embedding layers: expected a model, layers or handles, got "
+            f"{_describe(layers)}. Pass the model itself, and give ert.dense_parameters(model) to an optimizer of PyTorch's."
+        )
+    return list({id(handle): handle for layer in layers for handle in handles(layer)}.values())
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return all parameters of a model but the handles of its embedding layers, for an optimizer of PyTorch's.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.Sequential(ert.Embedding(10, 4), nn.Linear(4, 1))
+        >>> [tuple(parameter.shape) for parameter in ert.dense_parameters(model)]
+        [(1, 4), (1,)]
+    """
+    return [parameter for parameter in model.parameters() if not isinstance(parameter, Handle)]
