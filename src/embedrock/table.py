@@ -250,7 +250,7 @@ class Table:
             array = array.astype(np.int64)  # an empty list has no integers to tell its type by
         if array.dtype.kind not in "iu":
             raise IdTypeError(
-                f"`ids` of {self._subject} must be integers: got dtype {array.dtype}. Convert them with .astype('int64')."
+                f"`ids` of {self._subject} must be integers: got dtype {array.dtype}. Pass ids.astype('int64')."
             )
         self._check_range(array)
         return np.ascontiguousarray(array, np.int64).reshape(array.shape)
@@ -268,7 +268,8 @@ class Table:
         position = int(np.argmax(outside))
         remedy = "Pass rows=None for open ids." if rows is not None else "Open ids are int64."
         raise IdError(
-            f"`ids` of {self._subject} must lie in [{low}, {high}): got {flat[position]} at position {position}. {remedy}"
+            f"`ids` of {self._subject} must lie in [{low}, {high}): got {flat[position]} at position {position}. "
+            f"{remedy}"
         )
 
     @property

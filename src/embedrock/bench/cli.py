@@ -46,9 +46,7 @@ Measure = Callable[[Namespace], Report]
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     """Add the ``bench`` command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
     _add_benchmarks(
-        subparsers.add_parser(
-            "bench", help="measure speed beside PyTorch and FBGEMM", description=DESCRIPTION
-        )
+        subparsers.add_parser("bench", help="measure speed beside PyTorch and FBGEMM", description=DESCRIPTION)
     )
 
 
@@ -73,17 +71,13 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
         _add_comparison(benchmarks, job)
     _add_rows(benchmarks)
     _add_create(benchmarks)
-    everything = _add(
-        benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all
-    )
+    everything = _add(benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all)
     _add_options(everything, EFFORT_OPTIONS)
 
 
 def _add_comparison(benchmarks: Any, job: Comparison) -> None:
     names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in job.contenders)
-    parser = _add(
-        benchmarks, job.name, job.help, partial(_measure_comparison, job), epilog=f"contenders:\n{names}"
-    )
+    parser = _add(benchmarks, job.name, job.help, partial(_measure_comparison, job), epilog=f"contenders:\n{names}")
     _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | EFFORT_OPTIONS, job.workloads)
     parser.add_argument(
         "--contenders",
@@ -96,29 +90,21 @@ def _add_comparison(benchmarks: Any, job: Comparison) -> None:
 
 def _add_rows(benchmarks: Any) -> None:
     parser = _add(benchmarks, "rows", "our Adam step on tables of several sizes, same ids", _measure_rows)
-    parser.add_argument(
-        "--rows", dest="sizes", type=_sizes, default=list(ROWS), metavar="N,N,...", help="table sizes"
-    )
+    parser.add_argument("--rows", dest="sizes", type=_sizes, default=list(ROWS), metavar="N,N,...", help="table sizes")
     _add_options(parser, WORKLOAD_OPTIONS | EFFORT_OPTIONS)
 
 
 def _add_create(benchmarks: Any) -> None:
-    parser = _add(
-        benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create
-    )
+    parser = _add(benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create)
     options = {name: EFFORT_OPTIONS[name] for name in ("threads", "timeout_s")}
     _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options)
-    parser.add_argument(
-        "--touch", type=_count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation"
-    )
+    parser.add_argument("--touch", type=_count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
     parser.add_argument("--runs", type=_count, default=RUNS, metavar="N", help="processes; medians over them")
 
 
 def _add(benchmarks: Any, name: str, text: str, measure: Measure, **options: Any) -> ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = benchmarks.add_parser(
-        name, help=text, description=f"Measure {text}.", formatter_class=raw, **options
-    )
+    parser = benchmarks.add_parser(name, help=text, description=f"Measure {text}.", formatter_class=raw, **options)
     parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
     parser.set_defaults(run=_run, measure=measure, benchmark=name)
     return parser
@@ -132,9 +118,7 @@ def _measure_comparison(job: Comparison, arguments: Namespace) -> Report:
 
 
 def _measure_rows(arguments: Namespace) -> Report:
-    return compare_rows(
-        arguments.sizes, Workload(**_given(arguments, Workload)), Effort(**_given(arguments, Effort))
-    )
+    return compare_rows(arguments.sizes, Workload(**_given(arguments, Workload)), Effort(**_given(arguments, Effort)))
 
 
 def _measure_create(arguments: Namespace) -> Report:
@@ -163,9 +147,7 @@ def _run(arguments: Namespace) -> int:
     if arguments.json is not None:
         effort = Effort(**_given(arguments, Effort))
         options = asdict(effort) | {"environment": effort.environment()}
-        write_json(
-            arguments.json, report, {"benchmark": arguments.benchmark, "options": options, "machine": machine}
-        )
+        write_json(arguments.json, report, {"benchmark": arguments.benchmark, "options": options, "machine": machine})
     for name, details in report.failures:
         print(f"\n{name} failed:\n{details}", file=sys.stderr)
     return 1 if report.failures else 0
@@ -173,9 +155,7 @@ def _run(arguments: Namespace) -> int:
 
 def _given(arguments: Namespace, kind: type) -> dict[str, Any]:
     """Return the options the user gave that are fields of a dataclass; its defaults serve for the others."""
-    return {
-        field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)
-    }
+    return {field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)}
 
 
 # ---------------------------------------------------------------- the options

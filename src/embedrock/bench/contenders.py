@@ -21,7 +21,7 @@ from embedrock.tiers.memory import DIRECT_SHARE
 
 LEARNING_RATE = 1e-3
 HASHED_OVERHEAD = 1.3  # RAM of a hashed directory's rows over the bytes of their records
-PROCESS_BYTES = 400 << 20  # an interpreter with torch and one batch's activations
+PROCESS_BYTES = 512 << 20  # an interpreter with torch and one batch's activations
 
 Step = Callable[[int], object]
 
@@ -145,12 +145,8 @@ STEP = (
     # Weights, gradient, two states, and two temporaries of torch's unfused update.
     _nn("torch-dense-adam", "Adam", 6, optimizer="Adam", sparse=False),
     _nn("torch-dense-adam-fused", "Adam(fused=True)", 4, optimizer="Adam", sparse=False, fused=True),
-    Contender(
-        "fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1
-    ),
-    Contender(
-        "fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1
-    ),
+    Contender("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1),
+    Contender("fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1),
 )
 
 # ---------------------------------------------------------------- bench lookup
@@ -194,9 +190,7 @@ LOOKUP = (
         3,
         lazy=True,
     ),
-    Contender(
-        "ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3, lazy=True
-    ),
+    Contender("ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3, lazy=True),
     Contender("torch", "F.embedding under no_grad", torch_lookup, 2),
 )
 

@@ -81,9 +81,7 @@ def _train(table: Any, rows: int, count: int, gradient: np.ndarray) -> None:
 def import_facts() -> dict[str, float]:
     """Import NumPy, then Embedrock, in a fresh interpreter; return seconds, and how many frameworks came."""
     command = [sys.executable, "-c", _IMPORT]
-    output = subprocess.run(
-        command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    output = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if output.returncode:
         raise ChildError("Died", "embedrock does not import", output.stderr)
     numpy_s, embedrock_s, *frameworks = output.stdout.split()
@@ -122,15 +120,11 @@ def _medians(lines: list[dict[str, float]]) -> dict[str, float]:
     return {key: median(line[key] for line in lines) for key in lines[0]}
 
 
-def _verdicts(
-    created: dict[str, float], touched: dict[str, float], imported: dict[str, float]
-) -> list[Verdict]:
+def _verdicts(created: dict[str, float], touched: dict[str, float], imported: dict[str, float]) -> list[Verdict]:
     allowed_bytes = RECORD_FACTOR * touched["touched"] * touched["record_bytes"] + SPARE_BYTES
     return [
         Verdict("creating the table", created["seconds"], CREATE_S, "s", at_most=True),
-        Verdict(
-            "RAM of the new table", created["rss_growth_bytes"] / MB, SPARE_BYTES / MB, "MB", at_most=True
-        ),
+        Verdict("RAM of the new table", created["rss_growth_bytes"] / MB, SPARE_BYTES / MB, "MB", at_most=True),
         Verdict(
             f"RAM after touching {touched['touched']:,.0f} rows of {touched['record_bytes']:.0f} bytes",
             touched["rss_growth_bytes"] / MB,

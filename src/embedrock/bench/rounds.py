@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from embedrock.sizes import format_bytes
 RAM_SHARE = 0.9  # of the available RAM that the processes alive together may take, by their estimates
 SETTLE_STEPS = 3  # untimed steps at the start of a round: the others have used the caches meanwhile
 SETTLE_BELOW_S = 0.05  # slower contenders outgrow every cache anyway
+FIRST_STEPS = 2  # steps that load or compile what they need
 WARM_UP_ROUNDS = 5  # times `Effort.seconds` that the pass over all batches before the first round may take
 PAUSE_S = 0.01  # between turns, so that no thread of the last contender still runs
 
@@ -67,9 +69,7 @@ class Effort:
         Adagrad (SUM) took 70 ms on 2 cores, and 1.5 ms with threads that sleep. So they sleep; an
         OMP_WAIT_POLICY of the caller's own is left alone.
         """
-        threads = dict.fromkeys(
-            ("EMBEDROCK_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)
-        )
+        threads = dict.fromkeys(("EMBEDROCK_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         return {**threads, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
 
 
@@ -125,8 +125,12 @@ class Session:
         self._last_s = 0.0
 
     def warm_up(self, seconds: float) -> list[float]:
-        """Work through all batches, or as many as fit into `seconds`; return the seconds of each step."""
-        return self._timed_steps(self._batches, seconds)
+        """Work through all batches, or as many as fit into `seconds`; return the seconds of each step.
+
+        The first steps, in which kernels are compiled if this is the first run ever, do not count.
+        """
+        first = min(FIRST_STEPS, self._batches)
+        return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
 
     def round(self, steps: int, seconds: float) -> list[float]:
         """Return the seconds of each of `steps` steps, or of as many as fit into `seconds`."""
@@ -163,9 +167,7 @@ class _Runner:
         _say(f"{self.result.name}: preparing ({format_bytes(self.result.entry.need_bytes)})")
         try:
             effort = self._effort
-            child = Child(
-                Session, *self.result.entry, environment=effort.environment(), timeout_s=effort.timeout_s
-            )
+            child = Child(Session, *self.result.entry, environment=effort.environment(), timeout_s=effort.timeout_s)
             self._child = self._stack.enter_context(child)
             self.result.first_s = child.call("warm_up", WARM_UP_ROUNDS * effort.seconds)
         except ChildError as error:
@@ -210,9 +212,7 @@ def measure(entries: Sequence[Entry], baseline: str, effort: Effort) -> list[Res
     return sorted(results, key=lambda result: (result.group or len(groups) + 1, order[result.name]))
 
 
-def plan_groups(
-    entries: Sequence[Entry], baseline: str, budget_bytes: int
-) -> tuple[list[list[Entry]], list[Result]]:
+def plan_groups(entries: Sequence[Entry], baseline: str, budget_bytes: int) -> tuple[list[list[Entry]], list[Result]]:
     """Return groups that fit into `budget_bytes` each, and the results of entries that fit into none."""
     fits = [entry for entry in entries if entry.need_bytes <= budget_bytes]
     first = [entry for entry in fits if entry.name == baseline]

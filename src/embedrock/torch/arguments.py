@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,19 +11,33 @@ from torch import Tensor
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
+from embedrock.rules import Rule
 from embedrock.table import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-TABLE_DEFAULTS = {"seed": 0, "dtype": torch.float32, "directory": "auto", "on_nonfinite": "raise"}
 REFUSED = {
     "path": "tables on disk are not in this release, only tables in RAM. Leave it out",
     "sparse": "rows are always stepped sparsely. Leave it out",
-    "device": "the handle's device is where lookups are delivered: call .to(device) on the layer or the model",
+    "device": "lookups are delivered where the handle is: call .to(device) on the layer or the model",
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
     "_freeze": "call requires_grad_(False) on the layer",
 }
+
+
+class TableArguments(NamedTuple):
+    """Those arguments of a layer that make its table, with their defaults."""
+
+    path: None = None
+    memory: int | str | None = None
+    init: Initializer | None = None
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    name: str | None = None
+    rule: Rule | None = None
+    directory: str = "auto"
+    on_nonfinite: str = "raise"
 
 
 def refuse(layer: str, arguments: Iterable[str]) -> None:
@@ -31,13 +45,11 @@ def refuse(layer: str, arguments: Iterable[str]) -> None:
     for name in arguments:
         if name in REFUSED:
             raise UnsupportedError(f"`{name}` of ert.{layer}: {REFUSED[name]}.")
-        raise UnknownArgumentError(
-            f"ert.{layer} has no argument `{name}`: see help(ert.{layer}) for those it has."
-        )
+        raise UnknownArgumentError(f"ert.{layer} has no argument `{name}`: see help(ert.{layer}) for those it has.")
 
 
 def open_table(
-    layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, arguments: dict[str, Any]
+    layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, arguments: TableArguments
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
 
@@ -46,39 +58,43 @@ def open_table(
         rows: number of rows, None for open ids, or a ready-made table.
         dim: weights in a row; None with a ready-made table.
         padding_idx: id whose row starts as zeros in a table that is made here.
-        arguments: the table's, by name, and `path`; `dtype` is a torch.dtype.
+        arguments: all others.
     """
-    if arguments["path"] is not None:
+    if arguments.path is not None:
         refuse(layer, ["path"])
     if isinstance(rows, Table):
-        _refuse_table_arguments(layer, {"embedding_dim": dim, **arguments})
+        _refuse_table_arguments(layer, dim, arguments)
         return rows
     if dim is None:
-        raise ArgumentError(
-            f"`embedding_dim` of ert.{layer} is missing: only a ready-made er.Table brings its own."
-        )
-    options = {name: value for name, value in arguments.items() if name not in ("path", "rule")}
-    table = Table(rows, dim, **options | {"dtype": dtype_name(layer, arguments["dtype"])})
-    if padding_idx is not None:
-        table.assign([resolve_padding(padding_idx, table.rows)], np.zeros((1, dim), np.float32))
-    table.set_rule(arguments["rule"])  # after `assign`, which some rules do not allow
+        raise ArgumentError(f"`embedding_dim` of ert.{layer} is missing: only a ready-made er.Table brings its own.")
+    table = Table(
+        rows,
+        dim,
+        init=arguments.init,
+        seed=arguments.seed,
+        dtype=dtype_name(layer, arguments.dtype),
+        memory=arguments.memory,
+        directory=arguments.directory,
+        on_nonfinite=arguments.on_nonfinite,
+        name=arguments.name,
+    )
+    padding = resolve_padding(padding_idx, table.rows)
+    if padding is not None:
+        table.assign([padding], np.zeros((1, table.dim), np.float32))
+    table.set_rule(arguments.rule)  # after `assign`, which some rules do not allow
     return table
 
 
-def _refuse_table_arguments(layer: str, arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        if value != TABLE_DEFAULTS.get(name):
-            raise ArgumentError(
-                f"`{name}` of ert.{layer} belongs to the table: pass it when you make the er.Table."
-            )
+def _refuse_table_arguments(layer: str, dim: int | None, arguments: TableArguments) -> None:
+    changed = [name for name, value in arguments._asdict().items() if value != arguments._field_defaults[name]]
+    for name in ["embedding_dim"] * (dim is not None) + changed:
+        raise ArgumentError(f"`{name}` of ert.{layer} belongs to the table: pass it when you make the er.Table.")
 
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
     """Return a torch dtype as the core names it."""
     if dtype not in NAMES:
-        raise ArgumentError(
-            f"`dtype` of ert.{layer} must be one of {', '.join(map(str, NAMES))}: got {dtype!r}."
-        )
+        raise ArgumentError(f"`dtype` of ert.{layer} must be one of {', '.join(map(str, NAMES))}: got {dtype!r}.")
     return NAMES[dtype]
 
 
@@ -92,30 +108,23 @@ def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
 
 
 def check_max_norm(max_norm: float | None) -> None:
-    """Raise `ArgumentError` unless `max_norm` is None or not negative."""
+    """Raise `ArgumentError` unless `max_norm` is None or a number that is not negative."""
     if max_norm is not None and not max_norm >= 0:
         raise ArgumentError(f"`max_norm` must be a number >= 0, or None: got {max_norm!r}.")
 
 
 class FromBfloat16(Initializer):
-    """Rows that start as those of a bfloat16 tensor, a dtype that NumPy lacks. Like `FromArray`, it copies nothing."""
+    """Rows that start as those of a bfloat16 tensor, a dtype that NumPy lacks; otherwise as `FromArray`."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
 
-    def fill(self, ids: np.ndarray, seed: int, out: np.ndarray) -> None:
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write the rows `ids` to `out`."""
         out[:] = self._weights[torch.from_numpy(ids)].float().numpy()
 
-    def check(self, rows: int | None, dim: int) -> None:
-        """Raise `ArgumentError` where the tensor has not the table's shape."""
-        if tuple(self._weights.shape) != (rows, dim):
-            raise ArgumentError(
-                f"weights must have the table's shape ({rows}, {dim}): got {tuple(self._weights.shape)}."
-            )
-
     def __repr__(self) -> str:
-        return f"FromArray(array=<bfloat16 {tuple(self._weights.shape)}>)"
+        return f"FromBfloat16(weights=<bfloat16 {tuple(self._weights.shape)}>)"
 
 
 def pretrained_table(
@@ -125,9 +134,7 @@ def pretrained_table(
     refuse(layer, [name for name in options if name in REFUSED])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
-        raise ArgumentError(
-            f"`embeddings` of ert.{layer} must be a 2-D tensor or array (rows, dim): got {got}."
-        )
+        raise ArgumentError(f"`embeddings` of ert.{layer} must be a 2-D tensor or array (rows, dim): got {got}.")
     if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
         init, native = FromBfloat16(weights.detach().cpu()), "bfloat16"
     else:
@@ -135,8 +142,8 @@ def pretrained_table(
         native = str(init.array.dtype)
     if dtype is None and native not in DTYPES:
         raise ArgumentError(
-            f"`embeddings` of ert.{layer} are {native}, which a table cannot hold. Pass dtype=torch.float32 to have "
-            "rows converted when they are read."
+            f"`embeddings` of ert.{layer} are {native}, which a table cannot hold. Pass dtype=torch.float32 to "
+            "have rows converted when they are read."
         )
     rows, dim = weights.shape
     return Table(rows, dim, init=init, dtype=native if dtype is None else dtype_name(layer, dtype), **options)

@@ -12,9 +12,9 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import open_table, pretrained_table, refuse
+from embedrock.torch.arguments import TableArguments, open_table, pretrained_table, refuse
 from embedrock.torch.handle import Handle
-from embedrock.torch.layer import RowLayer
+from embedrock.torch.layer import RowLayer, outside_of_graphs
 from embedrock.torch.lookup import deliver, host_ids
 from embedrock.torch.pooled_lookup import Bags, PooledLookup, pool
 
@@ -22,7 +22,7 @@ MODES = ("sum", "mean", "max")
 
 
 class EmbeddingBag(RowLayer):
-    """`torch.nn.EmbeddingBag` whose rows live in a table of any size and are stepped by Embedrock's optimizers.
+    """`torch.nn.EmbeddingBag` whose rows live in a table, and are stepped by Embedrock's optimizers.
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq: as in `Embedding`.
@@ -32,7 +32,8 @@ class EmbeddingBag(RowLayer):
         path, memory, init, seed, dtype, name, rule, directory, on_nonfinite: as in `Embedding`.
 
     Raises:
-        ArgumentError, UnsupportedError, UnknownArgumentError: an argument that cannot work, or is not taken.
+        ArgumentError: an argument has a value that cannot work.
+        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
 
     Example:
         >>> import torch, embedrock as er, embedrock.torch as ert
@@ -65,24 +66,10 @@ class EmbeddingBag(RowLayer):
     ) -> None:
         refuse("EmbeddingBag", unknown)
         if mode not in MODES:
-            raise ArgumentError(
-                f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}."
-            )
+            raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
         if mode == "max" and scale_grad_by_freq:
-            raise ArgumentError(
-                "`scale_grad_by_freq` of ert.EmbeddingBag has no meaning in mode 'max', as in PyTorch."
-            )
-        arguments = {
-            "path": path,
-            "memory": memory,
-            "init": init,
-            "seed": seed,
-            "dtype": dtype,
-            "name": name,
-            "rule": rule,
-            "directory": directory,
-            "on_nonfinite": on_nonfinite,
-        }
+            raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
+        arguments = TableArguments(path, memory, init, seed, dtype, name, rule, directory, on_nonfinite)
         table = open_table("EmbeddingBag", num_embeddings, embedding_dim, padding_idx, arguments)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         self.mode, self.include_last_offset = mode, include_last_offset
@@ -104,22 +91,17 @@ class EmbeddingBag(RowLayer):
     ) -> EmbeddingBag:
         """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
         table = pretrained_table("EmbeddingBag", embeddings, dtype, options)
-        layer = cls(
-            table,
-            None,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
+        more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
+        layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
         layer.requires_grad_(not freeze)
         return layer
 
-    @torch.compiler.disable  # rows come from outside of any graph
+    @outside_of_graphs
     def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        input: Tensor,  # noqa: A002  # nn.EmbeddingBag's name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return the pooled rows of bags of ids.
 
@@ -137,9 +119,8 @@ class EmbeddingBag(RowLayer):
         """
         handle = self._usable_handle()
         trains = self._trains(handle)
-        self._check_weights(input, per_sample_weights)
         ids, bounds = self._flat(input, offsets, handle)
-        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)[: len(ids)]
+        weights = self._flat_weights(input, per_sample_weights, len(ids))
         plan = self.table.plan(ids)
         self._renormalize(plan)
         bags = Bags(plan, bounds, self._index_of_padding(plan.ids), self.mode)
@@ -147,41 +128,37 @@ class EmbeddingBag(RowLayer):
             return PooledLookup.apply(handle, weights, bags, self._options())
         return deliver(pool(self.table.read_rows(plan), weights, bags)[0], handle.device, self.dtype)
 
-    def _check_weights(self, input: Tensor, weights: Tensor | None) -> None:
+    def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
+        flat = host_ids(ids, handle.label)
+        if flat.ndim == 2:
+            if offsets is not None:
+                raise ArgumentError("`offsets` go with a 1-D input: each row of a 2-D input is a bag. Leave them out.")
+            return flat.reshape(-1), np.arange(len(flat) + 1, dtype=np.int64) * flat.shape[1]
+        if flat.ndim != 1 or offsets is None or offsets.dim() != 1:
+            got = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+            raise ArgumentError(
+                f"`input` must be 2-D, or 1-D with 1-D `offsets`: got an input of shape {tuple(flat.shape)} and {got}."
+            )
+        starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
+        bounds = starts if self.include_last_offset else np.append(starts, len(flat))
+        _check_bounds(bounds, len(flat))
+        return flat[: bounds[-1]], bounds
+
+    def _flat_weights(self, ids: Tensor, weights: Tensor | None, count: int) -> Tensor | None:
+        """Return the weights of the first `count` positions."""
         if weights is None:
-            return
+            return None
         if self.mode != "sum":
             raise UnsupportedError(
                 f"`per_sample_weights` go with mode='sum' only, as in PyTorch: got mode={self.mode!r}."
             )
-        if weights.shape != input.shape or weights.dtype != self.dtype:
+        if weights.shape != ids.shape or weights.dtype != self.dtype:
             raise ArgumentError(
-                f"`per_sample_weights` must be {self.dtype} of the input's shape {tuple(input.shape)}: "
-                f"got {weights.dtype} {tuple(weights.shape)}."
+                f"`per_sample_weights` must be {self.dtype} and have the input's shape {tuple(ids.shape)}: "
+                f"got {weights.dtype}, {tuple(weights.shape)}."
             )
-
-    def _flat(self, input: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
-        ids = host_ids(input, handle.label)
-        if ids.ndim == 2:
-            if offsets is not None:
-                raise ArgumentError(
-                    "`offsets` go with a 1-D input: each row of a 2-D input is a bag. Leave them out."
-                )
-            return ids.reshape(-1), np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
-        if ids.ndim != 1 or offsets is None or offsets.dim() != 1:
-            got = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
-            raise ArgumentError(
-                "`input` must be 2-D, or 1-D with 1-D `offsets`: "
-                f"got an input of shape {tuple(input.shape)} and {got}."
-            )
-        starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
-        bounds = starts if self.include_last_offset else np.append(starts, len(ids))
-        if not len(bounds) or bounds[0] != 0 or bounds[-1] > len(ids) or np.any(np.diff(bounds) < 0):
-            raise ArgumentError(
-                f"`offsets` must start at 0, not decrease, and not exceed the {len(ids)} ids: got {_shortened(starts)}."
-            )
-        return ids[: bounds[-1]], bounds
+        return weights.reshape(-1)[:count]
 
     def _index_of_padding(self, unique: np.ndarray) -> int:
         if self.padding_idx is None:
@@ -190,9 +167,12 @@ class EmbeddingBag(RowLayer):
         return int(found[0]) if len(found) else -1
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from the defaults."""
+        """Return the arguments that are not PyTorch's defaults, and the mode."""
         return self._describe(mode=(self.mode, None), include_last_offset=(self.include_last_offset, False))
 
 
-def _shortened(values: np.ndarray) -> str:
-    return str(values.tolist()) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
+def _check_bounds(bounds: np.ndarray, count: int) -> None:
+    if len(bounds) and bounds[0] == 0 and bounds[-1] <= count and np.all(np.diff(bounds) >= 0):
+        return
+    some = ", ".join(map(str, bounds[:8])) + ", ..." * (len(bounds) > 8)
+    raise ArgumentError(f"`offsets` must start at 0, not decrease, and not exceed the {count} ids: got [{some}].")

@@ -11,23 +11,23 @@ from torch import Tensor
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import open_table, pretrained_table, refuse
-from embedrock.torch.layer import RowLayer
+from embedrock.torch.arguments import TableArguments, open_table, pretrained_table, refuse
+from embedrock.torch.layer import RowLayer, outside_of_graphs
 from embedrock.torch.lookup import Lookup, deliver, host_ids
 
 
 class Embedding(RowLayer):
-    """`torch.nn.Embedding` whose rows live in a table of any size and are stepped by Embedrock's optimizers.
+    """`torch.nn.Embedding` whose rows live in a table of any size, and are stepped by Embedrock's optimizers.
 
-    It behaves as `torch.nn.Embedding` does, except that its rows are no parameter: it has a scalar ``handle`` instead of
-    ``weight`` (see `Handle`), and rows are stepped by ``ert.Adam(model)`` and the like.
+    It does what `torch.nn.Embedding` does, except that its rows are not a parameter: instead of ``weight`` it has
+    a scalar ``handle`` (see `Handle`), and the rows are stepped by ``ert.Adam(model)`` and the like.
 
     Args:
         num_embeddings: number of rows; None for open ids (any int64); or a ready-made `er.Table`, which brings
-            everything that is not an argument of `nn.Embedding`.
+            all that is not an argument of `nn.Embedding`.
         embedding_dim: weights in a row.
         padding_idx: id whose row starts as zeros and gets no gradient; negative ones count from the end.
-        max_norm: rows whose norm exceeds it are shrunk to it when they are looked up, in the table.
+        max_norm: rows whose norm exceeds it are shrunk to it, in the table, when they are looked up.
         norm_type: the p of that norm.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
         path: must be None: tables on disk are not in this release.
@@ -39,7 +39,8 @@ class Embedding(RowLayer):
         rule, directory, on_nonfinite: as in `er.Table`.
 
     Raises:
-        ArgumentError, UnsupportedError, UnknownArgumentError: an argument that cannot work, or is not taken.
+        ArgumentError: an argument has a value that cannot work.
+        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -73,17 +74,7 @@ class Embedding(RowLayer):
         **unknown: Any,
     ) -> None:
         refuse("Embedding", unknown)
-        arguments = {
-            "path": path,
-            "memory": memory,
-            "init": init,
-            "seed": seed,
-            "dtype": dtype,
-            "name": name,
-            "rule": rule,
-            "directory": directory,
-            "on_nonfinite": on_nonfinite,
-        }
+        arguments = TableArguments(path, memory, init, seed, dtype, name, rule, directory, on_nonfinite)
         table = open_table("Embedding", num_embeddings, embedding_dim, padding_idx, arguments)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
@@ -104,9 +95,11 @@ class Embedding(RowLayer):
 
         Args:
             embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size. It must not change afterwards.
-            freeze: rows do not train.
+            freeze: the rows do not train.
+            padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
+                not zeroed.
             dtype: of rows and outputs; by default that of `embeddings`.
-            options: further arguments of the layer.
+            options: memory, seed, name, rule, directory, on_nonfinite: as for the layer.
 
         Example:
             >>> import torch, embedrock.torch as ert
@@ -119,8 +112,8 @@ class Embedding(RowLayer):
         layer.requires_grad_(not freeze)
         return layer
 
-    @torch.compiler.disable  # rows come from outside of any graph
-    def forward(self, input: Tensor) -> Tensor:
+    @outside_of_graphs
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Embedding's name
         """Return the rows of ids.
 
         Args:
@@ -136,8 +129,8 @@ class Embedding(RowLayer):
             UnsupportedError: training in several processes, tracing, replicas.
         """
         handle = self._usable_handle()
-        ids = host_ids(input, handle.label)
         trains = self._trains(handle)
+        ids = host_ids(input, handle.label)
         if not trains and self.max_norm is None:
             return deliver(self.table.lookup(ids), handle.device, self.dtype)
         plan = self.table.plan(ids)
@@ -147,5 +140,5 @@ class Embedding(RowLayer):
         return deliver(self.table.read(plan), handle.device, self.dtype)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from the defaults."""
+        """Return the arguments that are not PyTorch's defaults."""
         return self._describe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,14 @@ from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
 
 IMPORT_ROWS = 65_536
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_of_graphs(forward: Method) -> Method:
+    """Keep a method out of the graphs of `torch.compile`, which could not see the rows change."""
+    return torch.compiler.disable(forward)  # pyright: ignore[reportReturnType]
 
 
 class RowLayer(nn.Module):
@@ -45,7 +53,12 @@ class RowLayer(nn.Module):
         self.dtype = DTYPES[table.spec.dtype]
         self._table = table
         self.handle = handle_of(table)
-        self.handle.label = f"{type(self).__name__}({self._describe()})"
+        self.name_in_errors()
+
+    def name_in_errors(self, path: str = "") -> None:
+        """Let error messages call the layer by its place in a model."""
+        layer = f"{type(self).__name__}({self._describe()})"
+        self.handle.label = f"{path!r}, {layer}" if path else layer
 
     @property
     def table(self) -> Table:
@@ -83,13 +96,13 @@ class RowLayer(nn.Module):
         handle = self.handle
         if not isinstance(handle, Handle):
             raise UnsupportedError(
-                "the handle was replaced by another tensor: nn.DataParallel, torch.func.functional_call and "
-                "parametrizations cannot reach the rows of an embedding layer. Use one replica, and call the module itself."
+                "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call and "
+                "parametrizations cannot reach the rows of an embedding layer: call the module itself."
             )
         if torch.jit.is_tracing() or torch.compiler.is_compiling():
             raise UnsupportedError(
-                f"the rows of {handle.label} cannot be traced: torch.jit.trace, torch.onnx and torch.export would bake this "
-                "batch's rows into the graph. Trace the rest of the model; torch.compile works."
+                f"the rows of {handle.label} cannot be traced: torch.jit.trace, torch.onnx and torch.export would "
+                "bake this batch's rows into the graph. Trace the rest of the model; torch.compile works."
             )
         handle.check_untouched()
         handle.begin_forward()
@@ -115,10 +128,10 @@ class RowLayer(nn.Module):
 
     def _no_weight(self) -> NoReturn:
         raise AttributeError(
-            f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. Read rows by "
-            "layer.table.lookup(ids) or layer.table.export(), write them by layer.table.assign(ids, values), choose first "
-            "values by init=er.Uniform(-0.1, 0.1), load weights by from_pretrained(weights) or load_state_dict, and "
-            "share them by making the other layer on layer.table."
+            f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. "
+            "Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
+            "layer.table.assign(ids, values), choose first values by init=er.Uniform(-0.1, 0.1), load weights by "
+            "from_pretrained(weights) or load_state_dict, and share rows by making the other layer of layer.table."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -178,9 +191,7 @@ class RowLayer(nn.Module):
         expected = self._table.rows, self._table.dim
         if tuple(weight.shape) != expected:
             name = type(self).__name__
-            raise ArgumentError(
-                f"`weight` for ert.{name} must have shape {expected}: got {tuple(weight.shape)}."
-            )
+            raise ArgumentError(f"`weight` for ert.{name} must have shape {expected}: got {tuple(weight.shape)}.")
         for start in range(0, len(weight), IMPORT_ROWS):
             rows = weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
             self._table.assign(np.arange(start, start + len(rows)), rows.numpy())
@@ -189,13 +200,13 @@ class RowLayer(nn.Module):
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight, extra = prefix + "weight", prefix + "_extra_state"
         if weight in state_dict and extra not in state_dict:  # a checkpoint of nn.Embedding
             state_dict = dict(state_dict)
             state_dict[extra] = {"weight": state_dict.pop(weight)}
         with self._handle_aside() as handle:
-            super()._load_from_state_dict(state_dict, prefix, *args)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
             handle.forget()  # gradients of the rows that were replaced
 
 
@@ -203,6 +214,6 @@ def _refuse_several_processes(handle: Handle) -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UnsupportedError(
-            f"{handle.label} cannot be trained by several processes yet: each would train rows of its own. Train in one "
-            "process, call eval() to look up only, or freeze it by requires_grad_(False)."
+            f"{handle.label} cannot be trained by several processes yet: each would train rows of its own. "
+            "Train in one process, or freeze it by requires_grad_(False)."
         )

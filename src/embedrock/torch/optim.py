@@ -1,4 +1,4 @@
-"""Embedrock's optimizers as `torch.optim.Optimizer`: one class for each rule, made from the rule's own fields."""
+"""Embedrock's optimizers as `torch.optim.Optimizer`: a class for each rule, made from the rule's own fields."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
+from embedrock.table import Table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer
 from embedrock.torch.parameters import handles
@@ -39,30 +40,28 @@ REMEDIES = {
 
 
 class _Due(NamedTuple):
-    """One table's part in a step."""
+    """One table's part in a step, and the further arguments of `Table.step`."""
 
-    handle: Handle
+    table: Table
     grads: RowGradients
-    clip_value: float | None
-    hyperparameters: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 class RowOptimizer(torch.optim.Optimizer):
     """Steps the rows of embedding layers by a rule: base of `SGD`, `Adam` and the others.
 
     Args:
-        layers: a model, layers, handles, or param groups: dicts with any of these under "params". Dense parameters of
-            a model are left to an optimizer of PyTorch's: see `dense_parameters`.
+        layers: a model, layers, handles, or param groups: dicts with any of these under "params". Dense
+            parameters of a model are left to an optimizer of PyTorch's: see `dense_parameters`.
         lr: learning rate; None: the rule's default.
         clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``.
-            (`torch.nn.utils.clip_grad_value_` would clamp the handle's gradient, which is a norm.)
-        hyperparameters: further fields of the rule. Like ``lr`` they may differ by param group and change between
-            steps, except where they decide what a row stores (``dense``, ``initial_accumulator_value``).
+            (`torch.nn.utils.clip_grad_value_` would clamp the handle's gradient instead, which is a norm.)
+        hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change
+            between steps, except those that decide what a row stores (``Rule.FIXED``).
 
-    A table has one optimizer at a time. It is bound to it when the optimizer is made: if the table's rule is of the
-    same kind, rows keep their optimizer state (of a loaded checkpoint, say), otherwise they start with a fresh one.
-    The optimizer state of the rows and their step count are kept with the rows, in ``model.state_dict()``;
-    ``optimizer.state_dict()`` has the param groups.
+    A table has one optimizer at a time: the one made last. Rows keep their optimizer state if the table's rule was of
+    the same kind (from a checkpoint, say), and start with a fresh one otherwise. The state and the step count stay
+    with the rows, in ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
 
     Raises:
         ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work.
@@ -70,58 +69,43 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     rule_type: ClassVar[type[Rule]]
+    fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, *, rule: type[Rule], **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.rule_type = rule
-        empty, by_name = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
-        fields = [
-            inspect.Parameter(f.name, by_name, default=f.default, annotation=f.type)
-            for f in dataclasses.fields(rule)
+        fields = dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
+        cls.rule_type, cls.fields = rule, tuple(field.name for field in fields)
+        # What help() and editors show instead of **hyperparameters.
+        either, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter("layers", either),
+            *(inspect.Parameter(f.name, either if f.name == "lr" else by_name, default=f.default) for f in fields),
+            inspect.Parameter("clip_value", by_name, default=None),
         ]
-        fields[0] = fields[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)  # lr
-        layers = inspect.Parameter(
-            "layers", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Layers", default=empty
-        )
-        clip_value = inspect.Parameter("clip_value", by_name, default=None, annotation="float | None")
-        cls.__signature__ = inspect.Signature([layers, *fields, clip_value])
+        cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(
-        self,
-        layers: Layers,
-        lr: float | None = None,
-        *,
-        clip_value: float | None = None,
-        **hyperparameters: Any,
+        self, layers: Layers, lr: float | None = None, *, clip_value: float | None = None, **hyperparameters: Any
     ) -> None:
-        self._refuse(hyperparameters)
-        given = hyperparameters if lr is None else {"lr": lr, **hyperparameters}
-        defaults = dataclasses.asdict(self.rule_type(**_plain(given)))
-        groups = (
-            list(layers)
-            if isinstance(layers, Iterable) and not isinstance(layers, nn.Module | Tensor)
-            else [layers]
-        )
-        if not groups or not isinstance(groups[0], dict):
-            groups = [{"params": layers if isinstance(layers, nn.Module) else groups}]
-        super().__init__(groups, {**defaults, "clip_value": clip_value})
-
-    def _refuse(self, hyperparameters: dict[str, Any]) -> None:
-        fields = {field.name for field in dataclasses.fields(self.rule_type)}
         for name in hyperparameters:
-            if name in REMEDIES and name not in fields:
+            if name in REMEDIES and name not in self.fields:
                 raise UnsupportedError(f"ert.{type(self).__name__} has no `{name}`: {REMEDIES[name]}.")
+        given = hyperparameters if lr is None else {"lr": lr, **hyperparameters}
+        rule = self.rule_type(**_plain(given))
+        defaults = {name: getattr(rule, name) for name in self.fields}
+        super().__init__(_param_groups(layers), {**defaults, "clip_value": clip_value})
 
     # ------------------------------------------------------------ param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group: a dict with a model, layers or handles under "params", and hyperparameters of its own."""
+        """Add a param group: a dict with layers under "params", and hyperparameters of its own."""
         layers = param_group["params"]
         found = handles(layers)
         if not found:
             raise ArgumentError(
-                f"ert.{type(self).__name__} found no embedding layer of Embedrock's in {_summary(layers)}. Make the model "
-                "with ert.Embedding or ert.EmbeddingBag; its other parameters are stepped by an optimizer of PyTorch's."
+                f"ert.{type(self).__name__} found no embedding layer of Embedrock's in the {type(layers).__name__} it "
+                "was given. Make layers by ert.Embedding or ert.EmbeddingBag; other parameters are stepped by an "
+                "optimizer of PyTorch's."
             )
         group = {**param_group, "params": found}
         _check_clip_value(group.get("clip_value"))
@@ -135,11 +119,10 @@ class RowOptimizer(torch.optim.Optimizer):
             handle.vigil.bind(self, model)
         for name, module in model.named_modules() if model is not None else ():
             if name and isinstance(module, RowLayer):
-                module.handle.label = f"{name!r} ({type(module).__name__}({module._describe()}))"
+                module.name_in_errors(name)
 
     def _rule(self, group: dict[str, Any]) -> Rule:
-        names = [field.name for field in dataclasses.fields(self.rule_type)]
-        return self.rule_type(**_plain({name: group[name] for name in names}))
+        return self.rule_type(**_plain({name: group[name] for name in self.fields}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -147,24 +130,24 @@ class RowOptimizer(torch.optim.Optimizer):
             self._bind(group["params"], self._rule(group), None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the param groups of `state_dict`; the rows and their optimizer state come with the model's."""
+        """Take the param groups of `state_dict`; rows and their optimizer state come with the model's."""
         for group in state_dict["param_groups"]:
-            missing = self.defaults.keys() - group.keys()
+            missing = sorted(self.defaults.keys() - group.keys())
             if missing:
                 raise ArgumentError(
-                    f"a state for ert.{type(self).__name__} must have {', '.join(sorted(missing))} in its param groups: "
-                    "this one is of another optimizer."
+                    f"a state for ert.{type(self).__name__} must have {', '.join(missing)} in its param groups: this "
+                    "one is of another optimizer."
                 )
         super().load_state_dict(state_dict)
 
     # ------------------------------------------------------------ steps
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the rows that got gradients since the last `zero_grad`.
 
-        A table whose ``handle.grad`` is None is left alone. Rows are stepped by their gradient times what
-        ``handle.grad`` was multiplied by since the backward, so clipped and unscaled gradients arrive as such.
+        A table whose ``handle.grad`` is None is left alone. Rows are stepped by their gradient times whatever
+        ``handle.grad`` was multiplied by since the backward: unscaled and clipped gradients arrive as such.
 
         Args:
             closure: computes the loss and its gradients anew.
@@ -173,9 +156,10 @@ class RowOptimizer(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            NonFiniteGradientError: gradients with NaN or Inf (unless the table says ``on_nonfinite="skip"``). No
+            NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``); no
                 table has changed.
-            ArgumentError: a table was bound to another optimizer, or ``handle.grad`` was set by hand.
+            ForgottenGradientsError: something wrote to a handle.
+            ArgumentError: a table is held by another optimizer, or ``handle.grad`` was set by hand.
         """
         loss = None
         if closure is not None:
@@ -183,39 +167,38 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         due = [part for group in self.param_groups for part in self._due(group)]
         # Tables that will refuse come first, so that no other has been stepped by then.
-        for handle, grads, clip_value, hyperparameters in sorted(due, key=lambda part: part.grads.is_finite):
-            handle.table.step(grads, clip_value=clip_value, **hyperparameters)
+        for table, grads, arguments in sorted(due, key=lambda part: part.grads.is_finite):
+            table.step(grads, **arguments)
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.vigil.stepped()
         return loss
 
     def _due(self, group: dict[str, Any]) -> list[_Due]:
+        """Return the steps of the tables of a param group that have gradients."""
         rule = self._rule(group)
-        changeable = {
-            field.name: getattr(rule, field.name)
-            for field in dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
-            if field.name not in rule.FIXED
-        }
-        parts = []
+        arguments = {name: getattr(rule, name) for name in self.fields if name not in rule.FIXED}
+        arguments["clip_value"] = group["clip_value"]
+        due = []
         for handle in group["params"]:
             self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
-                parts.append(_Due(handle, grads, group["clip_value"], changeable))
-        return parts
+                due.append(_Due(handle.table, grads, arguments))
+        return due
 
     def _check_bound(self, handle: Handle, rule: Rule) -> None:
+        mine = f"ert.{type(self).__name__}"
         if handle.vigil.owner is not self:
             raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, which was made after this "
-                f"ert.{type(self).__name__}. A table has one optimizer at a time: step that one, or make this one anew."
+                f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has one "
+                "optimizer at a time: step that one, or make this one anew."
             )
         if not rule.same_layout(handle.table.rule):
             raise ArgumentError(
-                f"the rows of {handle.label} are laid out for {handle.table.rule}, this optimizer steps by {rule}. "
-                f"Make the ert.{type(self).__name__} anew."
+                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this {mine} steps by {rule}. "
+                f"Make the {mine} anew."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -226,20 +209,21 @@ class RowOptimizer(torch.optim.Optimizer):
                 handle.pending.drop()
 
 
+def _param_groups(layers: Layers) -> list[dict[str, Any]]:
+    if isinstance(layers, nn.Module | Tensor) or not isinstance(layers, Iterable):
+        return [{"params": layers}]
+    items = list(layers)
+    return items if items and isinstance(items[0], dict) else [{"params": items}]
+
+
 def _plain(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with tensors, which PyTorch allows for lr, as numbers."""
-    return {
-        name: value.item() if isinstance(value, Tensor) else value for name, value in hyperparameters.items()
-    }
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in hyperparameters.items()}
 
 
 def _check_clip_value(clip_value: float | None) -> None:
     if clip_value is not None and not clip_value > 0:
         raise ArgumentError(f"`clip_value` must be a number > 0, or None: got {clip_value!r}.")
-
-
-def _summary(layers: Layers) -> str:
-    return f"this {type(layers).__name__}"
 
 
 class SGD(RowOptimizer, rule=rules.SGD):

@@ -29,8 +29,8 @@ def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
         return [parameter for parameter in layers.parameters() if isinstance(parameter, Handle)]
     if isinstance(layers, Tensor | str | dict) or not isinstance(layers, Iterable):
         raise ArgumentError(
-            "Embedrock's optimizers step embedding layers: expected a model, layers or handles, got "
-            f"{_describe(layers)}. Pass the model itself, and give ert.dense_parameters(model) to an optimizer of PyTorch's."
+            f"expected a model, embedding layers or handles, got {_describe(layers)}. Pass the model itself, and "
+            "give ert.dense_parameters(model) to an optimizer of PyTorch's."
         )
     return list({id(handle): handle for layer in layers for handle in handles(layer)}.values())
 

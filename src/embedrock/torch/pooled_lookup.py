@@ -46,9 +46,7 @@ def pool(rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[np.ndarr
     cpu, inverse = kernels.cpu, bags.plan.inverse
     if bags.mode == "max":
         trace = np.empty((count, dim), np.int32)
-        cpu.runtime.run(
-            cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256
-        )
+        cpu.runtime.run(cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256)
     else:
         trace = np.empty(count, np.float32)
         args = rows, inverse, bags.offsets, _factors(weights), bags.skip, bags.mode == "mean", out, trace
@@ -90,9 +88,7 @@ class PooledLookup(torch.autograd.Function):
         out, trace = pool(rows, weights, bags)
         ctx.handle, ctx.bags, ctx.options, ctx.trace = handle, bags, options, trace
         ctx.rows = rows if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(
-            weights
-        )  # so that autograd notices when they are written to before the backward
+        ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
         return deliver(out, handle.device, options.dtype)
 
     @staticmethod

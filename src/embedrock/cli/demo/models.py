@@ -48,7 +48,7 @@ class NeuMF(nn.Module):
         self.users, self.items = users, items
         layers: list[nn.Module] = []
         for shrink in range(MLP_SHRINKS):
-            layers += [nn.Linear(dim >> shrink, dim >> (shrink + 1)), nn.ReLU()]
+            layers += [nn.Linear(dim >> shrink, dim >> (shrink + 1)), nn.SiLU()]
         self.mlp = nn.Sequential(*layers)
         self.score = nn.Linear(dim // 2 + (dim >> MLP_SHRINKS), 1)
 

@@ -106,7 +106,7 @@ def ftrl(w, s, g, a):
 @kernel
 def _still_moving(w, s, a):
     # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps), and fades while
-    # beta1 < sqrt(beta2). Below a quarter of a unit in the last place of w it rounds to nothing, and so do all after it.
+    # beta1 < sqrt(beta2). Below a quarter of a unit in the last place of w it rounds to nothing, as do all after it.
     dim = w.shape[0]
     largest = f32(a.largest_step_size)
     moving = 0

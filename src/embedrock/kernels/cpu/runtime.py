@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -23,12 +24,27 @@ from numba.extending import intrinsic
 from embedrock.errors import ArgumentError
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
-# branches, which would keep loops from being vectorised.
-kernel = njit(nogil=True, cache=True, error_model="numpy")
+# branches, which would keep loops from being vectorized.
+_FLAGS: Any = {"nogil": True, "error_model": "numpy"}
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile a kernel at its first call, and keep the machine code on disk for other processes."""
+    try:
+        return njit(**_FLAGS, cache=True)(function)
+    except RuntimeError as error:  # neither the package's folder nor the user's cache folder can be written to
+        warnings.warn(
+            f"kernels are compiled anew in every process, because Numba found no place to keep them: {error}. "
+            "Set NUMBA_CACHE_DIR to a folder that can be written to.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return njit(**_FLAGS)(function)
+
 
 # For parts of kernels whose loops must be vectorized together with those around them. LLVM's own choice leaves a call
 # in the generator's loop over blocks, which then runs 6 times slower.
-INLINED: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
+INLINED: Any = {**_FLAGS, "forceinline": True}
 inlined = njit(**INLINED)
 
 CACHE_LINE = 64
@@ -77,20 +93,16 @@ class _Call:
         finally:
             self._done.release()
 
-    def wait(self) -> None:
+    def wait(self) -> BaseException | None:
+        """Return once the part has ended, with what it raised or what interrupted the waiting."""
         self.run_once()
         interrupt: BaseException | None = None
         while True:
             try:
                 self._done.acquire()
-                break
-            except (
-                KeyboardInterrupt
-            ) as error:  # a worker still writes to the caller's arrays: let it end first
-                interrupt = error
-        error = interrupt or self._error
-        if error is not None:
-            raise error
+                return interrupt or self._error
+            except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: let it end first
+                interrupt = signal
 
 
 class _Pool:
@@ -114,8 +126,9 @@ class _Pool:
         try:
             function(*args, bounds[0], bounds[1])
         finally:
-            for call in calls:
-                call.wait()
+            errors = [error for call in calls if (error := call.wait())]
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         for _ in range(self.threads - 1):
