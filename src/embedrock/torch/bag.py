@@ -42,6 +42,8 @@ class EmbeddingBag(RowLayer):
         [[1.0, 1.0], [1.5, 1.5]]
     """
 
+    shown = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "padding_idx")
+
     def __init__(
         self,
         num_embeddings: int | Table | None,
@@ -165,10 +167,6 @@ class EmbeddingBag(RowLayer):
             return -1
         found = np.flatnonzero(unique == self.padding_idx)
         return int(found[0]) if len(found) else -1
-
-    def extra_repr(self) -> str:
-        """Return the arguments that are not PyTorch's defaults, and the mode."""
-        return self._describe(mode=(self.mode, None), include_last_offset=(self.include_last_offset, False))
 
 
 def _check_bounds(bounds: np.ndarray, count: int) -> None:

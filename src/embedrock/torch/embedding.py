@@ -53,6 +53,8 @@ class Embedding(RowLayer):
         3
     """
 
+    shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+
     def __init__(
         self,
         num_embeddings: int | Table | None,
@@ -138,7 +140,3 @@ class Embedding(RowLayer):
         if trains:
             return Lookup.apply(handle, plan, self._options())
         return deliver(self.table.read(plan), handle.device, self.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the arguments that are not PyTorch's defaults."""
-        return self._describe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
 
 IMPORT_ROWS = 65_536
+DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -36,6 +37,7 @@ class RowLayer(nn.Module):
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
     """
 
+    shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     handle: Handle
 
     def __init__(
@@ -57,7 +59,7 @@ class RowLayer(nn.Module):
 
     def name_in_errors(self, path: str = "") -> None:
         """Let error messages call the layer by its place in a model."""
-        layer = f"{type(self).__name__}({self._describe()})"
+        layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim})"
         self.handle.label = f"{path!r}, {layer}" if path else layer
 
     @property
@@ -75,19 +77,11 @@ class RowLayer(nn.Module):
         """Weights in a row."""
         return self.table.dim
 
-    def _describe(self, **more: Any) -> str:
-        """Return the arguments that are not PyTorch's defaults, for `extra_repr`."""
-        shown = {
-            "padding_idx": (self.padding_idx, None),
-            "max_norm": (self.max_norm, None),
-            "norm_type": (self.norm_type, 2.0),
-            "scale_grad_by_freq": (self.scale_grad_by_freq, False),
-            **more,
-            "dtype": (self.dtype, torch.float32),
-            "name": (self.table.name, None),
-        }
-        parts = [f"{name}={value!r}" for name, (value, default) in shown.items() if value != default]
-        return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *parts])
+    def extra_repr(self) -> str:
+        """Return the arguments that are not PyTorch's defaults."""
+        names = [name for name in (*self.shown, "dtype") if getattr(self, name) != DEFAULTS.get(name)]
+        parts = [str(self.num_embeddings), str(self.embedding_dim), *(f"{n}={getattr(self, n)!r}" for n in names)]
+        return ", ".join(parts if self.table.name is None else [*parts, f"name={self.table.name!r}"])
 
     # ------------------------------------------------------------ forward
 
