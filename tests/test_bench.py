@@ -220,8 +220,7 @@ def test_ram_of_this_process():
     before_bytes = rss_bytes()
     block = np.ones(50_000_000 // 8)
     assert 40_000_000 < rss_bytes() - before_bytes < 100_000_000
-    assert peak_rss_bytes() >= rss_bytes() - block.nbytes // 2
-    assert block.nbytes == 50_000_000
+    assert peak_rss_bytes() >= block.nbytes
 
 
 # ---------------------------------------------------------------- processes

@@ -100,6 +100,11 @@ class Hashed(Directory):
             self._entries, ids, slots, self.count, self._slot_ids
         )
 
+    @staticmethod
+    def bytes_for(count: int) -> int:
+        """Return the most bytes that a directory takes while it grows to `count` ids."""
+        return Hashed.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+
     def bytes_with(self, more: int) -> int:
         entries = self.entries_for(self.count + more)
         growing = len(self._entries) if entries > len(self._entries) else 0

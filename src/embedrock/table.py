@@ -69,8 +69,8 @@ class Table:
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM.
-        directory: "direct" (slot = id: fastest; RAM follows `rows`), "hashed" (RAM follows the ids touched), or
-            "auto": direct if the whole table fits `memory`, or without `memory` one eighth of the machine's RAM.
+        directory: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched, and hot rows lie
+            together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory` only so.
         on_nonfinite: what a step with NaN or Inf in its gradients does: "raise", or "skip" the step and count it.
         name: for error messages, and for pickling by reference.
 
@@ -174,7 +174,7 @@ class Table:
             return self._read(self._located(make_plan(checked)), None)
         flat = checked.reshape(-1)
         out = np.empty((flat.size, self.dim), np.float32)
-        self._read_rows(flat, self._tier.directory.find(flat), out)
+        self._read_rows(flat, self._tier.directory.find(flat), _positions(flat.size), out)
         return out.reshape(*checked.shape, self.dim)
 
     @_exclusive
@@ -201,31 +201,23 @@ class Table:
         if out is None:
             out = np.empty((*plan.shape, self.dim), np.float32)
         flat = out.reshape(-1, self.dim)
-        if self._history is None and plan.slots.min(initial=0) >= 0:
-            self._read_rows(plan.ids, plan.slots[plan.inverse], flat)
+        if self._history is None:
+            self._read_rows(plan.ids, plan.slots, plan.inverse, flat)
         else:
             np.take(self._read_unique(plan), plan.inverse, axis=0, out=flat, mode="clip")
         return out
 
     def _read_unique(self, plan: Plan) -> np.ndarray:
-        rows = np.empty((len(plan.ids), self.dim), np.float32)
-        self._read_rows(plan.ids, plan.slots, rows)
-        self._refresh(plan.slots, rows)
-        return rows
+        return self._weights_at(plan.ids, plan.slots)
 
-    def _refresh(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        if self._history is not None:
-            self._tier.refresh(slots, rows, self._history.numbers())
-
-    def _read_rows(self, ids: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
-        missing = slots < 0
+    def _read_rows(self, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+        """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
+        missing, fresh = slots < 0, _no_rows(self.dim)
         if missing.any():
             fresh = self._first_values(ids[missing])
             slots = slots.copy()
             slots[missing] = -1 - np.arange(len(fresh))
-        else:
-            fresh = np.empty((0, self.dim), np.float32)
-        self._tier.read(slots, fresh, out)
+        self._tier.read(slots, positions, fresh, out)
 
     def _first_values(self, ids: np.ndarray) -> np.ndarray:
         values = np.empty((len(ids), self.dim), np.float32)
@@ -471,8 +463,9 @@ class Table:
     @_exclusive
     def _weights_at(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         values = np.empty((len(ids), self.dim), np.float32)
-        self._read_rows(ids, slots, values)
-        self._refresh(slots, values)
+        self._read_rows(ids, slots, _positions(len(ids)), values)
+        if self._history is not None:
+            self._tier.refresh(slots, values, self._history.numbers())
         return values
 
     @_exclusive
@@ -631,14 +624,23 @@ def read_rule(description: dict[str, Any] | None) -> Rule | None:
     return kinds[description["name"]](**hyperparameters)
 
 
+def _positions(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)
+
+
+def _no_rows(dim: int) -> np.ndarray:
+    return np.empty((0, dim), np.float32)
+
+
 def _rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     """Return float32 values as they are after a stay in the table's storage."""
     if spec.dtype == "float32":
         return values
-    words, slots = np.empty(values.shape, spec.storage.words), np.arange(len(values))
-    run, rows = kernels.cpu.runtime.run, kernels.cpu.rows
-    run(rows.scatter, len(values), words, slots, values)
-    run(rows.gather, len(values), words, slots, values[:0], values)
+    runtime, rows = kernels.cpu.runtime, kernels.cpu.rows
+    words, positions = np.empty(values.shape, spec.storage.words), runtime.read_only(_positions(len(values)))
+    slots = runtime.read_only(positions.astype(np.int64))
+    runtime.run(rows.scatter, len(values), words, slots, values)
+    runtime.run(rows.gather, len(values), words, slots, positions, values[:0], values)
     return values
 
 

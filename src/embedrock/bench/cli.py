@@ -97,7 +97,7 @@ def _add_rows(benchmarks: Any) -> None:
 def _add_create(benchmarks: Any) -> None:
     parser = _add(benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create)
     options = {name: EFFORT_OPTIONS[name] for name in ("threads", "timeout_s")}
-    _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options)
+    _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options, (Workload(rows=CREATE_ROWS),))
     parser.add_argument("--touch", type=_count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
     parser.add_argument("--runs", type=_count, default=RUNS, metavar="N", help="processes; medians over them")
 

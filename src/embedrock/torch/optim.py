@@ -107,9 +107,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 "was given. Make layers by ert.Embedding or ert.EmbeddingBag; other parameters are stepped by an "
                 "optimizer of PyTorch's."
             )
-        group = {**param_group, "params": found}
-        _check_clip_value(group.get("clip_value"))
-        rule = self._rule({**self.defaults, **group})
+        group = {**self.defaults, **param_group, "params": found}
+        _check_clip_value(group["clip_value"])
+        rule = self._rule(group)
         super().add_param_group(group)
         self._bind(found, rule, layers if isinstance(layers, nn.Module) else None)
 

@@ -13,13 +13,13 @@ AHEAD = 16
 
 
 @kernel
-def gather(weights, slots, fresh, out, lo, hi):
+def gather(weights, slots, positions, fresh, out, lo, hi):
     dim = out.shape[1]
     nbytes = dim * weights.itemsize
     for i in range(lo, hi):
-        if i + AHEAD < hi and slots[i + AHEAD] >= 0:
-            prefetch(weights, slots[i + AHEAD], nbytes)
-        slot = slots[i]
+        if i + AHEAD < hi and slots[positions[i + AHEAD]] >= 0:
+            prefetch(weights, slots[positions[i + AHEAD]], nbytes)
+        slot = slots[positions[i]]
         if slot >= 0:
             words = weights[slot]
             for d in range(dim):

@@ -118,6 +118,7 @@ class _Pool:
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             call.run_once()
+            del call  # it holds the arrays of a table, which may be closed while this thread waits
 
     def run(self, function: Callable[..., object], bounds: list[int], args: tuple[Any, ...]) -> None:
         calls = [_Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]

@@ -13,12 +13,17 @@ import numpy as np
 from embedrock.kernels.reference import codec, rules
 
 
-def gather(weights: np.ndarray, slots: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
-    """Copy weights to ``out`` (n, dim). A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet."""
-    dim = out.shape[1]
-    here = slots >= 0
-    out[here] = codec.decode(weights[slots[here], :dim])
-    out[~here] = fresh[-1 - slots[~here]]
+def gather(
+    weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray
+) -> None:
+    """Copy the weights of ``slots[positions]`` to ``out`` (n, dim).
+
+    A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet.
+    """
+    dim, wanted = out.shape[1], slots[positions]
+    here = wanted >= 0
+    out[here] = codec.decode(weights[wanted[here], :dim])
+    out[~here] = fresh[-1 - wanted[~here]]
 
 
 def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:

@@ -1,0 +1,226 @@
+"""What surrounds a layer: compilation, tracing, worker processes, replicas, devices."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from twins import DIM, ROWS, embedding_twins, gradient_of, weight_of
+
+import embedrock as er
+import embedrock.torch as ert
+
+IDS = torch.tensor([3, 1, 3, 7])
+
+
+# ---------------------------------------------------------------- torch.compile and tracing
+
+
+class Model(nn.Module):
+    def __init__(self, user: nn.Module, item: nn.Module) -> None:
+        super().__init__()
+        self.user, self.item, self.dense = user, item, nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.dense(self.user(ids).sin() * 2 + self.item(ids[:, None]).relu()).square().sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own imports
+def test_a_compiled_model_trains_like_one_that_is_not(backend: str):
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler for inductor")
+    torch.compiler.reset()
+    results = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Model(ert.Embedding(ROWS, DIM), ert.EmbeddingBag(ROWS, DIM, mode="sum", seed=1))
+        run = torch.compile(model, backend=backend) if compiled else model
+        optimizers = [ert.Adam(run, lr=0.1), torch.optim.SGD(ert.dense_parameters(run), lr=0.1)]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            run(IDS + step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        with torch.no_grad():
+            results.append((run(IDS), weight_of(model.user), weight_of(model.item)))
+    for mine, plain in zip(*results, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+def test_tracing_is_refused():
+    layer = ert.Embedding(ROWS, DIM)
+    with pytest.raises(er.UnsupportedError, match=r"torch\.jit\.trace.*torch\.compile works"):
+        torch.jit.trace(layer, IDS)
+
+
+def test_export_is_refused():
+    with pytest.raises(Exception, match=r"torch\.export would bake"):
+        torch.export.export(ert.Embedding(ROWS, DIM).eval(), (IDS,), strict=False)
+
+
+# ---------------------------------------------------------------- replicas and processes
+
+
+def test_a_replaced_handle_is_refused():
+    layer = ert.Embedding(ROWS, DIM)
+    with pytest.raises(er.UnsupportedError, match="DataParallel"):
+        torch.func.functional_call(layer, {"handle": torch.zeros((), requires_grad=True)}, (IDS,))
+
+
+def test_function_transforms_are_refused_by_torch():
+    layer = ert.Embedding(ROWS, DIM)
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(layer)(IDS)
+
+
+def test_sharing_memory_is_refused():
+    with pytest.raises(er.UnsupportedError, match="share_memory"):
+        nn.Sequential(ert.Embedding(ROWS, DIM)).share_memory()
+
+
+def test_training_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    layer = ert.Embedding(ROWS, DIM)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(er.UnsupportedError, match="several processes"):
+        layer(IDS)
+    assert layer.eval()(IDS).shape == (4, DIM)
+    layer.train().requires_grad_(False)
+    assert layer(IDS).shape == (4, DIM)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    layer.requires_grad_(True)
+    assert layer(IDS).requires_grad
+
+
+class Ids(Dataset[Tensor]):
+    """Batches of ids, for a DataLoader; with a layer, a worker looks rows up too."""
+
+    def __init__(self, layer: ert.Embedding | None = None) -> None:
+        self.layer = layer
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        ids = torch.randint(0, 100_000, (9000,), generator=torch.Generator().manual_seed(index))
+        return ids if self.layer is None else self.layer(ids).detach()
+
+
+def in_a_worker(_: object) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    before = er.get_threads()
+    er.set_threads(4)
+    yield
+    er.set_threads(before)
+
+
+@pytest.mark.usefixtures("several_threads")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_beside_a_table(method: str):
+    layer = ert.Embedding(100_000, 16)
+    optimizer = ert.Adam(layer)
+    loader = DataLoader(Ids(), batch_size=None, num_workers=2, multiprocessing_context=method)
+    expected = list(map(Ids().__getitem__, range(20)))
+    for ids, same in zip(loader, expected, strict=True):
+        optimizer.zero_grad()
+        assert torch.equal(ids, same)
+        layer(ids).square().sum().backward()
+        optimizer.step()
+    assert layer.table.steps == 20
+
+
+@pytest.mark.usefixtures("several_threads")
+def test_forked_workers_may_look_rows_up():
+    layer = ert.Embedding(100_000, 16)
+    optimizer = ert.SGD(layer, lr=0.1)
+    layer(torch.arange(50_000)).square().sum().backward()  # the threads have worked before the fork
+    optimizer.step()
+    data = Ids(layer.eval())
+    loader = DataLoader(
+        data, batch_size=None, num_workers=2, multiprocessing_context="fork", worker_init_fn=in_a_worker
+    )
+    for index, rows in enumerate(loader):
+        assert torch.equal(rows, data[index])
+
+
+def test_spawned_workers_cannot_be_given_rows():
+    loader = DataLoader(Ids(ert.Embedding(9, 2)), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(er.UnsupportedError, match="cannot be pickled"):
+        next(iter(loader))
+
+
+# ---------------------------------------------------------------- devices and moves
+
+
+def test_moves_that_change_nothing():
+    mine, theirs = embedding_twins()
+    model = nn.Sequential(mine, nn.Linear(DIM, 1))
+    handle = mine.handle
+    for move in (model.cpu, model.float, lambda: model.to("cpu"), lambda: model.to("meta")):
+        move()
+        assert mine.handle is handle
+    assert mine(IDS).device.type == "cpu"
+    for layer in (mine, theirs):
+        layer(IDS).sum().backward()
+    mine.to("cpu")
+    assert torch.equal(gradient_of(mine), theirs.weight.grad)  # also what is pending stays
+
+
+def test_a_model_made_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(ert.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+    model.to_empty(device="cpu")
+    optimizer = ert.SGD(model)
+    model[0](IDS).sum().backward()
+    optimizer.step()
+    assert model[0].table.steps == 1
+
+
+def test_a_default_dtype_does_not_reach_the_handle():
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = ert.Embedding(ROWS, DIM)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.handle.dtype == layer(IDS).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_outputs_follow_the_model_to_the_gpu():
+    mine, theirs = embedding_twins(ROWS, 16)
+    models = [nn.Sequential(layer, nn.Linear(16, 1)).cuda() for layer in (mine, theirs)]
+    models[1][1].load_state_dict(models[0][1].state_dict())
+    rows, dense = ert.SGD(models[0], lr=0.5), torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for step in range(3):
+        ids = (IDS + step).to("cpu" if step == 1 else "cuda")
+        for model, optimizer in zip(models, (rows, dense), strict=True):
+            optimizer.zero_grad()
+            out = model(ids if model is models[0] else ids.cuda())
+            assert out.device.type == "cuda"
+            out.square().sum().backward()
+            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+            optimizer.step()
+    torch.testing.assert_close(weight_of(mine), theirs.weight.detach().cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_autocast():
+    layer = ert.Embedding(ROWS, DIM)
+    optimizer = ert.SGD(layer, lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = nn.Linear(DIM, 1)(layer(IDS))
+        assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    optimizer.step()
+    assert np.isfinite(layer.table.lookup(IDS.numpy())).all()
