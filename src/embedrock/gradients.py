@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -82,4 +82,4 @@ class RowGradients:
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         """Return other values for the same rows."""
-        return replace(RowGradients.of_rows(self.plan, values))
+        return RowGradients.of_rows(self.plan, values)

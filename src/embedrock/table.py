@@ -8,7 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -19,16 +19,15 @@ from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
     GradientError,
-    IdError,
-    IdTypeError,
     NonFiniteGradientError,
     UnknownArgumentError,
     UnsupportedError,
 )
 from embedrock.gradients import RowGradients
+from embedrock.ids import check_ids, check_range
 from embedrock.initializers import Initializer, Normal
 from embedrock.plan import Plan, make_plan
-from embedrock.rules import RULES, Rule
+from embedrock.rules import Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 from embedrock.tiers.memory import Memory, choose
 
@@ -227,7 +226,7 @@ class Table:
     def _located(self, plan: Plan) -> Plan:
         # Slots never move within an epoch, so only rows that had none are looked for again.
         if plan.epoch != self._epoch:
-            self._check_range(plan.ids)
+            check_range(plan.ids, self.rows, self._subject)
             return replace(plan, slots=self._tier.directory.find(plan.ids), epoch=self._epoch)
         missing = plan.slots < 0
         if not missing.any():
@@ -237,32 +236,7 @@ class Table:
         return replace(plan, slots=slots)
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
-        array = np.asarray(ids)
-        if array.size == 0 and not isinstance(ids, np.ndarray):
-            array = array.astype(np.int64)  # an empty list has no integers to tell its type by
-        if array.dtype.kind not in "iu":
-            raise IdTypeError(
-                f"`ids` of {self._subject} must be integers: got dtype {array.dtype}. Pass ids.astype('int64')."
-            )
-        self._check_range(array)
-        return np.ascontiguousarray(array, np.int64).reshape(array.shape)
-
-    def _check_range(self, ids: np.ndarray) -> None:
-        if not ids.size:
-            return
-        rows = self.rows
-        low, high = (-(2**63), 2**63) if rows is None else (0, rows)
-        if int(ids.min()) >= low and int(ids.max()) < high:
-            return
-        flat = ids.reshape(-1)
-        # Compared as the ids' own type, in which `high` may not fit.
-        outside = (flat < low) if int(flat.min()) < low else (flat > high - 1)
-        position = int(np.argmax(outside))
-        remedy = "Pass rows=None for open ids." if rows is not None else "Open ids are int64."
-        raise IdError(
-            f"`ids` of {self._subject} must lie in [{low}, {high}): got {flat[position]} at position {position}. "
-            f"{remedy}"
-        )
+        return check_ids(ids, self.rows, self._subject)
 
     @property
     def _tier(self) -> Memory:
@@ -474,13 +448,7 @@ class Table:
         ids, records = self._tier.snapshot()
         history = self._history.state() if self._history is not None else {}
         return {
-            "format": STATE_FORMAT,
-            "rows": self.rows,
-            "dim": self.dim,
-            "dtype": self._spec.dtype,
-            "seed": self._spec.seed,
-            "init": repr(self._spec.init),
-            "rule": describe_rule(self.rule),
+            **self._description(),
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
             "ids": ids,
@@ -513,17 +481,11 @@ class Table:
             self.set_rule(wanted)
 
     def _check_state(self, state: dict[str, Any], rule: Rule | None) -> None:
-        mine = {
-            "format": STATE_FORMAT,
-            "rows": self.rows,
-            "dim": self.dim,
-            "dtype": self._spec.dtype,
-            "init": repr(self._spec.init),
-        }
-        for key, expected in mine.items():
-            if state.get(key) != expected:
+        expected = self._description()
+        for key in ("format", "rows", "dim", "dtype", "init"):
+            if state.get(key) != expected[key]:
                 raise ArgumentError(
-                    f"a state for {self._subject} must have {key} {expected!r}: got {state.get(key)!r}. "
+                    f"a state for {self._subject} must have {key} {expected[key]!r}: got {state.get(key)!r}. "
                     "Make the table with the arguments it was saved with."
                 )
         if rule is not None and self.rule is not None and not self.rule.same_layout(rule):
@@ -531,6 +493,18 @@ class Table:
                 f"a state for {self._subject} must be that of its rule {self.rule}: got one of {rule}. "
                 "Call set_rule(None) first to take the state's rule."
             )
+
+    def _description(self) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "format": STATE_FORMAT,
+            "rows": spec.rows,
+            "dim": spec.dim,
+            "dtype": spec.dtype,
+            "seed": spec.seed,
+            "init": repr(spec.init),
+            "rule": describe_rule(spec.rule),
+        }
 
     @_exclusive
     def stats(self) -> dict[str, float]:
@@ -604,24 +578,6 @@ def named_table(name: str) -> Table:
             f"er.Table(..., name={name!r})."
         )
     return table
-
-
-def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
-    """Return a rule as plain data."""
-    return None if rule is None else {"name": type(rule).__name__, **asdict(rule)}  # pyright: ignore[reportArgumentType]
-
-
-def read_rule(description: dict[str, Any] | None) -> Rule | None:
-    """Return the rule that `describe_rule` described."""
-    if description is None:
-        return None
-    kinds = {kind.__name__: kind for kind in RULES}
-    hyperparameters = {key: value for key, value in description.items() if key != "name"}
-    if description.get("name") not in kinds:
-        raise ArgumentError(
-            f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}."
-        )
-    return kinds[description["name"]](**hyperparameters)
 
 
 def _positions(count: int) -> np.ndarray:

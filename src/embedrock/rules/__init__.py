@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
+from embedrock.errors import ArgumentError
 from embedrock.rules._rule import History, Rule, StateColumn
 from embedrock.rules.adagrad import Adagrad, RowwiseAdagrad
 from embedrock.rules.adam import Adam, AdamW
@@ -10,6 +14,25 @@ from embedrock.rules.rmsprop import RMSprop
 from embedrock.rules.sgd import SGD, Momentum
 
 RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Ftrl)
+
+
+def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
+    """Return a rule as plain data."""
+    return None if rule is None else {"name": type(rule).__name__, **asdict(rule)}  # pyright: ignore[reportArgumentType]
+
+
+def read_rule(description: dict[str, Any] | None) -> Rule | None:
+    """Return the rule that `describe_rule` described."""
+    if description is None:
+        return None
+    kinds = {kind.__name__: kind for kind in RULES}
+    hyperparameters = {key: value for key, value in description.items() if key != "name"}
+    if description.get("name") not in kinds:
+        raise ArgumentError(
+            f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}."
+        )
+    return kinds[description["name"]](**hyperparameters)
+
 
 __all__ = [
     "RULES",
@@ -24,4 +47,6 @@ __all__ = [
     "RowwiseAdagrad",
     "Rule",
     "StateColumn",
+    "describe_rule",
+    "read_rule",
 ]
