@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, weight_of
+from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
@@ -26,7 +26,8 @@ def exact_norm(layer: ert.Embedding) -> float:
     return float(np.float32(np.sqrt(np.square(grads.values, dtype=np.float64).sum())))
 
 
-def grad_of(layer: ert.Embedding) -> float:
+def grad_of(layer: nn.Module) -> float:
+    assert isinstance(layer, ert.Embedding)
     assert layer.handle.grad is not None
     return layer.handle.grad.item()
 
@@ -180,7 +181,9 @@ def test_a_step_without_zeroing_applies_the_gradient_again(twins):
 def test_autograd_grad_returns_the_norm_and_leaves_nothing(twins):
     mine, theirs = twins
     for uses in (1, 2, 3):
-        losses = [sum((layer(IDS + k) * factors(k, 4, DIM)).sum() for k in range(uses)) for layer in twins]
+        losses = [
+            torch.stack([(layer(IDS + k) * factors(k, 4, DIM)).sum() for k in range(uses)]).sum() for layer in twins
+        ]
         (norm,) = torch.autograd.grad(losses[0], [mine.handle])
         (gradient,) = torch.autograd.grad(losses[1], [theirs.weight])
         torch.testing.assert_close(norm, gradient.norm())
@@ -206,6 +209,25 @@ def test_gradients_of_per_sample_weights_alone_leave_the_rows_alone():
     torch.autograd.grad(bag(torch.tensor([[1, 2]]), None, weights).sum(), [weights])
     assert bag.handle.grad is None
     assert bag.handle.pending.grads is None
+
+
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_backward_for_some_parameters_only(with_rows):
+    mine, theirs = embedding_twins()
+    dense = nn.Linear(DIM, 1)
+    for layer in (mine, theirs):
+        wanted = [*dense.parameters(), *(layer.parameters() if with_rows else [])]
+        dense(layer(IDS)).square().sum().backward(inputs=wanted)
+    if with_rows:
+        torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
+    else:
+        assert mine.handle.grad is theirs.weight.grad is None
+        assert mine.handle.pending.grads is None
+
+
+def test_hooks_on_the_handle_are_refused():
+    with pytest.raises(er.UnsupportedError, match="layer's output"):
+        ert.Embedding(ROWS, DIM).handle.register_hook(lambda grad: grad * 0.5)
 
 
 class Broken(torch.autograd.Function):
@@ -257,10 +279,10 @@ def test_second_derivatives_of_the_other_parameters():
     dense = nn.Linear(DIM, 1)
     grads = []
     for layer in (mine, theirs):
-        model = nn.Sequential(layer, copy.deepcopy(dense))
-        (first,) = torch.autograd.grad(model(IDS).square().sum(), [model[1].weight], create_graph=True)
+        its = copy.deepcopy(dense)
+        (first,) = torch.autograd.grad(its(layer(IDS)).square().sum(), [its.weight], create_graph=True)
         first.square().sum().backward()
-        grads.append(model[1].weight.grad)
+        grads.append(its.weight.grad)
     torch.testing.assert_close(*grads)
     torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
 
@@ -347,12 +369,12 @@ def test_a_gradient_that_is_not_finite(bad: float):
     with pytest.raises(er.NonFiniteGradientError, match="NaN or Inf") as caught:
         optimizer.step()
     assert (caught.value.count, caught.value.ids.tolist()) == (1, [1])
-    assert [layer.table.steps for layer in model] == [0, 0]
+    assert [rows_of(layer).steps for layer in model] == [0, 0]
     assert torch.equal(weight_of(model[0]), before)
     optimizer.zero_grad()
     (model[0](IDS).sum() + model[1](IDS).sum()).backward()
     optimizer.step()
-    assert [layer.table.steps for layer in model] == [1, 1]
+    assert [rows_of(layer).steps for layer in model] == [1, 1]
 
 
 def test_tables_may_skip_steps_that_are_not_finite():
@@ -368,6 +390,7 @@ def test_gradients_too_large_for_a_float32_norm():
     for layer in (mine, theirs):
         (layer(IDS) * 3e38).sum(1)[:2].sum().backward()
     assert grad_of(mine) == float("inf")
+    assert theirs.weight.grad is not None
     assert torch.equal(gradient_of(mine), theirs.weight.grad)  # still there, for a step that nobody scaled
 
 
@@ -387,7 +410,7 @@ def test_a_penalty_on_all_parameters_does_no_harm():
         assert grad_of(mine) == exact_norm(mine)
         optimizer.step()
         optimizer.zero_grad()
-    sum(p.square().sum() for p in mine.parameters()).backward()
+    mine.handle.square().backward()
     optimizer.step()
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import DIM, ROWS, check_equal, embedding_twins, weight_of
+from twins import DIM, ROWS, check_equal, embedding_twins, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
@@ -88,7 +88,8 @@ def test_dense_adam_like_torch():
 
 @pytest.mark.parametrize("kind", [ert.RowwiseAdagrad, ert.Ftrl])
 def test_rules_that_torch_lacks_step_like_the_table(kind: type[ert.RowOptimizer]):
-    layer, table = ert.Embedding(ROWS, DIM), er.Table(ROWS, DIM, rule=kind.rule_type(lr=0.2))
+    rule: Any = kind.rule_type
+    layer, table = ert.Embedding(ROWS, DIM), er.Table(ROWS, DIM, rule=rule(lr=0.2))
     optimizer = kind(layer, lr=0.2)
     for ids in batches(5, every_row=False):
         optimizer.zero_grad()
@@ -106,7 +107,8 @@ def test_one_class_for_each_rule():
 
     for rule in RULES:
         optimizer = getattr(ert, rule.__name__)(ert.Embedding(ROWS, DIM))
-        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert isinstance(optimizer, ert.RowOptimizer)
+        assert issubclass(ert.RowOptimizer, torch.optim.Optimizer)
         assert optimizer.rule_type is rule
         assert set(optimizer.defaults) == {*inspect.signature(rule).parameters, "clip_value"}
 
@@ -369,4 +371,4 @@ def test_layers_without_a_gradient_are_left_alone():
     optimizer = ert.Adam(model)
     model["user"](IDS).sum().backward()
     optimizer.step()
-    assert [layer.table.steps for layer in model.values()] == [1, 0]
+    assert [rows_of(layer).steps for layer in model.values()] == [1, 0]

@@ -8,15 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import embedrock as er
 import embedrock.torch as ert
 
 ROWS, DIM = 23, 5
 
 
-def weight_of(layer: ert.Embedding | ert.EmbeddingBag) -> Tensor:
-    """Return all rows as a tensor (rows, dim), of the layer's dtype."""
-    assert layer.num_embeddings is not None
-    return torch.from_numpy(layer.table.lookup(np.arange(layer.num_embeddings))).to(layer.dtype)
+def rows_of(layer: nn.Module) -> er.Table:
+    """Return the table of a layer (PyTorch's containers do not know that it has one)."""
+    assert isinstance(layer, ert.Embedding | ert.EmbeddingBag)
+    return layer.table
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return all rows as a tensor (rows, dim), of the table's dtype."""
+    table = rows_of(layer)
+    assert table.rows is not None
+    return torch.from_numpy(table.lookup(np.arange(table.rows))).to(getattr(torch, table.spec.dtype))
 
 
 def embedding_twins(rows: int = ROWS, dim: int = DIM, **arguments: Any) -> tuple[ert.Embedding, nn.Embedding]:

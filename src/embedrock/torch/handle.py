@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.table import Table
 from embedrock.torch.pending import Pending, number_of
@@ -95,6 +95,13 @@ class Handle(nn.Parameter):
         self.grad.fill_(norm)
         if math.isfinite(norm):  # otherwise GradScaler skips the step, or the step refuses
             self.vigil.received()
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse hooks: what they return would be replaced by the norm."""
+        raise UnsupportedError(
+            f"the handle of {self.label} takes no hooks, which would see only a part of a norm. Change handle.grad "
+            "after the backward, or register a hook on the layer's output."
+        )
 
     # ------------------------------------------------------------ steps
 

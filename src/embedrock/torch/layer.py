@@ -88,15 +88,15 @@ class RowLayer(nn.Module):
     def _usable_handle(self) -> Handle:
         """Return the handle, if a forward may use it."""
         handle = self.handle
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "rows of an embedding layer cannot be traced: torch.jit.trace, torch.onnx and torch.export would "
+                "bake this batch's rows into the graph. Trace the rest of the model; torch.compile works."
+            )
         if not isinstance(handle, Handle):
             raise UnsupportedError(
                 "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call and "
                 "parametrizations cannot reach the rows of an embedding layer: call the module itself."
-            )
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
-            raise UnsupportedError(
-                f"the rows of {handle.label} cannot be traced: torch.jit.trace, torch.onnx and torch.export would "
-                "bake this batch's rows into the graph. Trace the rest of the model; torch.compile works."
             )
         handle.check_untouched()
         handle.begin_forward()

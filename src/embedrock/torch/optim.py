@@ -85,7 +85,12 @@ class RowOptimizer(torch.optim.Optimizer):
         cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(
-        self, layers: Layers, lr: float | None = None, *, clip_value: float | None = None, **hyperparameters: Any
+        self,
+        layers: Layers,
+        lr: float | Tensor | None = None,
+        *,
+        clip_value: float | None = None,
+        **hyperparameters: Any,
     ) -> None:
         for name in hyperparameters:
             if name in REMEDIES and name not in self.fields:

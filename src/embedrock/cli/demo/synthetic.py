@@ -1,0 +1,80 @@
+"""A click log from planted factors: endless, deterministic, and with a known best score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+import embedrock as er
+from embedrock.bench.workload import SCATTER, bounded_zipf
+
+ZIPF = 1.05
+RANK = 4  # columns of the planted factors that meet in a product
+USER_PULL, ITEM_PULL, MATCH, BIAS = 0.5, 1.5, 1.0, -1.0
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Impressions, each shown by a user of an item that was clicked or not.
+
+    Attributes:
+        users, items: int64 (n,).
+        labels: float32 (n,), 1 for a click.
+        planted: float32 (n,), the logit that the label was drawn from: no model scores better than by it.
+    """
+
+    users: np.ndarray
+    items: np.ndarray
+    labels: np.ndarray
+    planted: np.ndarray
+
+
+@dataclass(frozen=True)
+class PlantedLog:
+    """Impressions of items to users, with bounded Zipf popularity scattered over the ids.
+
+    A user and an item have a pull of their own and `RANK` factors, all normally distributed. The chance of a click
+    is the sigmoid of ``USER_PULL * a + ITEM_PULL * b + MATCH * <p, q> / sqrt(RANK) + BIAS``. Pulls and factors
+    are the first values of two tables that are never trained, so they are a function of the id and take no RAM.
+
+    Args:
+        users, items: how many there are, at most `embedrock.bench.workload.MAX_ROWS` each.
+        seed: of everything.
+
+    Example:
+        >>> log = PlantedLog(users=10**9, items=10**6, seed=0)
+        >>> log.clicks(np.random.default_rng(0), 5).labels.shape
+        (5,)
+    """
+
+    users: int
+    items: int
+    seed: int
+
+    def clicks(self, random: np.random.Generator, count: int) -> Clicks:
+        """Draw `count` impressions."""
+        users, items = self._ids(random, count, self.users), self._ids(random, count, self.items)
+        planted = self.planted(users, items)
+        chances = 1 / (1 + np.exp(-planted.astype(np.float64)))
+        return Clicks(users, items, (random.random(count) < chances).astype(np.float32), planted)
+
+    def planted(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Return the logits of a click of pairs: float32 (n,)."""
+        user_table, item_table = self._tables
+        p, q = user_table.lookup(users), item_table.lookup(items)
+        match = np.einsum("nk,nk->n", p[:, 1:], q[:, 1:]) / np.float32(RANK**0.5)
+        return USER_PULL * p[:, 0] + ITEM_PULL * q[:, 0] + MATCH * match + BIAS
+
+    @cached_property
+    def _tables(self) -> tuple[er.Table, er.Table]:
+        user_seed, item_seed = np.random.SeedSequence((self.seed, RANK)).generate_state(2).tolist()
+        return (
+            er.Table(self.users, 1 + RANK, init=er.Normal(), seed=user_seed, directory="hashed"),
+            er.Table(self.items, 1 + RANK, init=er.Normal(), seed=item_seed, directory="hashed"),
+        )
+
+    def _ids(self, random: np.random.Generator, count: int, rows: int) -> np.ndarray:
+        # The multiplicative hash puts the popular ids far apart, as they are in real logs.
+        return bounded_zipf(random.random(count), rows, ZIPF) * SCATTER % rows
