@@ -45,7 +45,7 @@ def test_merge(count: int, largest: int) -> None:
     parts = [RowGradients.sum(make_plan(ids), grads) for ids, grads in (draw(count, largest, seed) for seed in (1, 2))]
     expected = rows_of(parts[0])
     for i, values in rows_of(parts[1]).items():
-        both = np.float32(expected.get(i, (0.0,) * DIM)) + np.float32(values)
+        both = np.array(expected.get(i, (0.0,) * DIM), np.float32) + np.array(values, np.float32)
         expected[i] = tuple(both.tolist()) if i in expected else values
     assert rows_of(parts[0].merge(parts[1])) == expected
 

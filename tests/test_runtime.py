@@ -79,7 +79,8 @@ def test_bad_thread_counts(bad: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("3", "3"), ("0", "EMBEDROCK_THREADS must be a positive whole number: got '0'"), ("x", "got 'x'")]
+    ("value", "expected"),
+    [("3", "3"), ("0", "EMBEDROCK_THREADS must be a positive whole number: got '0'"), ("x", "got 'x'")],
 )
 def test_the_environment_sets_the_threads(value: str, expected: str) -> None:
     code = "import embedrock as er\ntry: print(er.get_threads())\nexcept er.ArgumentError as error: print(error)"

@@ -48,6 +48,7 @@ class Plan:
         starts: int32 (unique + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold ``ids[k]``.
         order: int32 (n,), all positions, grouped by id, in order of occurrence inside a segment.
         slots: int64 (unique,), where the table's directory keeps the rows, -1 for none; empty until it was asked.
+        missing: how many of `slots` are -1.
         epoch: the state of the directory that `slots` belongs to, -1 for none.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     starts: Int32Array
     order: Int32Array
     slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    missing: int = 0
     epoch: int = -1
 
     def __post_init__(self) -> None:

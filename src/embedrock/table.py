@@ -227,13 +227,13 @@ class Table:
         # Slots never move within an epoch, so only rows that had none are looked for again.
         if plan.epoch != self._epoch:
             check_range(plan.ids, self.rows, self._subject)
-            return replace(plan, slots=self._tier.directory.find(plan.ids), epoch=self._epoch)
-        missing = plan.slots < 0
-        if not missing.any():
+            slots = self._tier.directory.find(plan.ids)
+        elif plan.missing:
+            slots, unknown = plan.slots.copy(), plan.slots < 0
+            slots[unknown] = self._tier.directory.find(plan.ids[unknown])
+        else:
             return plan
-        slots = plan.slots.copy()
-        slots[missing] = self._tier.directory.find(plan.ids[missing])
-        return replace(plan, slots=slots)
+        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=self._epoch)
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
         return check_ids(ids, self.rows, self._subject)
@@ -330,14 +330,12 @@ class Table:
         )
 
     def _admit(self, plan: Plan) -> np.ndarray:
-        missing = plan.slots < 0
-        new = int(np.count_nonzero(missing))
-        if not new:
+        """Make records for the rows of a plan that have none, and return all slots."""
+        if not plan.missing:
             return plan.slots
-        self._tier.check_room(new)
-        return self._tier.admit(
-            plan.ids, plan.slots, self._first_values(plan.ids[missing]), self._spec.first_state
-        )
+        self._tier.check_room(plan.missing)
+        fresh = self._first_values(plan.ids[plan.slots < 0])
+        return self._tier.admit(plan.ids, plan.slots, fresh, self._spec.first_state)
 
     @_exclusive
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:

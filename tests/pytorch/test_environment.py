@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +107,28 @@ def test_training_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     layer.requires_grad_(True)
     assert layer(IDS).requires_grad
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_one_distributed_process():
+    mine, theirs = embedding_twins()
+    dense = nn.Linear(DIM, 1)
+    for layer in (mine, theirs):
+        model = nn.Sequential(layer, copy.deepcopy(dense))
+        optimizer = ert.SGD(model, lr=0.5) if layer is mine else torch.optim.SGD(theirs.parameters(), lr=0.5)
+        replica = nn.parallel.DistributedDataParallel(model)
+        for _ in range(3):
+            model.zero_grad()
+            replica(IDS).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(weight_of(mine), theirs.weight.detach())
 
 
 class Ids(Dataset[Tensor]):

@@ -348,6 +348,28 @@ def test_a_tables_own_rule_gives_way_to_the_optimizer():
     torch.testing.assert_close(weight_of(layer)[1], before[1] - 0.5)
 
 
+def test_what_a_tables_own_rule_stores_stays_unless_the_optimizer_says_otherwise():
+    model = nn.ModuleList(ert.Embedding(ROWS, DIM, rule=rule) for rule in (er.Adam(dense=True), er.Adam(), None))
+    optimizer = ert.Adam(model, lr=0.1)
+    for layer in model:
+        layer(IDS).sum().backward()
+    optimizer.step()
+    assert [rows_of(layer).rule for layer in model] == [er.Adam(0.1, dense=True), er.Adam(0.1), er.Adam(0.1)]
+    ert.Adam(model, dense=False)
+    assert [rows_of(layer).rule for layer in model] == [er.Adam()] * 3
+
+
+def test_optimizers_may_be_subclassed():
+    class Mine(ert.SGD):
+        """A user's own."""
+
+    layer = ert.Embedding(ROWS, DIM)
+    optimizer = Mine(layer, lr=0.5)
+    layer(IDS).sum().backward()
+    optimizer.step()
+    assert layer.table.rule == er.SGD(0.5)
+
+
 def test_a_rule_changed_behind_the_optimizers_back_is_noticed():
     layer = ert.Embedding(ROWS, DIM)
     optimizer = ert.Adagrad(layer)

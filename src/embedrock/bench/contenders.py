@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.bench.workload import Workload
-from embedrock.sizes import memory_limit
-from embedrock.tiers.memory import DIRECT_SHARE
+from embedrock.tiers.memory import SMALL_BYTES
 
 LEARNING_RATE = 1e-3
 HASHED_OVERHEAD = 1.3  # RAM of a hashed directory's rows over the bytes of their records
@@ -52,7 +51,7 @@ class Contender:
         """Return the RAM that this contender's process may come to hold."""
         batches = workload.batches * workload.lookups * 8
         whole = int(self.tables * workload.table_bytes)
-        if self.lazy and whole > memory_limit() // DIRECT_SHARE:
+        if self.lazy and whole > SMALL_BYTES:
             whole = int(whole * HASHED_OVERHEAD * workload.touched_rows() / workload.rows)
         return PROCESS_BYTES + batches + whole
 

@@ -45,6 +45,7 @@ class Handle(nn.Parameter):
     vigil: Vigil
     _arrived: dict[int, RowGradients]
     _untouched_version: int
+    _is_original: bool  # no copy, of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Handle:
         device = torch.get_default_device()
@@ -55,7 +56,7 @@ class Handle(nn.Parameter):
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self.pending, self.vigil = Pending(), Vigil()
-        self._arrived, self._untouched_version = {}, self._version
+        self._arrived, self._untouched_version, self._is_original = {}, self._version, True
         self.register_post_accumulate_grad_hook(_show_pending)
 
     # ------------------------------------------------------------ forward and backward
@@ -133,8 +134,16 @@ class Handle(nn.Parameter):
         # because reading it from elsewhere waits for the device.
         if self._version == self._untouched_version and (self.device.type != "cpu" or self.item() == 0.0):
             return
+        harmless = (
+            self._is_original
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and self.item() == 0.0
+        )
         self.data.zero_()  # an error for each offence, not for ever
         self._untouched_version = self._version
+        if harmless:  # DistributedDataParallel writes all parameters once, as they are
+            return
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
             "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "
@@ -155,7 +164,7 @@ class Handle(nn.Parameter):
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
-            made.label = self.label
+            made.label, made._is_original = self.label, False
             memo[id(self)] = made
         return memo[id(self)]
 

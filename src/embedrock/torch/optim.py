@@ -57,11 +57,12 @@ class RowOptimizer(torch.optim.Optimizer):
         clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``.
             (`torch.nn.utils.clip_grad_value_` would clamp the handle's gradient instead, which is a norm.)
         hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change
-            between steps, except those that decide what a row stores (``Rule.FIXED``).
+            between steps, except those that decide what a row stores (``Rule.FIXED``): left out, they are those of
+            a table that has a rule of this kind, and otherwise the rule's defaults.
 
-    A table has one optimizer at a time: the one made last. Rows keep their optimizer state if the table's rule was of
-    the same kind (from a checkpoint, say), and start with a fresh one otherwise. The state and the step count stay
-    with the rows, in ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
+    A table has one optimizer at a time: the one made last. Rows keep their optimizer state if the table's rule was
+    of the same kind (from a checkpoint, say), and start with a fresh one otherwise. The state and the step count
+    stay with the rows, in ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
 
     Raises:
         ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work.
@@ -71,8 +72,10 @@ class RowOptimizer(torch.optim.Optimizer):
     rule_type: ClassVar[type[Rule]]
     fields: ClassVar[tuple[str, ...]]
 
-    def __init_subclass__(cls, *, rule: type[Rule], **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if rule is None:  # a subclass of one of ours
+            return
         fields = dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
         cls.rule_type, cls.fields = rule, tuple(field.name for field in fields)
         # What help() and editors show instead of **hyperparameters.
@@ -98,7 +101,8 @@ class RowOptimizer(torch.optim.Optimizer):
         given = hyperparameters if lr is None else {"lr": lr, **hyperparameters}
         rule = self.rule_type(**_plain(given))
         defaults = {name: getattr(rule, name) for name in self.fields}
-        super().__init__(_param_groups(layers), {**defaults, "clip_value": clip_value})
+        fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as the table has it
+        super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
 
     # ------------------------------------------------------------ param groups
 
@@ -114,25 +118,29 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         group = {**self.defaults, **param_group, "params": found}
         _check_clip_value(group["clip_value"])
-        rule = self._rule(group)
+        self._rule(group)
         super().add_param_group(group)
-        self._bind(found, rule, layers if isinstance(layers, nn.Module) else None)
+        self._bind(group, layers if isinstance(layers, nn.Module) else None)
 
-    def _bind(self, found: list[Handle], rule: Rule, model: nn.Module | None) -> None:
-        for handle in found:
-            handle.table.set_rule(rule)
+    def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
+        for handle in group["params"]:
+            handle.table.set_rule(self._rule(group, handle.table.rule))
             handle.vigil.bind(self, model)
         for name, module in model.named_modules() if model is not None else ():
             if name and isinstance(module, RowLayer):
                 module.name_in_errors(name)
 
-    def _rule(self, group: dict[str, Any]) -> Rule:
-        return self.rule_type(**_plain({name: group[name] for name in self.fields}))
+    def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
+        """Return the rule that a param group asks for, of a table that has the rule `own`."""
+        given = {name: group[name] for name in self.fields if group[name] is not None}
+        if isinstance(own, self.rule_type):
+            given = {name: getattr(own, name) for name in own.FIXED} | given
+        return self.rule_type(**_plain(given))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # a copy, or an unpickled one, holds its handles as the first one did
-            self._bind(group["params"], self._rule(group), None)
+            self._bind(group, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the param groups of `state_dict`; rows and their optimizer state come with the model's."""
@@ -184,25 +192,27 @@ class RowOptimizer(torch.optim.Optimizer):
         rule = self._rule(group)
         arguments = {name: getattr(rule, name) for name in self.fields if name not in rule.FIXED}
         arguments["clip_value"] = group["clip_value"]
+        fixed = {name: group[name] for name in rule.FIXED if group[name] is not None}
         due = []
         for handle in group["params"]:
-            self._check_bound(handle, rule)
+            self._check_bound(handle, fixed)
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
                 due.append(_Due(handle.table, grads, arguments))
         return due
 
-    def _check_bound(self, handle: Handle, rule: Rule) -> None:
-        mine = f"ert.{type(self).__name__}"
+    def _check_bound(self, handle: Handle, fixed: dict[str, Any]) -> None:
+        mine, rule = f"ert.{type(self).__name__}", handle.table.rule
         if handle.vigil.owner is not self:
             raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has one "
-                "optimizer at a time: step that one, or make this one anew."
+                f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has "
+                "one optimizer at a time: step that one, or make this one anew."
             )
-        if not rule.same_layout(handle.table.rule):
+        if type(rule) is not self.rule_type or any(getattr(rule, name) != fixed[name] for name in fixed):
+            asked = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
             raise ArgumentError(
-                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this {mine} steps by {rule}. "
+                f"the rows of {handle.label} are laid out for {rule}, and this optimizer is {mine}({asked}). "
                 f"Make the {mine} anew."
             )
 

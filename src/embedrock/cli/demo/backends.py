@@ -18,12 +18,21 @@ COPY_ROWS = 1 << 18  # rows whose first values are drawn at a time
 
 @dataclass(frozen=True)
 class TableSize:
-    """Rows and columns of an embedding, and how its first values are drawn."""
+    """Rows and columns of an embedding, and how its first values are drawn.
+
+    Attributes:
+        rows, dim: as ever.
+        std: standard deviation of the first values.
+        seed: of the first values.
+        memory: the most bytes of RAM for a table of Embedrock, which then follow the rows touched (a hashed
+            directory); None: Embedrock's own choice.
+    """
 
     rows: int
     dim: int
     std: float
     seed: int
+    memory: int | None
 
     @property
     def weight_bytes(self) -> int:
@@ -53,7 +62,8 @@ class Backend:
 def first_values(size: TableSize) -> torch.Tensor:
     """Return what rows of `er.Table` start with, for all rows: float32 (rows, dim)."""
     weights = torch.empty(size.rows, size.dim)
-    with er.Table(size.rows, size.dim, init=er.Normal(std=size.std), seed=size.seed) as table:
+    init = er.Normal(std=size.std)
+    with er.Table(size.rows, size.dim, init=init, seed=size.seed, directory="hashed") as table:
         for start in range(0, size.rows, COPY_ROWS):
             ids = np.arange(start, min(start + COPY_ROWS, size.rows))
             weights[start : start + len(ids)] = torch.from_numpy(table.lookup(ids))
@@ -61,7 +71,9 @@ def first_values(size: TableSize) -> torch.Tensor:
 
 
 def _our_embedding(size: TableSize) -> nn.Module:
-    return ert.Embedding(size.rows, size.dim, init=er.Normal(std=size.std), seed=size.seed)
+    directory = "auto" if size.memory is None else "hashed"
+    init = er.Normal(std=size.std)
+    return ert.Embedding(size.rows, size.dim, init=init, seed=size.seed, memory=size.memory, directory=directory)
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -29,9 +29,7 @@ HEADER_NAMES = {
     "timestamp": ("timestamp", "time", "ts", "unixreviewtime"),
 }
 
-NAME_THE_COLUMNS = (
-    "If the columns mean something else, name them in a first line: user, item, rating, timestamp."
-)
+NAME_THE_COLUMNS = "If the columns mean something else, name them in a first line: user, item, rating, timestamp."
 CHECK_THE_FILE = "Check that it is the right file."
 
 Line = tuple[int, list[str]]  # number of the line in the file, from 1, and its fields

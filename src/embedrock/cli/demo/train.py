@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import embedrock as er
 from embedrock.cli.demo.backends import Backend, TableSize
 from embedrock.cli.demo.models import MODELS
 
 SCORE_PAIRS = 1 << 18  # pairs that are scored at a time
+WARM_UP_STEPS = 3
+FIRST_STD = 0.01  # of the rows' first values, as in the paper
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class ModelPlan:
         users, items: rows of its two tables.
         dim: width of their rows.
         lr: learning rate of Adam, for rows and dense weights.
-        std: standard deviation of the rows' first values.
         seed: of all first values.
+        memory: as for `TableSize`.
     """
 
     model: str
@@ -33,17 +36,33 @@ class ModelPlan:
     items: int
     dim: int
     lr: float
-    std: float
     seed: int
+    memory: int | None = None
 
     @property
     def sizes(self) -> tuple[TableSize, TableSize]:
         """The user and the item table."""
         user_seed, item_seed = np.random.SeedSequence(self.seed).generate_state(2).tolist()
         return (
-            TableSize(self.users, self.dim, self.std, user_seed),
-            TableSize(self.items, self.dim, self.std, item_seed),
+            TableSize(self.users, self.dim, FIRST_STD, user_seed, self.memory),
+            TableSize(self.items, self.dim, FIRST_STD, item_seed, self.memory),
         )
+
+
+def use_threads(count: int | None) -> None:
+    """Have PyTorch and Embedrock use `count` threads each; None: their own choice."""
+    if count is not None:
+        torch.set_num_threads(count)
+        er.set_threads(count)
+
+
+def warm_up(plan: ModelPlan, backend: Backend) -> None:
+    """Compile and load what the first steps of a process need, on a small copy of the model."""
+    trainer = Trainer(replace(plan, users=64, items=64), backend)
+    ids = np.arange(64)
+    for _ in range(WARM_UP_STEPS):
+        trainer.step(ids, ids, np.zeros(64, np.float32))
+    trainer.scores(ids[:, None], ids[:, None])
 
 
 class Trainer:
@@ -79,9 +98,7 @@ class Trainer:
         """
         rows = max(1, SCORE_PAIRS // items.shape[1])
         parts = [
-            self.model(
-                torch.from_numpy(users[start : start + rows]), torch.from_numpy(items[start : start + rows])
-            )
+            self.model(torch.from_numpy(users[start : start + rows]), torch.from_numpy(items[start : start + rows]))
             for start in range(0, len(items), rows)
         ]
         return torch.cat(parts).numpy()
