@@ -60,6 +60,7 @@ def test_an_optimizer_over_all_parameters(make, beside_ours):
 
     with pytest.raises(ert.ForgottenGradientsError, match=r"wrote to the handle of .*dense_parameters.*ert\.Adam"):
         train(model, 2, theirs.zero_grad, step, *(each.step for each in ours))
+    model(IDS)  # one error for each offence
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "none"])

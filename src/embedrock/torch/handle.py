@@ -144,6 +144,7 @@ class Handle(nn.Parameter):
         self._untouched_version = self._version
         if harmless:  # DistributedDataParallel writes all parameters once, as they are
             return
+        self.vigil.forgive()
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
             "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "

@@ -59,7 +59,8 @@ class RowLayer(nn.Module):
 
     def name_in_errors(self, path: str = "") -> None:
         """Let error messages call the layer by its place in a model."""
-        layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim})"
+        name = f", name={self.table.name!r}" if self.table.name else ""
+        layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
         self.handle.label = f"{path!r}, {layer}" if path else layer
 
     @property

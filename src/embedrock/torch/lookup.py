@@ -37,9 +37,9 @@ def host_ids(ids: Tensor, label: str) -> np.ndarray:
     Raises:
         IdTypeError: it is not a dense tensor of int32 or int64.
     """
-    is_tensor = isinstance(ids, Tensor)
-    if not is_tensor or ids.dtype not in ID_DTYPES or ids.layout is not torch.strided or ids.is_nested:
-        got = f"{ids.dtype}, {ids.layout}, nested: {ids.is_nested}" if is_tensor else type(ids).__name__
+    is_dense = isinstance(ids, Tensor) and ids.layout is torch.strided and not ids.is_nested
+    if not is_dense or ids.dtype not in ID_DTYPES:
+        got = f"{ids.dtype}, {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. "
             "Convert it, for example with .long()."

@@ -68,20 +68,24 @@ class Vigil:
         model = None if self._model is None else self._model()
         return set() if model is None else set(map(id, model.parameters()))
 
+    def forgive(self) -> None:
+        """Forget what other optimizers did, once it has been complained about."""
+        self._passed_by = ""
+
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients waited for ours."""
         if not self._passed_by:
             return
-        other, self._passed_by = self._passed_by, ""  # an error for each offence, not for ever
-        owner = self.owner
+        other, owner = self._passed_by, self.owner
+        self.forgive()  # an error for each offence, not for ever
         remedy = (
-            "make one, `optimizer = ert.Adam(model, lr=1e-3)`, and call its step() beside the other's"
+            "make `optimizer = ert.Adam(model, lr=1e-3)`, call its step() beside the other's"
             if owner is None
             else f"call step() of your ert.{type(owner).__name__} beside the other's"
         )
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but rows are stepped by "
-            f"Embedrock's optimizers only. In your training loop {remedy}, and give the other "
+            f"Embedrock's optimizers only. In your training loop, {remedy}, and give the other "
             "ert.dense_parameters(model). If these rows should not train, call requires_grad_(False) on the layer."
         )
 
