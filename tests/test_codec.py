@@ -44,9 +44,7 @@ def nearest(backend: Any, values: np.ndarray, storage: Any) -> np.ndarray:
     return words
 
 
-def stochastic(
-    backend: Any, values: np.ndarray, row_id: int, seed: int, step: int, storage: Any
-) -> np.ndarray:
+def stochastic(backend: Any, values: np.ndarray, row_id: int, seed: int, step: int, storage: Any) -> np.ndarray:
     words = np.full(values.shape, 77, storage)
     backend.codec.store_row(words, values, row_id, np.uint64(seed), step)
     return words
@@ -75,9 +73,7 @@ def test_published_rounding(backend: Any, row: list[str]):
 def test_every_word_decodes_as_in_torch(storage: Any):
     torch = pytest.importorskip("torch")
     words = every_word(storage)
-    expected = torch.from_numpy(words.view(np.int16)).view(
-        torch.bfloat16 if storage == BFLOAT16 else torch.float16
-    )
+    expected = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16 if storage == BFLOAT16 else torch.float16)
     for backend in (reference, cpu):
         values = loaded(backend, words)
         np.testing.assert_array_equal(values, expected.float().numpy())
@@ -149,9 +145,7 @@ def test_float32_rows_are_copied(values: np.ndarray):
 @given(values=ROWS, step=st.integers(0, 2**32 - 1))
 def test_stochastic_rounding_ends_at_a_neighbor(storage: Any, values: np.ndarray, step: int):
     rounded = loaded(cpu, stochastic(cpu, values, 9, 1, step, storage)).astype(np.float64)
-    largest = loaded(cpu, np.array([0x7F7F if storage == BFLOAT16 else 0x7BFF], storage))[0].astype(
-        np.float64
-    )
+    largest = loaded(cpu, np.array([0x7F7F if storage == BFLOAT16 else 0x7BFF], storage))[0].astype(np.float64)
     for value, result in zip(values.astype(np.float64), rounded, strict=True):
         if np.isnan(value) or np.isinf(value):
             np.testing.assert_equal(result, value)
@@ -178,9 +172,7 @@ def values_between_words(storage: Any) -> np.ndarray:
     random = np.random.default_rng(7)
     values = random.normal(size=64) * 2.0 ** random.integers(-8, 8, 64)
     values[:8] = 1 + np.array([1, 2, 3, 5, 8, 250, 254, 255]) / 256 * spacing(1.0, storage)
-    values[8:12] = np.array([0.05, 0.3, 0.9, 1.7]) * 2.0 ** (
-        -133 if storage == BFLOAT16 else -24
-    )  # subnormals
+    values[8:12] = np.array([0.05, 0.3, 0.9, 1.7]) * 2.0 ** (-133 if storage == BFLOAT16 else -24)  # subnormals
     return values.astype(np.float32)
 
 
@@ -196,18 +188,14 @@ def bias_in_standard_errors(encode: Callable[[np.ndarray, int], np.ndarray], sto
 
 @NARROW
 def test_stochastic_rounding_is_unbiased_over_steps(storage: Any):
-    errors = bias_in_standard_errors(
-        lambda values, step: stochastic(cpu, values, 5, 3, step, storage), storage
-    )
+    errors = bias_in_standard_errors(lambda values, step: stochastic(cpu, values, 5, 3, step, storage), storage)
     assert errors.max() < 4.5
     assert 0.7 < np.sqrt(np.mean(errors**2)) < 1.3  # neither too wide nor too good: independent steps
 
 
 @NARROW
 def test_stochastic_rounding_is_unbiased_over_ids(storage: Any):
-    errors = bias_in_standard_errors(
-        lambda values, row_id: stochastic(cpu, values, row_id, 3, 8, storage), storage
-    )
+    errors = bias_in_standard_errors(lambda values, row_id: stochastic(cpu, values, row_id, 3, 8, storage), storage)
     assert errors.max() < 4.5
 
 
@@ -248,9 +236,7 @@ def test_rounding_is_keyed_by_seed_id_column_and_step(storage: Any):
     np.testing.assert_array_equal(stochastic(cpu, values[:13], **key, storage=storage), words[:13])
     assert 10 < (words != words[0]).sum() < 54
     for name in key:
-        changed = stochastic(
-            cpu, values, **{**key, name: key[name] + 2**32 * (name != "step") + 1}, storage=storage
-        )
+        changed = stochastic(cpu, values, **{**key, name: key[name] + 2**32 * (name != "step") + 1}, storage=storage)
         assert 10 < (changed != words).sum() < 54, name
 
 
@@ -260,9 +246,7 @@ def test_rows_are_rounded_alike_in_a_batch_in_any_order(storage: Any):
     values = np.random.default_rng(2).normal(size=(5, 19)).astype(np.float32)
     batch = reference.codec.encode_stochastic(values, ids, 11, 6, storage)
     backwards = reference.codec.encode_stochastic(values[::-1], ids[::-1], 11, 6, storage)[::-1]
-    rows = np.array(
-        [stochastic(cpu, row, int(i), 11, 6, storage) for row, i in zip(values, ids, strict=True)]
-    )
+    rows = np.array([stochastic(cpu, row, int(i), 11, 6, storage) for row, i in zip(values, ids, strict=True)])
     np.testing.assert_array_equal(backwards, batch)
     np.testing.assert_array_equal(rows, batch)
 

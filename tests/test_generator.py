@@ -37,9 +37,7 @@ def bits(values: Any) -> np.ndarray:
     return values.view(np.uint32)
 
 
-def by_reference(
-    name: str, ids: Any, seed: int, dim: int, *parameters: Any, dtype: Any = np.float32
-) -> np.ndarray:
+def by_reference(name: str, ids: Any, seed: int, dim: int, *parameters: Any, dtype: Any = np.float32) -> np.ndarray:
     out = np.empty((len(ids), dim), dtype)
     arguments = parameters if name == "constant_values" else (seed, *parameters)
     getattr(reference.generator, name)(np.asarray(ids, np.int64), *arguments, out)
@@ -132,9 +130,7 @@ def test_kernels_agree_bit_for_bit(ids: list[int], seed: int, dim: int, step: in
     for name, parameters in PARAMETERS.items():
         ours, theirs = (draw(name, ids, seed, dim, *parameters) for draw in (by_cpu, by_reference))
         np.testing.assert_array_equal(bits(ours), bits(theirs), err_msg=name)
-    ours, theirs = (
-        draw("rounding_words", ids, seed, dim, step, dtype=np.uint32) for draw in (by_cpu, by_reference)
-    )
+    ours, theirs = (draw("rounding_words", ids, seed, dim, step, dtype=np.uint32) for draw in (by_cpu, by_reference))
     np.testing.assert_array_equal(ours, theirs)
 
 

@@ -260,9 +260,7 @@ def test_ids_of_every_kind(name, n):
     assert_plan_of(make_plan(ids), ids)
 
 
-@pytest.mark.parametrize(
-    "n", [*range(4), planning.SMALL_BATCH - 1, planning.SMALL_BATCH, planning.SMALL_BATCH + 1]
-)
+@pytest.mark.parametrize("n", [*range(4), planning.SMALL_BATCH - 1, planning.SMALL_BATCH, planning.SMALL_BATCH + 1])
 def test_sizes_around_the_threshold(n):
     assert_plan_of(make_plan(zipf(n)), zipf(n))
 

@@ -38,9 +38,7 @@ def test_docstring_has_formula_source_and_untouched_rows(kind: type[er.Rule]) ->
 
 @pytest.mark.parametrize("kind", RULES)
 def test_hyperparameters_are_checked(kind: type[er.Rule]) -> None:
-    with pytest.raises(
-        er.ArgumentError, match=rf"`lr` of {kind.__name__} must be a finite number in \[.*got -1"
-    ):
+    with pytest.raises(er.ArgumentError, match=rf"`lr` of {kind.__name__} must be a finite number in \[.*got -1"):
         kind(lr=-1)
     with pytest.raises(er.ArgumentError, match="got nan"):
         kind(lr=float("nan"))

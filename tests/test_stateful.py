@@ -41,9 +41,7 @@ class SmallTables(TableMachine):
 
 @pytest.mark.parametrize("machine", [LargeTables, SmallTables])
 def test_tables_agree_with_a_dict(machine: type[TableMachine]) -> None:
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))
 
 
 def test_the_oracle_can_fail() -> None:

@@ -123,9 +123,7 @@ def test_finite_gradients_whose_sum_is_not() -> None:
     huge = np.full((2, DIM), 3e38, np.float32)
     with pytest.raises(er.NonFiniteGradientError, match="in 1 of 1 rows"):
         table.update([5, 5], huge)
-    table.update(
-        [5, 6], huge
-    )  # no overflow: their norm does not fit float32, but that is no reason to refuse
+    table.update([5, 6], huge)  # no overflow: their norm does not fit float32, but that is no reason to refuse
     assert np.isfinite(table.lookup([5, 6])).all()
 
 
@@ -233,9 +231,7 @@ def test_looking_up_stores_nothing() -> None:
     assert table.stats()["rows_touched"] == 0
     table.update([3], ONES)
     assert table.stats()["rows_touched"] == 1
-    np.testing.assert_array_equal(
-        np.delete(table.lookup(np.arange(-500, 500)), 503, 0), np.delete(first, 503, 0)
-    )
+    np.testing.assert_array_equal(np.delete(table.lookup(np.arange(-500, 500)), 503, 0), np.delete(first, 503, 0))
 
 
 @pytest.mark.parametrize("init", [er.Zeros(), er.Constant(0.3), er.Uniform(-1, 2), er.Normal(1, 2)], ids=repr)
@@ -294,9 +290,7 @@ def test_assign() -> None:
     table.update([1], ONES)
     table.assign([5, 1], [[1, 2, 3, 4.0], [5, 6, 7, 8.0]])
     np.testing.assert_array_equal(table.lookup([1, 5]), [[5, 6, 7, 8], [1, 2, 3, 4]])
-    with pytest.raises(
-        er.ArgumentError, match="`ids` of assign must not repeat: got 3 ids, 2 of them different"
-    ):
+    with pytest.raises(er.ArgumentError, match="`ids` of assign must not repeat: got 3 ids, 2 of them different"):
         table.assign([1, 2, 1], np.ones((3, DIM)))
     with pytest.raises(er.GradientError, match=r"`values` of table 'users' must have shape \(1, 4\)"):
         table.assign([1], np.ones((1, 3)))
@@ -463,10 +457,7 @@ def test_pickling_is_by_reference() -> None:
 def test_repr_and_stats() -> None:
     table = make(rule=er.SGD())
     table.update([1], ONES)
-    assert (
-        repr(table)
-        == "Table(name='users', rows=100, dim=4, dtype='float32', rule=SGD(lr=0.01), 1 rows touched)"
-    )
+    assert repr(table) == "Table(name='users', rows=100, dim=4, dtype='float32', rule=SGD(lr=0.01), 1 rows touched)"
     stats = table.stats()
     assert all(isinstance(value, int | float) for value in stats.values())
     assert stats["record_bytes"] == 16

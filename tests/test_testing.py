@@ -74,9 +74,7 @@ class WrongRate(RuleSuite):
     def make_table(self, rule: er.Rule, **arguments: Any) -> er.Table:
         table = er.Table(ROWS, DIM, rule=rule, **arguments)
         exact = table.update
-        table.update = lambda ids, grads, lr=None, **changes: exact(
-            ids, grads, (lr or rule.lr) * 1.01, **changes
-        )
+        table.update = lambda ids, grads, lr=None, **changes: exact(ids, grads, (lr or rule.lr) * 1.01, **changes)
         return table
 
 

@@ -96,9 +96,7 @@ class Hashed(Directory):
             entries = np.zeros((needed, 2), np.int64)
             cpu.directory.rehash(self._entries, entries)
             self._entries = entries
-        self.count = kernels.cpu.directory.insert_hashed(
-            self._entries, ids, slots, self.count, self._slot_ids
-        )
+        self.count = kernels.cpu.directory.insert_hashed(self._entries, ids, slots, self.count, self._slot_ids)
 
     @staticmethod
     def bytes_for(count: int) -> int:

@@ -78,7 +78,9 @@ class RowGradients:
         keep = self.plan.ids != row_id
         if keep.all():
             return self
-        return RowGradients.sum(make_plan(self.plan.ids[keep]), self.values[keep])  # the new plan has an order of its own
+        return RowGradients.sum(
+            make_plan(self.plan.ids[keep]), self.values[keep]
+        )  # the new plan has an order of its own
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         """Return other values for the same rows."""

@@ -24,9 +24,7 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
     if array.size == 0 and not isinstance(ids, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
-        raise IdTypeError(
-            f"`ids` of {subject} must be integers: got dtype {array.dtype}. Pass ids.astype('int64')."
-        )
+        raise IdTypeError(f"`ids` of {subject} must be integers: got dtype {array.dtype}. Pass ids.astype('int64').")
     check_range(array, rows, subject)
     return np.ascontiguousarray(array, np.int64).reshape(array.shape)
 

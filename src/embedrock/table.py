@@ -105,9 +105,7 @@ class Table:
         _check_kind("rule", rule, Rule, "er.Adam()")
         _check_kind("init", init, Initializer, "er.Normal(std=0.01)")
         if on_nonfinite not in ON_NONFINITE:
-            raise ArgumentError(
-                f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}."
-            )
+            raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
         spec = Spec(_index(rows), _index(dim), dtype, rule, init or Normal(), _index(seed))
         self.name = name
         self._lock = threading.RLock()
@@ -246,9 +244,7 @@ class Table:
     # ---------------------------------------------------------------- training
 
     @_exclusive
-    def update(
-        self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, **changes: Any
-    ) -> None:
+    def update(self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
         """Make one exact step of the rule: gradients of equal ids are summed, then each row is stepped once.
 
         Args:
@@ -423,9 +419,7 @@ class Table:
         steps, epoch = self._steps, self._epoch
         for ids, slots in self._open_tier().batches(batch_rows):
             if (steps, epoch) != (self._steps, self._epoch):
-                raise ArgumentError(
-                    f"{self._subject} was changed while it was being exported. Export it again."
-                )
+                raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
             yield ids, self._weights_at(ids, slots)
 
     @_exclusive
@@ -536,9 +530,7 @@ class Table:
     def __repr__(self) -> str:
         spec, name = self._spec, f"name={self.name!r}, " if self.name else ""
         state = "closed" if self._memory is None else f"{self._memory.directory.count} rows touched"
-        return (
-            f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
-        )
+        return f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         spec, (memory, directory) = self._spec, self._memory_arguments
@@ -612,9 +604,7 @@ def _check_kind(name: str, value: object, kind: type, example: str) -> None:
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name in unknown:
         if name == "path":
-            raise UnsupportedError(
-                "`path`: tables on disk are not in this release, only tables in RAM. Leave it out."
-            )
+            raise UnsupportedError("`path`: tables on disk are not in this release, only tables in RAM. Leave it out.")
         raise UnknownArgumentError(
             f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, memory, directory, "
             "on_nonfinite and name."

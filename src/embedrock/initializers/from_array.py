@@ -27,9 +27,7 @@ class FromArray(Initializer):
     def __post_init__(self) -> None:
         if not isinstance(self.array, np.ndarray) or self.array.ndim != 2 or self.array.dtype.kind != "f":
             got = f"{getattr(self.array, 'dtype', type(self.array).__name__)} {getattr(self.array, 'shape', '')}"
-            raise ArgumentError(
-                f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}."
-            )
+            raise ArgumentError(f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}.")
 
     def check(self, rows: int | None, dim: int) -> None:
         if rows is None or self.array.shape != (rows, dim):

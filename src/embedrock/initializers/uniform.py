@@ -27,9 +27,7 @@ class Uniform(Initializer):
         check_number("`low` of Uniform", self.low)
         check_number("`high` of Uniform", self.high)
         if self.low > self.high:
-            raise ArgumentError(
-                f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}."
-            )
+            raise ArgumentError(f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}.")
         check_number("`high - low` of Uniform", float(self.high) - float(self.low))
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:

@@ -28,9 +28,7 @@ def read_rule(description: dict[str, Any] | None) -> Rule | None:
     kinds = {kind.__name__: kind for kind in RULES}
     hyperparameters = {key: value for key, value in description.items() if key != "name"}
     if description.get("name") not in kinds:
-        raise ArgumentError(
-            f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}."
-        )
+        raise ArgumentError(f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}.")
     return kinds[description["name"]](**hyperparameters)
 
 

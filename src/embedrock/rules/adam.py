@@ -154,9 +154,7 @@ class DenseAdamHistory(History):
         self._bound(self._table[step - 1 : step])
 
     def numbers(self) -> arguments.DenseAdamStep:
-        return arguments.DenseAdamStep(
-            self._table, self._log_fade, self._steps, self._largest, float(self._fading)
-        )
+        return arguments.DenseAdamStep(self._table, self._log_fade, self._steps, self._largest, float(self._fading))
 
     def state(self) -> dict[str, np.ndarray]:
         return {"table": self._table[: self._steps], "log_fade": self._log_fade[: self._steps + 1]}

@@ -38,6 +38,4 @@ class RMSprop(Rule):
         return (StateColumn("square_avg"),)
 
     def numbers(self, step: int) -> arguments.RMSpropStep:
-        return arguments.RMSpropStep(
-            float(self.lr), float(self.alpha), 1 - float(self.alpha), float(self.eps)
-        )
+        return arguments.RMSpropStep(float(self.lr), float(self.alpha), 1 - float(self.alpha), float(self.eps))

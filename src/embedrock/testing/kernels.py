@@ -37,9 +37,7 @@ class Guarded:
     def check(self) -> None:
         """Fail where a guard row was written to."""
         for guard in (self._whole[:GUARD], self._whole[GUARD + len(self.inside) :]):
-            assert (np.ascontiguousarray(guard).view(np.uint8) == 0xFF).all(), (
-                "a kernel wrote outside its output"
-            )
+            assert (np.ascontiguousarray(guard).view(np.uint8) == 0xFF).all(), "a kernel wrote outside its output"
 
 
 def make_layout(rule: Rule | None, dim: int, dtype: str) -> Layout:
@@ -59,9 +57,7 @@ class KernelSuite:
         for lo, hi in itertools.pairwise(bounds):
             function(*args, lo, hi)
 
-    def records(
-        self, rng: np.random.Generator, slots: int, layout: Layout, dtype: str
-    ) -> tuple[np.ndarray, ...]:
+    def records(self, rng: np.random.Generator, slots: int, layout: Layout, dtype: str) -> tuple[np.ndarray, ...]:
         """Return random records as (storage words, float32), two views of the same memory, state >= 0."""
         records = poison((slots, layout.record_bytes // 4), np.float32)
         records[:, layout.state_start :] = rng.random((slots, records.shape[1] - layout.state_start))
@@ -133,9 +129,7 @@ class KernelSuite:
         rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
         words, records = self.records(rng, 40, layout, "float32")
         if rule.history() is not None:
-            records[:, layout.state_start + 2 * dim] = (
-                rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
-            )
+            records[:, layout.state_start + 2 * dim] = rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
         other, slots = records.copy(), rng.permutation(40)[:23]
         grads = rng.standard_normal((23, dim)).astype(np.float32)
         numbers = step_numbers(rule, 6)
@@ -148,9 +142,7 @@ class KernelSuite:
         if rule.history() is not None:
             self._check_refresh(records, layout, rng, numbers)
 
-    def _check_refresh(
-        self, records: np.ndarray, layout: Layout, rng: np.random.Generator, numbers: Any
-    ) -> None:
+    def _check_refresh(self, records: np.ndarray, layout: Layout, rng: np.random.Generator, numbers: Any) -> None:
         slots = rng.integers(-1, len(records), 31)
         dim = layout.state_start
         rows = np.where(slots[:, None] >= 0, records[slots, :dim], np.float32(0.5))
@@ -200,9 +192,7 @@ class KernelSuite:
         slots, got = np.full(len(ids), -1), np.full(len(ids), -1)
         names, names_got = np.empty(64, np.int64), Guarded((64,), np.int64)
         used = reference.directory.insert_hashed(entries, ids, slots, 5, names)
-        assert (
-            self.backend.directory.insert_hashed(other, ids, got, 5, names_got.inside) == used == 5 + len(ids)
-        )
+        assert self.backend.directory.insert_hashed(other, ids, got, 5, names_got.inside) == used == 5 + len(ids)
         np.testing.assert_array_equal(other, entries)
         np.testing.assert_array_equal(got, slots)
         np.testing.assert_array_equal(names_got.inside[5:used], ids)

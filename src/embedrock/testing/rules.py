@@ -37,9 +37,7 @@ class RuleCase:
 RULE_CASES = (
     RuleCase(SGD(lr=0.1), "SGD"),
     RuleCase(Momentum(lr=0.1), "SGD", {"momentum": 0.9}, lazy=True),
-    RuleCase(
-        Momentum(lr=0.1, momentum=0.8, nesterov=True), "SGD", {"momentum": 0.8, "nesterov": True}, lazy=True
-    ),
+    RuleCase(Momentum(lr=0.1, momentum=0.8, nesterov=True), "SGD", {"momentum": 0.8, "nesterov": True}, lazy=True),
     RuleCase(Adagrad(lr=0.1), "Adagrad"),
     RuleCase(Adagrad(lr=0.1, initial_accumulator_value=0.3), "Adagrad", {"initial_accumulator_value": 0.3}),
     RuleCase(RowwiseAdagrad(lr=0.1)),

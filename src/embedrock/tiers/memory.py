@@ -41,9 +41,7 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
     budget = limit if memory is None else parse_bytes(memory)
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
-            raise ArgumentError(
-                f"{subject} has open ids (rows=None), which only a hashed directory can hold."
-            )
+            raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
         return Choice(False, budget)
     needed = spec.table_bytes + Direct.bytes_for(spec.rows)
     if directory == "direct" and needed > min(budget, limit):
@@ -125,9 +123,7 @@ class Memory:
         args = rows, self._records, cpu.runtime.read_only(slots), layout.state_start, scratch, numbers
         cpu.runtime.run(cpu.rows.refresh, len(slots), *args, grain=64)
 
-    def admit(
-        self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray
-    ) -> np.ndarray:
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         """Make records for the ids (without repeats) whose slot is negative, and return all slots.
 
         Args:
@@ -156,9 +152,7 @@ class Memory:
         layout, cpu = self._spec.layout, kernels.cpu
         exact, read_only = self._spec.dtype == "float32", cpu.runtime.read_only
         slots = read_only(slots)
-        weights, rows = (
-            (self._weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
-        )
+        weights, rows = (self._weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
         if not exact:
             self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)
         args = weights, rows, self._records, slots, layout.state_start, layout.state_width, grads, numbers
@@ -173,11 +167,7 @@ class Memory:
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
-        ids, slots = (
-            zip(*self.batches(max(1, self.directory.count)), strict=True)
-            if self.directory.count
-            else ([], [])
-        )
+        ids, slots = zip(*self.batches(max(1, self.directory.count)), strict=True) if self.directory.count else ([], [])
         where = np.concatenate([np.empty(0, np.int64), *slots])
         records = self._weights.view(np.uint8)
         records = records[where] if self._choice.direct else records[: len(where)]

@@ -20,9 +20,7 @@ _FLOATS, _DOUBLES = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_DOUBLE,
 @intrinsic
 def square_sum(typingctx: Any, row: Any) -> Any:
     """Return the sum of squares of a contiguous float32 row, in float64."""
-    if not (
-        isinstance(row, types.Array) and row.dtype == types.float32 and row.ndim == 1 and row.layout == "C"
-    ):
+    if not (isinstance(row, types.Array) and row.dtype == types.float32 and row.ndim == 1 and row.layout == "C"):
         return None
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -30,9 +28,7 @@ def square_sum(typingctx: Any, row: Any) -> Any:
         size = builder.extract_value(array.shape, 0)
         whole = builder.and_(size, ir.Constant(_WORD, -LANES))
         sums = cgutils.alloca_once_value(builder, ir.Constant(_DOUBLES, [0.0] * LANES))
-        with cgutils.for_range_slice(
-            builder, ir.Constant(_WORD, 0), whole, ir.Constant(_WORD, LANES), _WORD
-        ) as (d, _):
+        with cgutils.for_range_slice(builder, ir.Constant(_WORD, 0), whole, ir.Constant(_WORD, LANES), _WORD) as (d, _):
             block = builder.bitcast(builder.gep(array.data, [d]), _FLOATS.as_pointer())
             _add_square(builder, sums, builder.fpext(builder.load(block, align=4), _DOUBLES))
         rest = cgutils.alloca_once_value(builder, ir.Constant(_DOUBLE, 0.0))

@@ -141,9 +141,7 @@ def _default_threads() -> int:
     if text is None:
         return max(
             1,
-            min(
-                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16
-            ),
+            min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16),
         )
     if not text.isdigit() or int(text) < 1:
         raise ArgumentError(

@@ -47,9 +47,7 @@ def find_hashed(entries: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None
         slots[i] = entries[_entry(entries, key), 1] - 1
 
 
-def insert_hashed(
-    entries: np.ndarray, ids: np.ndarray, slots: np.ndarray, used: int, slot_ids: np.ndarray
-) -> int:
+def insert_hashed(entries: np.ndarray, ids: np.ndarray, slots: np.ndarray, used: int, slot_ids: np.ndarray) -> int:
     """Give new slots from ``used`` on, note their ids in ``slot_ids``, and return the new ``used``."""
     for i, key in enumerate(ids.tolist()):
         if slots[i] < 0:

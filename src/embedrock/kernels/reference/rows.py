@@ -13,9 +13,7 @@ import numpy as np
 from embedrock.kernels.reference import codec, rules
 
 
-def gather(
-    weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray
-) -> None:
+def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
     """Copy the weights of ``slots[positions]`` to ``out`` (n, dim).
 
     A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet.
