@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ EXPORT_BATCH_ROWS = 65_536
 ON_NONFINITE = ("raise", "skip")
 STATE_FORMAT = 1
 
+if TYPE_CHECKING:
+    from embedrock.kernels.cpu.runtime import Call
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,8 +52,7 @@ def _exclusive(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatena
     @functools.wraps(method)
     def locked(self: Table, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
-            if self._memory is None:
-                raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
+            self._finish_step()
             return method(self, *args, **kwargs)
 
     return locked
@@ -112,6 +114,7 @@ class Table:
         self._memory_arguments = memory, directory
         self._on_nonfinite = on_nonfinite
         self._memory: Memory | None = None
+        self._running: Call | None = None
         self._install(spec, self._new_memory(spec))
         if name:
             _named[name] = self
@@ -174,10 +177,12 @@ class Table:
         self._read_rows(flat, self._tier.directory.find(flat), _positions(flat.size), out)
         return out.reshape(*checked.shape, self.dim)
 
-    @_exclusive
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
-        return self._located(make_plan(self._checked_ids(ids)))
+        with self._lock:  # but not alone: the step before, which moves no record, may still be running
+            directory = self._tier.directory
+            plan = make_plan(self._checked_ids(ids))
+            return _with_slots(plan, directory.find(plan.ids), self._epoch)
 
     @_exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -231,14 +236,15 @@ class Table:
             slots[unknown] = self._tier.directory.find(plan.ids[unknown])
         else:
             return plan
-        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=self._epoch)
+        return _with_slots(plan, slots, self._epoch)
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
         return check_ids(ids, self.rows, self._subject)
 
     @property
     def _tier(self) -> Memory:
-        assert self._memory is not None  # @_exclusive has seen that the table is open
+        if self._memory is None:
+            raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
         return self._memory
 
     # ---------------------------------------------------------------- training
@@ -295,14 +301,18 @@ class Table:
             return self._refuse(grads)
         plan = self._located(grads.plan)
         slots = self._admit(plan)
-        step = self._steps + 1
+        self._steps += 1
         if self._history is not None:
             self._history.append(rule)
-        try:
-            numbers = self._history.numbers() if self._history is not None else rule.numbers(step)
-            self._tier.step(plan.ids, slots, grads.values, numbers, step)
-        finally:
-            self._steps = step  # also when Ctrl-C arrives: the kernels have run to their end by then
+        numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
+        args = plan.ids, slots, grads.values, numbers, self._steps
+        # In the background, while the caller goes on to the next batch: whatever touches records waits for it.
+        self._running = kernels.cpu.runtime.start(self._tier.step, *args)
+
+    def _finish_step(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.finish()
 
     def _rule_for_step(self, lr: float | None, changes: dict[str, Any]) -> Rule:
         if self.rule is None:
@@ -518,6 +528,7 @@ class Table:
     def close(self) -> None:
         """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed."""
         with self._lock:
+            self._finish_step()
             self._memory = None
             self._epoch = next(_epochs)
 
@@ -568,6 +579,10 @@ def named_table(name: str) -> Table:
             f"er.Table(..., name={name!r})."
         )
     return table
+
+
+def _with_slots(plan: Plan, slots: np.ndarray, epoch: int) -> Plan:
+    return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
 
 
 def _positions(count: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except EmbedrockError as error:
         print(f"embedrock: error: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # The reader of our output left (`| head`). Python would complain when it flushes the rest on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break into the leaving

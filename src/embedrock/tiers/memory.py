@@ -156,7 +156,7 @@ class Memory:
         if not exact:
             self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)
         args = weights, rows, self._records, slots, layout.state_start, layout.state_width, grads, numbers
-        cpu.runtime.run(cpu.rows.step, len(slots), *args, grain=512)
+        cpu.runtime.run(cpu.rows.step, len(slots), *args, grain=512, cuts=4)
         if not exact:
             args = self._weights, slots, weights, read_only(ids), self._spec.key, step
             cpu.runtime.run(cpu.rows.scatter_stochastic, len(slots), *args, grain=512)

@@ -45,7 +45,7 @@ def run(options: ClickOptions) -> dict[str, Any]:
     print(_format_sizes(plan.sizes))
     results: dict[str, Any] = {"training": _train(plan, log, options)}
     if options.compare:
-        print("\na few steps of the same model, each in a process of its own")
+        print("\na few steps of the same model, in a process of its own each")
         outcomes = list(contest(plan, options.batch_size, options.threads))
         print(_format_outcomes(outcomes))
         results["contest"] = [asdict(outcome) for outcome in outcomes]
@@ -154,14 +154,14 @@ def _format_outcomes(outcomes: list[Outcome]) -> str:
         (
             outcome.name,
             f"{outcome.step_s * 1e3:.1f}",
-            f"{1 / outcome.step_s:.0f}",
             f"{outcome.step_s / base:.1f}x" if base else "",
+            f"{outcome.new_step_s * 1e3:.1f}",
             f"{outcome.setup_s:.1f}",
             format_bytes(outcome.rss_bytes),
         )
         for outcome in outcomes
         if outcome.step_s
     ]
-    table = format_table(("", "ms/step", "it/s", "time", "first step, s", "RAM"), done)
+    table = format_table(("", "ms/step", "time", "with new rows, ms", "first step, s", "RAM"), done)
     skipped = [f"{outcome.name}: skipped, {outcome.reason}" for outcome in outcomes if outcome.reason]
     return "\n".join([table, *skipped])

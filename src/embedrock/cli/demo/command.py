@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -76,13 +77,9 @@ def _add_option(parser: ArgumentParser, name: str, text: str, **how: Any) -> Non
 
 def _run(arguments: Namespace) -> int:
     options = _options(arguments)
-    for package in REQUIRED:
-        try:
-            import_module(package)
-        except ImportError as error:
-            raise MissingExtraError(
-                f'the demo needs {package}, which does not import: {error}. pip install "embedrock[torch,cli]"'
-            ) from error
+    _check_packages()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that lines arrive as they come through a pipe too
     if isinstance(options, LogOptions):
         from embedrock.cli.demo import log_run
 
@@ -96,6 +93,16 @@ def _run(arguments: Namespace) -> int:
         text = json.dumps(circumstances | results, indent=1, default=str)
         arguments.json.write_text(text + "\n")
     return 0
+
+
+def _check_packages() -> None:
+    for package in REQUIRED:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise MissingExtraError(
+                f'the demo needs {package}, which does not import: {error}. pip install "embedrock[torch,cli]"'
+            ) from error
 
 
 def _options(arguments: Namespace) -> ClickOptions | LogOptions:

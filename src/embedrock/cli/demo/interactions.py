@@ -92,10 +92,9 @@ def read_log(path: Path) -> Log:
 
     Example:
         >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "log.csv")
-        >>> path.write_text("user,item,timestamp\\nann,lamp,7\\nbob,lamp,9\\nann,sofa,8\\n") > 0
-        True
-        >>> log = read_log(path)
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     _ = Path(file.name).write_text("user,item,timestamp\\nann,lamp,7\\nbob,lamp,9\\nann,sofa,8\\n")
+        ...     log = read_log(Path(file.name))
         >>> log.users, log.items, log.times
         (array([0, 1, 0]), array([0, 0, 1]), array([7., 9., 8.]))
     """

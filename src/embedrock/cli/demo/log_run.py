@@ -146,9 +146,11 @@ def _format_epoch(number: int, courses: list[Course]) -> str:
 def _format_comparison(courses: list[Course], difference: dict[str, float]) -> str:
     curve, hits = difference["curve_difference"], difference["hit_rate_difference"]
     steps = f"first {difference['curve_steps']} steps"
+    bests = [max(course.epochs, key=lambda epoch: epoch.hit_rate) for course in courses]
     rows = [
         ("HR@10", *(f"{course.epochs[-1].hit_rate:.4f}" for course in courses), _verdict(hits, HIT_RATE_TARGET)),
         ("NDCG@10", *(f"{course.epochs[-1].ndcg:.4f}" for course in courses), ""),
+        ("HR@10, best epoch", *(f"{best.hit_rate:.4f}" for best in bests), ""),
         (f"loss, {steps}", "", "", _verdict(curve, CURVE_TARGET, " relative")),
         ("an epoch, s", *(f"{_epoch_s(course):.2f}" for course in courses), f"{difference['times_faster']:.1f}x"),
     ]

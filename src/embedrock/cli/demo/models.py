@@ -1,4 +1,7 @@
-"""The models of He et al., "Neural Collaborative Filtering", WWW 2017, on any embedding layers."""
+"""Recommenders on any embedding layers: matrix factorization, and two models of the NCF paper.
+
+He et al., "Neural Collaborative Filtering", WWW 2017.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,38 @@ from torch import Tensor, nn
 MLP_SHRINKS = 3  # hidden layers, each half as wide as what it is given
 
 
+class MF(nn.Module):
+    """Matrix factorization: the inner product of user and item, and a bias that is read off each row.
+
+    Args:
+        users, items: layers that turn ids of shape S into S + (dim,).
+        dim: width of both.
+    """
+
+    def __init__(self, users: nn.Module, items: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.users, self.items = users, items
+        self.user_bias, self.item_bias = nn.Linear(dim, 1), nn.Linear(dim, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Return a logit for each pair.
+
+        Args:
+            users, items: ids whose shapes broadcast, so that one user can be scored against many items: (n, 1)
+                and (n, m).
+
+        Returns:
+            Their broadcast shape.
+        """
+        p, q = self.users(users), self.items(items)
+        return (p * q).sum(-1) + (self.user_bias(p) + self.item_bias(q)).squeeze(-1)
+
+
 class GMF(nn.Module):
     """Generalized matrix factorization: a learned weighing of the product of user and item.
 
     Args:
-        users, items: layers that turn ids of shape S into S + (dim,). Their shapes must broadcast, so that one
-            user can be scored against many items: users (n, 1), items (n, m).
-        dim: width of both.
+        users, items, dim: as for `MF`.
     """
 
     def __init__(self, users: nn.Module, items: nn.Module, dim: int) -> None:
@@ -23,7 +51,7 @@ class GMF(nn.Module):
         self.score = nn.Linear(dim, 1)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Return a logit for each pair, in the ids' broadcast shape."""
+        """Return a logit for each pair, as `MF` does."""
         return self.score(self.users(users) * self.items(items)).squeeze(-1)
 
 
@@ -35,7 +63,7 @@ class NeuMF(nn.Module):
     visible difference of the last bit of a sum, and two runs that should agree drift apart after some 1000 steps.
 
     Args:
-        users, items, dim: as for `GMF`; `dim` must be a multiple of 8.
+        users, items, dim: as for `MF`; `dim` must be a multiple of 8.
     """
 
     def __init__(self, users: nn.Module, items: nn.Module, dim: int) -> None:
@@ -48,7 +76,7 @@ class NeuMF(nn.Module):
         self.score = nn.Linear(dim // 2 + (dim >> MLP_SHRINKS), 1)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Return a logit for each pair, in the ids' broadcast shape."""
+        """Return a logit for each pair, as `MF` does."""
         (user_gmf, user_mlp), (item_gmf, item_mlp) = (
             self.users(users).chunk(2, -1),
             self.items(items).chunk(2, -1),
@@ -57,4 +85,4 @@ class NeuMF(nn.Module):
         return self.score(torch.cat([user_gmf * item_gmf, deep], -1)).squeeze(-1)
 
 
-MODELS: dict[str, type[GMF | NeuMF]] = {"gmf": GMF, "neumf": NeuMF}
+MODELS: dict[str, type[MF | GMF | NeuMF]] = {"mf": MF, "gmf": GMF, "neumf": NeuMF}

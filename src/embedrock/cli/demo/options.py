@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Models, and what the width of their rows must be a multiple of.
-DIM_MULTIPLES = {"gmf": 1, "neumf": 8}
+DIM_MULTIPLES = {"mf": 1, "gmf": 1, "neumf": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Options:
         threads: of PyTorch and of Embedrock each; None: their own choice.
     """
 
-    model: str = "neumf"
+    model: str
     dim: int = 64
     batch_size: int = 8192
     lr: float
@@ -41,10 +41,11 @@ class ClickOptions(Options):
         steps: batches to train on.
     """
 
-    lr: float = 0.01
+    model: str = "mf"
+    lr: float = 0.005
     users: int = 20_000_000
     items: int = 2_000_000
-    steps: int = 2000
+    steps: int = 3000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,5 +58,6 @@ class LogOptions(Options):
     """
 
     data: Path
+    model: str = "neumf"
     lr: float = 0.003
     epochs: int = 12

@@ -7,12 +7,14 @@ TensorFlow's (stalls of 4 to 60 ms were measured), and it breaks after a fork.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -72,10 +74,10 @@ def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
     return signature, generate
 
 
-class _Call:
-    """One part of a kernel's range. Whoever claims it first runs it: a worker, or the caller who got there before."""
+class Call:
+    """A call in the background. Whoever claims it first makes it: a worker, or a caller who got there before."""
 
-    __slots__ = ("_args", "_claim", "_done", "_error", "_function")
+    __slots__ = ("__weakref__", "_args", "_claim", "_done", "_error", "_function")
 
     def __init__(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
@@ -84,6 +86,7 @@ class _Call:
         self._done.acquire()
 
     def run_once(self) -> None:
+        """Make the call, unless somebody has begun it."""
         if not self._claim.acquire(blocking=False):
             return
         try:
@@ -91,16 +94,25 @@ class _Call:
         except BaseException as error:
             self._error = error
         finally:
+            self._args = ()  # they hold the arrays of a table, which may be closed
             self._done.release()
 
+    def finish(self) -> None:
+        """Return once the call has ended, and raise what it raised. Meanwhile, help with what waits in the queue."""
+        self.run_once()
+        _current_pool().help()
+        error = self.wait()
+        if error is not None:
+            raise error
+
     def wait(self) -> BaseException | None:
-        """Return once the part has ended, with what it raised or what interrupted the waiting."""
+        """Return once the call has ended, with what it raised or what interrupted the waiting."""
         self.run_once()
         interrupt: BaseException | None = None
         while True:
             try:
-                self._done.acquire()
-                return interrupt or self._error
+                with self._done:
+                    return interrupt or self._error
             except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: let it end first
                 interrupt = signal
 
@@ -111,19 +123,33 @@ class _Pool:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
         for index in range(threads - 1):
             threading.Thread(target=self._work, name=f"embedrock-{index}", daemon=True).start()
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             call.run_once()
-            del call  # it holds the arrays of a table, which may be closed while this thread waits
+            del call  # it holds a table, which may be closed while this thread waits
+
+    def put(self, call: Call) -> None:
+        self._queue.put(call)
+
+    def help(self) -> None:
+        """Make calls that wait for a worker."""
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except Empty:
+                return
+            if call is None:  # for a worker, which is to end
+                return self._queue.put(None)
+            call.run_once()
 
     def run(self, function: Callable[..., object], bounds: list[int], args: tuple[Any, ...]) -> None:
-        calls = [_Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]
+        calls = [Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]
         for call in calls:
-            self._queue.put(call)
+            self.put(call)
         try:
             function(*args, bounds[0], bounds[1])
         finally:
@@ -153,6 +179,7 @@ def _default_threads() -> int:
 
 _lock = threading.Lock()
 _pool: _Pool | None = None
+_in_flight: weakref.WeakSet[Call] = weakref.WeakSet()  # background calls that somebody still waits for
 
 
 def _current_pool() -> _Pool:
@@ -180,21 +207,46 @@ def get_threads() -> int:
     return _current_pool().threads
 
 
-def run(function: Callable[..., object], count: int, *args: Any, grain: int = 1024) -> None:
-    """Call ``function(*args, lo, hi)`` over ``[0, count)``, cut into at most one part per thread.
+def run(function: Callable[..., object], count: int, *args: Any, grain: int = 1024, cuts: int = 1) -> None:
+    """Call ``function(*args, lo, hi)`` over ``[0, count)``, cut into parts for the threads.
 
     Args:
         function: a kernel whose parts are independent of each other.
         count: length of its outer range.
         args: its arguments before ``lo, hi``.
         grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 30 microseconds).
+        cuts: most parts for each thread: more than 1 where threads may join later.
     """
     pool = _current_pool()
-    parts = min(pool.threads, max(1, count // grain))
+    parts = min(pool.threads * cuts, max(1, count // grain)) if pool.threads > 1 else 1
     if parts == 1:
         function(*args, 0, count)
     else:
         pool.run(function, [count * k // parts for k in range(parts + 1)], args)
+
+
+def start(function: Callable[..., object], *args: Any) -> Call | None:
+    """Have a worker call ``function(*args)`` in the background; with one thread, call it now and return None.
+
+    Whoever needs what it does calls its `Call.finish`, which does the work itself where no worker has begun it.
+    """
+    pool = _current_pool()
+    if pool.threads == 1:
+        function(*args)
+        return None
+    call = Call(function, args)
+    _in_flight.add(call)
+    pool.put(call)
+    return call
+
+
+def _finish_all() -> None:
+    for call in list(_in_flight):
+        call.wait()
+
+
+# A forked child has no worker to end what one has begun, and an interpreter that exits takes the memory away.
+atexit.register(_finish_all)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -215,4 +267,4 @@ def _forget_pool() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)
