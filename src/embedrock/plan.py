@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +67,13 @@ class Plan:
             array.flags.writeable = False
 
 
-def make_plan(ids: Int64Array) -> Plan:
+def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None = None, epoch: int = -1) -> Plan:
     """Decide what a batch of ids needs. A pure function of the ids: no number of threads changes a bit of it.
 
     Args:
         ids: int64, any shape, any values, at most 2**31 - 1 of them; repeats are what this is for.
+        find: a directory's, to fill in the slots of the unique ids.
+        epoch: that of the slots.
 
     Returns:
         The plan; its arrays are its own.
@@ -94,7 +97,10 @@ def make_plan(ids: Int64Array) -> Plan:
     flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
     flat.flags.writeable = False
     arrays = _plan_whole(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)
-    return Plan(ids.shape, *arrays)
+    if find is None:
+        return Plan(ids.shape, *arrays)
+    slots = find(arrays[0])
+    return Plan(ids.shape, *arrays, slots, int(np.count_nonzero(slots < 0)), epoch)
 
 
 class _Scratch(threading.local):

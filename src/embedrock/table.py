@@ -180,9 +180,7 @@ class Table:
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
         with self._lock:  # but not alone: the step before, which moves no record, may still be running
-            directory = self._tier.directory
-            plan = make_plan(self._checked_ids(ids))
-            return _with_slots(plan, directory.find(plan.ids), self._epoch)
+            return make_plan(self._checked_ids(ids), self._tier.directory.find, self._epoch)
 
     @_exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -236,7 +234,7 @@ class Table:
             slots[unknown] = self._tier.directory.find(plan.ids[unknown])
         else:
             return plan
-        return _with_slots(plan, slots, self._epoch)
+        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=self._epoch)
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
         return check_ids(ids, self.rows, self._subject)
@@ -277,7 +275,6 @@ class Table:
         """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row."""
         return RowGradients.sum(plan, self._checked_values("grads", grads, plan.shape))
 
-    @_exclusive
     def step(
         self,
         grads: RowGradients,
@@ -288,6 +285,8 @@ class Table:
     ) -> None:
         """Make one exact step of the rule by summed gradients.
 
+        The records are stepped in the background while the caller goes on; whatever reads them waits for that.
+
         Args:
             grads: from `sum`.
             scale: every gradient is multiplied by it first.
@@ -295,8 +294,14 @@ class Table:
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
-        rule = self._rule_for_step(lr, changes)
-        grads = grads.scaled(scale, clip_value)
+        self.step_by(self._rule_for_step(lr, changes), grads.scaled(scale, clip_value))
+
+    @_exclusive
+    def step_by(self, rule: Rule, grads: RowGradients) -> None:
+        """Make the step of `step` with all hyperparameters as `rule` has them, which must be laid out as the table's."""
+        tier = self._tier
+        if not rule.same_layout(self.rule):
+            raise ArgumentError(f"`rule` must be laid out as the rule of {self._subject}, {self.rule}: got {rule}.")
         if not grads.is_finite:
             return self._refuse(grads)
         plan = self._located(grads.plan)
@@ -306,8 +311,7 @@ class Table:
             self._history.append(rule)
         numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
         args = plan.ids, slots, grads.values, numbers, self._steps
-        # In the background, while the caller goes on to the next batch: whatever touches records waits for it.
-        self._running = kernels.cpu.runtime.start(self._tier.step, *args)
+        self._running = kernels.cpu.runtime.start(tier.step, *args)
 
     def _finish_step(self) -> None:
         running, self._running = self._running, None
@@ -378,6 +382,8 @@ class Table:
             raise GradientError(
                 f"`{name}` of {self._subject} must have shape {expected}, that of the ids and `dim`: got {array.shape}."
             )
+        if array.dtype == np.float32:
+            return np.ascontiguousarray(array.reshape(-1, self.dim))
         with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which the step refuses
             return np.ascontiguousarray(array.reshape(-1, self.dim), np.float32)
 
@@ -579,10 +585,6 @@ def named_table(name: str) -> Table:
             f"er.Table(..., name={name!r})."
         )
     return table
-
-
-def _with_slots(plan: Plan, slots: np.ndarray, epoch: int) -> Plan:
-    return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
 
 
 def _positions(count: int) -> np.ndarray:

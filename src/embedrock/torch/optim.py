@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -40,11 +41,11 @@ REMEDIES = {
 
 
 class _Due(NamedTuple):
-    """One table's part in a step, and the further arguments of `Table.step`."""
+    """One table's part in a step."""
 
     table: Table
+    rule: Rule
     grads: RowGradients
-    arguments: dict[str, Any]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -135,7 +136,7 @@ class RowOptimizer(torch.optim.Optimizer):
         given = {name: group[name] for name in self.fields if group[name] is not None}
         if isinstance(own, self.rule_type):
             given = {name: getattr(own, name) for name in own.FIXED} | given
-        return self.rule_type(**_plain(given))
+        return _make_rule(self.rule_type, tuple(_plain(given).items()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -180,8 +181,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         due = [part for group in self.param_groups for part in self._due(group)]
         # Tables that will refuse come first, so that no other has been stepped by then.
-        for table, grads, arguments in sorted(due, key=lambda part: part.grads.is_finite):
-            table.step(grads, **arguments)
+        for part in sorted(due, key=lambda part: part.grads.is_finite):
+            part.table.step_by(part.rule, part.grads)
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.vigil.stepped()
@@ -189,39 +190,38 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[_Due]:
         """Return the steps of the tables of a param group that have gradients."""
-        rule = self._rule(group)
-        arguments = {name: getattr(rule, name) for name in self.fields if name not in rule.FIXED}
-        arguments["clip_value"] = group["clip_value"]
-        fixed = {name: group[name] for name in rule.FIXED if group[name] is not None}
         due = []
         for handle in group["params"]:
-            self._check_bound(handle, fixed)
+            rule = self._rule(group, handle.table.rule)
+            self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
-                due.append(_Due(handle.table, grads, arguments))
+                due.append(_Due(handle.table, rule, grads.scaled(1.0, group["clip_value"])))
         return due
 
-    def _check_bound(self, handle: Handle, fixed: dict[str, Any]) -> None:
-        mine, rule = f"ert.{type(self).__name__}", handle.table.rule
+    def _check_bound(self, handle: Handle, rule: Rule) -> None:
+        mine = f"ert.{type(self).__name__}"
         if handle.vigil.owner is not self:
             raise ArgumentError(
                 f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has "
                 "one optimizer at a time: step that one, or make this one anew."
             )
-        if type(rule) is not self.rule_type or any(getattr(rule, name) != fixed[name] for name in fixed):
-            asked = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
+        if not rule.same_layout(handle.table.rule):
             raise ArgumentError(
-                f"the rows of {handle.label} are laid out for {rule}, and this optimizer is {mine}({asked}). "
+                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this {mine} steps by {rule}. "
                 f"Make the {mine} anew."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the pending gradients of the rows."""
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.pending.drop()
+                if set_to_none:
+                    handle.grad = None
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:
@@ -231,9 +231,21 @@ def _param_groups(layers: Layers) -> list[dict[str, Any]]:
     return items if items and isinstance(items[0], dict) else [{"params": items}]
 
 
+@functools.lru_cache(maxsize=256)
+def _make_rule(rule_type: type[Rule], hyperparameters: tuple[tuple[str, Any], ...]) -> Rule:
+    # Kept, because a step whose hyperparameters are those of the last one need not check them again.
+    return rule_type(**dict(hyperparameters))
+
+
 def _plain(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with tensors, which PyTorch allows for lr, as numbers."""
-    return {name: value.item() if isinstance(value, Tensor) else value for name, value in hyperparameters.items()}
+    """Return hyperparameters with tensors, which PyTorch allows for lr, as numbers, and lists as tuples."""
+    return {name: _plain_value(value) for name, value in hyperparameters.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_clip_value(clip_value: float | None) -> None:

@@ -8,13 +8,13 @@ import numpy as np
 
 from embedrock.gradients import RowGradients
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 def number_of(grads: RowGradients) -> float:
     """Return what stands for row gradients: their L2 norm as a float32, Inf where one of them is not finite."""
-    if not grads.is_finite:
-        return math.inf
-    with np.errstate(over="ignore"):
-        return float(np.float32(grads.norm))
+    norm = grads.norm
+    return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # NaN compares as false
 
 
 class Pending:
