@@ -36,6 +36,8 @@ def nudge(array: np.ndarray, at: int) -> None:
 
 SPOILED: list[tuple[str, str, Callable[..., None], Callable[[KernelSuite], None]]] = [
     ("rows", "gather", lambda *a: nudge(a[4], a[5]), lambda s: s.test_gather_and_scatter(8, "float32")),
+    ("rows", "look_up_direct", lambda *a: nudge(a[6], a[7]), lambda s: s.test_look_up("float32")),
+    ("rows", "look_up_hashed", lambda *a: nudge(a[6], a[7]), lambda s: s.test_look_up("float16")),
     ("rows", "scatter", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "bfloat16")),
     ("rows", "scatter_stochastic", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "float16")),
     ("rows", "reset_state", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_reset_state(8)),

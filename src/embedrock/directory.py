@@ -27,6 +27,10 @@ class Directory(ABC):
         """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
 
     @abstractmethod
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
+
+    @abstractmethod
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat."""
 
@@ -53,6 +57,9 @@ class Direct(Directory):
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return _find(kernels.cpu.directory.find_direct, self._present, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_direct, self._present, ids, (weights, positions), out)
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         self.count += int(np.count_nonzero(slots < 0))
@@ -89,6 +96,9 @@ class Hashed(Directory):
     def find(self, ids: np.ndarray) -> np.ndarray:
         return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
 
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         cpu = kernels.cpu
         needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
@@ -117,4 +127,18 @@ class Hashed(Directory):
 def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
     slots, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
     runtime.run(function, len(ids), where, runtime.read_only(ids), slots, grain=4096)
+    return slots
+
+
+def _look_up(
+    function: Callable[..., object],
+    where: np.ndarray,
+    ids: np.ndarray,
+    source: tuple[np.ndarray, np.ndarray],
+    out: np.ndarray,
+) -> np.ndarray:
+    slots, runtime, (weights, positions) = np.empty(len(ids), np.int64), kernels.cpu.runtime, source
+    nothing = np.zeros((1, out.shape[1]), np.float32)
+    args = where, runtime.read_only(ids), slots, weights, runtime.read_only(positions), nothing, out
+    runtime.run(function, len(ids), *args, grain=2048)
     return slots

@@ -174,7 +174,9 @@ class Table:
             return self._read(self._located(make_plan(checked)), None)
         flat = checked.reshape(-1)
         out = np.empty((flat.size, self.dim), np.float32)
-        self._read_rows(flat, self._tier.directory.find(flat), _positions(flat.size), out)
+        missing = self._tier.look_up(flat, _positions(flat.size), out) < 0
+        if missing.any():
+            out[missing] = self._first_values(flat[missing])
         return out.reshape(*checked.shape, self.dim)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:

@@ -93,6 +93,26 @@ class KernelSuite:
         self.call(self.backend.rows.scatter_stochastic, 20, other, *args)
         np.testing.assert_array_equal(other, words)
 
+    @pytest.mark.parametrize("dtype", STORAGES)
+    def test_look_up(self, dtype: str) -> None:
+        rng, count, dim = np.random.default_rng(1), 1300, 5
+        words, _ = self.records(rng, 100, make_layout(Adam(), dim, dtype), dtype)
+        present, entries = np.zeros(13, np.uint8), np.zeros((256, 2), np.int64)
+        reference.directory.insert_direct(present, np.arange(0, 100, 3), np.empty(34, np.int64))
+        reference.directory.insert_hashed(entries, np.arange(0, 100, 3), np.full(34, -1), 0, np.empty(34, np.int64))
+        ids, positions = rng.integers(0, 100, count), np.arange(count, dtype=np.int32)
+        fresh = rng.standard_normal((1, dim)).astype(np.float32)
+        for name, where in (("look_up_direct", present), ("look_up_hashed", entries)):
+            slots, expected = np.empty(count, np.int64), np.empty((count, dim), np.float32)
+            getattr(reference.rows, name)(where, ids, slots, words, positions, fresh, expected)
+            found, got = Guarded((count,), np.int64), Guarded((count, dim), np.float32)
+            args = where, ids, found.inside, words, positions, fresh, got.inside
+            self.call(getattr(self.backend.rows, name), count, *args)
+            np.testing.assert_array_equal(found.inside, slots)
+            np.testing.assert_array_equal(got.inside, expected)
+            found.check()
+            got.check()
+
     @pytest.mark.parametrize("dim", DIMS)
     def test_reset_state(self, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(Adam(dense=True), dim, "float16")

@@ -116,6 +116,10 @@ class Memory:
         args = self._weights, slots, cpu.runtime.read_only(positions), fresh, out
         cpu.runtime.run(cpu.rows.gather, len(out), *args, grain=2048)
 
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write the weights of `ids`, which may repeat, to `out`, and return their slots; -1 where `out` has zeros."""
+        return self.directory.look_up(ids, self._weights, positions, out)
+
     def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> None:
         """Bring copies `rows` float32 (n, dim) of records up to date; the records stay as they are."""
         layout, cpu = self._spec.layout, kernels.cpu

@@ -1,6 +1,7 @@
 """Reading, summing and stepping rows on the CPU: see ``kernels/reference/rows.py`` for what each does."""
 
 from embedrock.kernels.cpu.codec import decode, store_row, store_row_nearest
+from embedrock.kernels.cpu.directory import find_direct, find_hashed
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.rules import refresh_row, update_row
 from embedrock.kernels.cpu.runtime import kernel, prefetch, prefetch_to_write
@@ -10,6 +11,7 @@ from embedrock.kernels.cpu.runtime import kernel, prefetch, prefetch_to_write
 #
 # How many rows ahead memory is asked for: 8 to 32 measured alike (a record of 768 bytes, 2 cores, Zipf ids), 4 slower.
 AHEAD = 16
+BLOCK = 512  # ids found before their rows are read: slots stay in the core's first cache
 
 
 @kernel
@@ -28,6 +30,22 @@ def gather(weights, slots, positions, fresh, out, lo, hi):
             row = fresh[-1 - slot]
             for d in range(dim):
                 out[i, d] = row[d]
+
+
+@kernel
+def look_up_direct(present, ids, slots, weights, positions, fresh, out, lo, hi):
+    for start in range(lo, hi, BLOCK):
+        end = min(start + BLOCK, hi)
+        find_direct(present, ids, slots, start, end)
+        gather(weights, slots, positions, fresh, out, start, end)
+
+
+@kernel
+def look_up_hashed(entries, ids, slots, weights, positions, fresh, out, lo, hi):
+    for start in range(lo, hi, BLOCK):
+        end = min(start + BLOCK, hi)
+        find_hashed(entries, ids, slots, start, end)
+        gather(weights, slots, positions, fresh, out, start, end)
 
 
 @kernel

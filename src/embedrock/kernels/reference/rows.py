@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.kernels.reference import codec, rules
+from embedrock.kernels.reference import codec, directory, rules
 
 
 def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
@@ -22,6 +22,34 @@ def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh:
     here = wanted >= 0
     out[here] = codec.decode(weights[wanted[here], :dim])
     out[~here] = fresh[-1 - wanted[~here]]
+
+
+def look_up_direct(
+    present: np.ndarray,
+    ids: np.ndarray,
+    slots: np.ndarray,
+    weights: np.ndarray,
+    positions: np.ndarray,
+    fresh: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Find ids in a direct directory and copy their rows; ``positions`` count from 0, missing rows are ``fresh[0]``."""
+    directory.find_direct(present, ids, slots)
+    gather(weights, slots, positions, fresh, out)
+
+
+def look_up_hashed(
+    entries: np.ndarray,
+    ids: np.ndarray,
+    slots: np.ndarray,
+    weights: np.ndarray,
+    positions: np.ndarray,
+    fresh: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Do the same in a hashed directory."""
+    directory.find_hashed(entries, ids, slots)
+    gather(weights, slots, positions, fresh, out)
 
 
 def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
