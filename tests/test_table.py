@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": "5 parsecs"}, er.ArgumentError, "`memory` is not a size"),
     ({"memory": 0}, er.ArgumentError, "`memory` must be positive: got 0"),
     ({"memory": 1.5}, er.ArgumentError, "`memory` must be an int or a str, got float"),
+    ({"memory": 8}, er.MemoryBudgetError, "a row of the table takes 24 bytes: budget 8 bytes. Raise memory="),
+    ({"dim": 2**40}, er.MemoryBudgetError, "a row of the table takes"),
     ({"memory": True}, er.ArgumentError, "`memory` must be an int or a str, got bool"),
     ({"path": "x.rock"}, er.UnsupportedError, "`path`: tables on disk are not in this release"),
     ({"cols": 3}, er.UnknownArgumentError, "Table has no argument 'cols': it takes rows, dim, rule"),
@@ -480,3 +484,139 @@ def test_repr_and_stats() -> None:
 )
 def test_record_bytes(dim: int, dtype: str, rule: er.Rule | None, record_bytes: int) -> None:
     assert er.Table(10, dim, rule=rule, dtype=dtype).spec.record_bytes == record_bytes
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((4, DIM), np.float32),
+        np.empty((3, DIM)),
+        np.empty((DIM, 3), np.float32).T,
+        np.broadcast_to(np.float32(0), (3, DIM)),
+        [[0.0] * DIM] * 3,
+    ],
+    ids=["shape", "dtype", "order", "read-only", "list"],
+)
+def test_read_checks_out(table: er.Table, out: Any) -> None:
+    with pytest.raises(er.ArgumentError, match=r"`out` for table 'users' must be .* float32 array of shape \(3, 4\)"):
+        table.read(table.plan([1, 2, 3]), out)
+    fitting = np.empty((3, DIM), np.float32)
+    assert table.read(table.plan([1, 2, 3]), fitting) is fitting
+
+
+def test_gradients_summed_for_another_table_are_refused(table: er.Table) -> None:
+    wide = er.Table(100, 2 * DIM)
+    grads = wide.sum(wide.plan([1]), np.ones((1, 2 * DIM)))
+    before = table.steps, table.lookup(np.arange(10)).tobytes()
+    for call in (table.step, table.check_step):
+        with pytest.raises(er.GradientError, match=r"must be float32 \(1, 4\): got float32 \(1, 8\)"):
+            call(grads)
+    assert unchanged(table, before)
+    own = table.sum(table.plan([1]), ONES)
+    with pytest.raises(er.ArgumentError, match="`clip_value` must be a number > 0, or None: got -1"):
+        table.step(own, clip_value=-1)
+    with pytest.raises(er.ArgumentError, match="`rule` must be laid out as the rule of table 'users'"):
+        table.step_by(er.SGD(), own)
+    assert unchanged(table, before)
+
+
+def test_a_step_can_be_checked_before_it_is_made() -> None:
+    table = make(10**6, memory="100KiB")
+    table.check_step(table.sum(table.plan([1]), ONES))
+    ids = np.arange(10_000)
+    with pytest.raises(er.MemoryBudgetError):
+        table.check_step(table.sum(table.plan(ids), np.ones((10_000, DIM))))
+    assert table.stats()["rows_touched"] == 0
+
+
+BROKEN_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"ids": None}, "ids missing"),
+    ({"steps": None}, "steps missing"),
+    ({"ids": np.array([1, 100, 3])}, r"must lie in \[0, 100\): got 100"),
+    ({"ids": np.array([1, 1, 3])}, "not repeat"),
+    ({"ids": np.array([1.0, 2, 3])}, "must be integers"),
+    (
+        {"records": np.zeros((1, 48), np.uint8)},
+        r"`records` of a state for table 'users' must be uint8 \(3, 60\)|uint8 \(3, ",
+    ),
+    ({"history_table": None}, r"`history_table` of a state of Adam\(dense=True\) must have shape \(1, 7\)"),
+    ({"steps": 2}, "must have shape"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN_STATES, ids=lambda v: repr(v)[:30])
+def test_broken_states_change_nothing(change: dict[str, Any], message: str) -> None:
+    table = make(rule=er.Adam(lr=0.1, dense=True))
+    table.update([1, 2, 3], np.ones((3, DIM)))
+    state = {**table.state(), **change}
+    state = {key: value for key, value in state.items() if value is not None}
+    before = table.steps, table.lookup(np.arange(10)).tobytes()
+    with pytest.raises(er.EmbedrockError, match=message):
+        table.load_state(state)
+    assert unchanged(table, before)
+
+
+def test_a_closed_table_loads_no_state(table: er.Table) -> None:
+    state = {k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in table.state().items()}
+    table.close()
+    with pytest.raises(er.ClosedTableError):
+        table.load_state(state)
+
+
+def test_a_failed_background_step_is_not_forgotten(table: er.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(type(table._tier), "step", fail)
+    with pytest.raises(MemoryError):  # noqa: PT012  # at once with one thread, at the next call with several
+        table.update([1], ONES)
+        table.lookup([1])
+    if er.get_threads() > 1:
+        for call in (lambda: table.lookup([1]), lambda: table.update([1], ONES), table.state):
+            with pytest.raises(er.EmbedrockError, match=r"step 2 of table 'users' failed.*no room.*last state"):
+                call()
+
+
+def test_nonfinite_errors_cross_processes() -> None:
+    error = er.NonFiniteGradientError("text", 2, np.array([5, 6]))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.count, again.ids.tolist()) == ("text", 2, [5, 6])
+
+
+def test_exports_notice_assignments() -> None:
+    table = make(5000)
+    table.update(np.arange(5000), np.ones((5000, DIM)))
+    batches = table.export_batches(100)
+    next(batches)
+    table.assign([1], ONES)
+    with pytest.raises(er.ArgumentError, match="was changed while it was being exported"):
+        next(batches)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interrupts_leave_whole_steps(dtype: str) -> None:
+    """Ctrl-C at random instants: the table is always one that a number of whole steps leads to."""
+    grads = np.random.default_rng(0).standard_normal((600, DIM)).astype(np.float32)
+    ids = np.arange(600)
+
+    def new() -> er.Table:
+        return er.Table(1000, DIM, rule=er.Adam(lr=0.1), dtype=dtype, directory="hashed")
+
+    expected = {0: new().lookup(ids).tobytes()}
+    replay = new()
+    random, main = np.random.default_rng(1), threading.main_thread()
+    for _ in range(60):
+        table = new()
+        timer = threading.Timer(random.uniform(0, 0.004), signal.pthread_kill, (main.ident, signal.SIGINT))
+        try:
+            timer.start()
+            while timer.is_alive():
+                table.update(ids, grads)
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+        while replay.steps < table.steps:
+            replay.update(ids, grads)
+            expected[replay.steps] = replay.lookup(ids).tobytes()
+        assert table.lookup(ids).tobytes() == expected[table.steps]

@@ -43,6 +43,9 @@ class NonFiniteGradientError(GradientError):
         self.count = count
         self.ids = ids
 
+    def __reduce__(self) -> tuple[type, tuple[str, int, npt.NDArray[np.int64]]]:
+        return type(self), (str(self), self.count, self.ids)
+
 
 class MemoryBudgetError(EmbedrockError, MemoryError):
     """Rows that do not fit the table's memory budget, or a table that does not fit the machine."""

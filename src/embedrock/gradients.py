@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedrock import kernels
+from embedrock.errors import ArgumentError
 from embedrock.plan import Plan, make_plan
 
 
@@ -67,6 +68,8 @@ class RowGradients:
         """Return all values times `factor`, then clamped to ``[-clip_value, clip_value]``."""
         if factor == 1.0 and clip_value is None:
             return self
+        if clip_value is not None and not clip_value > 0:
+            raise ArgumentError(f"`clip_value` must be a number > 0, or None: got {clip_value!r}.")
         with np.errstate(over="ignore", invalid="ignore"):
             values = self.values * np.float32(factor)
         if clip_value is not None:

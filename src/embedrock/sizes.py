@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from pathlib import Path
@@ -40,10 +41,10 @@ def parse_bytes(size: int | str, subject: str = "memory") -> int:
         1536
     """
     remedy = 'Pass a positive number of bytes or a string such as "512MiB" or "2GB".'
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise ArgumentError(f"`{subject}` must be an int or a str, got {type(size).__name__}. {remedy}")
-    if isinstance(size, int):
-        count = size
+    if not isinstance(size, str):
+        count = operator.index(size)
     else:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in UNITS:

@@ -18,6 +18,7 @@ from embedrock import kernels
 from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
+    EmbedrockError,
     GradientError,
     NonFiniteGradientError,
     UnknownArgumentError,
@@ -26,14 +27,15 @@ from embedrock.errors import (
 from embedrock.gradients import RowGradients
 from embedrock.ids import check_ids, check_range
 from embedrock.initializers import Initializer, Normal
+from embedrock.interrupts import held_back
 from embedrock.plan import Plan, make_plan
-from embedrock.rules import Rule, describe_rule, read_rule
+from embedrock.rules import History, Rule, describe_rule, read_rule
 from embedrock.spec import Spec
+from embedrock.states import STATE_FORMAT, check_state, read_rows
 from embedrock.tiers.memory import Memory, choose
 
 EXPORT_BATCH_ROWS = 65_536
 ON_NONFINITE = ("raise", "skip")
-STATE_FORMAT = 1
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.runtime import Call
@@ -56,6 +58,18 @@ def _exclusive(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatena
             return method(self, *args, **kwargs)
 
     return locked
+
+
+def _whole(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatenate[Table, P], T]:
+    """Run a method that changes the table alone and to its end: Ctrl-C waits."""
+    exclusive = _exclusive(method)
+
+    @functools.wraps(method)
+    def uninterrupted(self: Table, *args: P.args, **kwargs: P.kwargs) -> T:
+        with held_back():
+            return exclusive(self, *args, **kwargs)
+
+    return uninterrupted
 
 
 class Table:
@@ -115,6 +129,8 @@ class Table:
         self._on_nonfinite = on_nonfinite
         self._memory: Memory | None = None
         self._running: Call | None = None
+        self._failure: BaseException | None = None
+        self._changes = 0  # seen by exports that are under way
         self._install(spec, self._new_memory(spec))
         if name:
             _named[name] = self
@@ -122,10 +138,11 @@ class Table:
     def _new_memory(self, spec: Spec) -> Memory:
         return Memory(spec, choose(spec, *self._memory_arguments, self._subject), self._subject)
 
-    def _install(self, spec: Spec, memory: Memory) -> None:
-        """Take over new records, whose rule has not made a step yet."""
+    def _install(self, spec: Spec, memory: Memory, history: History | None = None) -> None:
+        """Take over new records, whose rule has made no step but those in `history`."""
         self._spec, self._memory = spec, memory
-        self._history = spec.rule.history() if spec.rule else None
+        self._history = history or (spec.rule.history() if spec.rule else None)
+        self._changes += 1
         self._steps = self._skipped_steps = 0
         self._epoch = next(_epochs)
 
@@ -192,7 +209,19 @@ class Table:
             plan: made by this table.
             out: C-contiguous float32 of that shape, to write to.
         """
+        self._check_out(out, (*plan.shape, self.dim))
         return self._read(self._located(plan), out)
+
+    def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:
+        if out is None:
+            return
+        fits = isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == shape
+        if not (fits and out.flags.c_contiguous and out.flags.writeable):
+            got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise ArgumentError(
+                f"`out` for {self._subject} must be a C-contiguous, writeable float32 array of shape {shape}: "
+                f"got {got}. Pass np.empty({shape}, np.float32), or leave it out."
+            )
 
     @_exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
@@ -245,6 +274,11 @@ class Table:
     def _tier(self) -> Memory:
         if self._memory is None:
             raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
+        if self._failure is not None:
+            raise EmbedrockError(
+                f"step {self._steps} of {self._subject} failed, and some of its rows may have been stepped: "
+                f"{self._failure!r}. Make a new Table and load the last state that you saved."
+            )
         return self._memory
 
     # ---------------------------------------------------------------- training
@@ -298,27 +332,54 @@ class Table:
         """
         self.step_by(self._rule_for_step(lr, changes), grads.scaled(scale, clip_value))
 
-    @_exclusive
+    @_whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
-        """Make the step of `step` with all hyperparameters as `rule` has them, which must be laid out as the table's."""
+        """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
         tier = self._tier
         if not rule.same_layout(self.rule):
             raise ArgumentError(f"`rule` must be laid out as the rule of {self._subject}, {self.rule}: got {rule}.")
+        self._check_grads(grads)
         if not grads.is_finite:
             return self._refuse(grads)
         plan = self._located(grads.plan)
         slots = self._admit(plan)
-        self._steps += 1
+        self._count_change(steps=1)
         if self._history is not None:
             self._history.append(rule)
         numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
         args = plan.ids, slots, grads.values, numbers, self._steps
         self._running = kernels.cpu.runtime.start(tier.step, *args)
 
+    @_exclusive
+    def check_step(self, grads: RowGradients) -> None:
+        """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes."""
+        self._check_grads(grads)
+        self._tier.check_room(self._located(grads.plan).missing)
+
+    def _check_grads(self, grads: RowGradients) -> None:
+        expected = len(grads.plan.ids), self.dim
+        if grads.values.shape != expected or grads.values.dtype != np.float32:
+            raise GradientError(
+                f"gradients of rows of {self._subject} must be float32 {expected}: got {grads.values.dtype} "
+                f"{grads.values.shape}. Were they summed for another table?"
+            )
+
+    def _count_change(self, steps: int = 0) -> None:
+        self._steps += steps
+        self._changes += 1
+
     def _finish_step(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.finish()
+        running = self._running
+        if running is None:
+            return
+        with held_back():
+            try:
+                running.finish()
+            except BaseException as error:
+                self._failure = error
+                raise
+            finally:
+                self._running = None
 
     def _rule_for_step(self, lr: float | None, changes: dict[str, Any]) -> Rule:
         if self.rule is None:
@@ -349,7 +410,7 @@ class Table:
         fresh = self._first_values(plan.ids[plan.slots < 0])
         return self._tier.admit(plan.ids, plan.slots, fresh, self._spec.first_state)
 
-    @_exclusive
+    @_whole
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Overwrite the weights of rows; their optimizer state stays.
 
@@ -375,6 +436,7 @@ class Table:
                 f"`values` of {self._subject} must be finite as {self._spec.dtype}: got NaN, Inf or a value too large."
             )
         self._tier.write(self._admit(plan), kept)
+        self._count_change()
 
     def _checked_values(self, name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
         array, expected = np.asarray(values), (*shape, self.dim)
@@ -389,7 +451,7 @@ class Table:
         with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which the step refuses
             return np.ascontiguousarray(array.reshape(-1, self.dim), np.float32)
 
-    @_exclusive
+    @_whole
     def set_rule(self, rule: Rule | None) -> None:
         """Give the table a rule. If its records must be laid out anew, weights stay and state and step begin anew."""
         _check_kind("rule", rule, Rule, "er.Adam()")
@@ -434,9 +496,9 @@ class Table:
         """
         if _index(batch_rows) < 1:
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
-        steps, epoch = self._steps, self._epoch
+        changes, epoch = self._changes, self._epoch
         for ids, slots in self._open_tier().batches(batch_rows):
-            if (steps, epoch) != (self._steps, self._epoch):
+            if (changes, epoch) != (self._changes, self._epoch):
                 raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
             yield ids, self._weights_at(ids, slots)
 
@@ -466,7 +528,7 @@ class Table:
             **{f"history_{name}": array for name, array in history.items()},
         }
 
-    @_exclusive
+    @_whole
     def load_state(self, state: dict[str, Any]) -> None:
         """Replace rows, optimizer state, steps and seed by what `state` returned.
 
@@ -475,34 +537,24 @@ class Table:
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
         """
-        rule = read_rule(state["rule"])
-        self._check_state(state, rule)
-        spec = replace(self._spec, rule=rule, seed=int(state["seed"]))
-        memory = self._new_memory(spec)
-        memory.check_room(len(state["ids"]))
-        memory.paste_records(np.asarray(state["ids"], np.int64), np.asarray(state["records"], np.uint8))
+        self._tier.check_room(0)  # open
         wanted = self.rule
-        self._install(spec, memory)
-        if self._history is not None:
-            prefix = "history_"
-            self._history.load({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        check_state(state, self._description(), self._subject)
+        rule = read_rule(state["rule"])
+        if rule is not None and wanted is not None and not wanted.same_layout(rule):
+            raise ArgumentError(
+                f"a state for {self._subject} must be that of its rule {wanted}: got one of {rule}. "
+                "Call set_rule(None) first to take the state's rule."
+            )
+        spec = replace(self._spec, rule=rule, seed=int(state["seed"]))
+        ids, records, history = read_rows(state, spec, self._subject)
+        memory = self._new_memory(spec)
+        memory.check_room(len(ids))
+        memory.paste_records(ids, records)
+        self._install(spec, memory, history)
         self._steps, self._skipped_steps = int(state["steps"]), int(state["skipped_steps"])
         if wanted is not None:
             self.set_rule(wanted)
-
-    def _check_state(self, state: dict[str, Any], rule: Rule | None) -> None:
-        expected = self._description()
-        for key in ("format", "rows", "dim", "dtype", "init"):
-            if state.get(key) != expected[key]:
-                raise ArgumentError(
-                    f"a state for {self._subject} must have {key} {expected[key]!r}: got {state.get(key)!r}. "
-                    "Make the table with the arguments it was saved with."
-                )
-        if rule is not None and self.rule is not None and not self.rule.same_layout(rule):
-            raise ArgumentError(
-                f"a state for {self._subject} must be that of its rule {self.rule}: got one of {rule}. "
-                "Call set_rule(None) first to take the state's rule."
-            )
 
     def _description(self) -> dict[str, Any]:
         spec = self._spec
@@ -564,7 +616,8 @@ class Table:
             directory=directory,
             on_nonfinite=self._on_nonfinite,
         )
-        made.load_state(self.state())
+        with self._lock:  # the state has views of rows
+            made.load_state(self.state())
         memo[id(self)] = made
         return made
 

@@ -43,8 +43,8 @@ class History(ABC):
         """Return arrays from which `load` restores it."""
 
     @abstractmethod
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        """Replace it by what `state` returned."""
+    def load(self, state: dict[str, np.ndarray], steps: int) -> None:
+        """Replace it by what `state` returned after `steps` steps; raise `ArgumentError` where that does not fit."""
 
 
 class Rule(ABC):

@@ -125,12 +125,9 @@ class DenseAdamHistory(History):
     """The numbers of all steps of a table, for rows that catch up with dense Adam."""
 
     def __init__(self) -> None:
-        self.load(
-            {
-                "table": np.empty((0, len(arguments.DENSE_ADAM_COLUMNS)), np.float32),
-                "log_fade": np.zeros((1, 2)),
-            }
-        )
+        self._steps, self._largest, self._fading = 0, 0.0, True
+        self._table = np.empty((0, len(arguments.DENSE_ADAM_COLUMNS)), np.float32)
+        self._log_fade = np.zeros((1, 2))
 
     def append(self, rule: Adam) -> None:
         if self._steps == len(self._table):
@@ -159,10 +156,17 @@ class DenseAdamHistory(History):
     def state(self) -> dict[str, np.ndarray]:
         return {"table": self._table[: self._steps], "log_fade": self._log_fade[: self._steps + 1]}
 
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        self._table, self._log_fade = np.array(state["table"]), np.array(state["log_fade"])
-        self._steps = len(self._table)
+    def load(self, state: dict[str, np.ndarray], steps: int) -> None:
+        shapes = {"table": (steps, len(arguments.DENSE_ADAM_COLUMNS)), "log_fade": (steps + 1, 2)}
+        for name, shape in shapes.items():
+            if name not in state or np.shape(state[name]) != shape:
+                raise ArgumentError(
+                    f"`history_{name}` of a state of Adam(dense=True) must have shape {shape} after {steps} steps: "
+                    f"got {np.shape(state[name]) if name in state else 'none'}."
+                )
         self._largest, self._fading = 0.0, True
+        self._table, self._log_fade = np.array(state["table"], np.float32), np.array(state["log_fade"], np.float64)
+        self._steps = steps
         self._bound(self._table)
 
     def _bound(self, rows: np.ndarray) -> None:

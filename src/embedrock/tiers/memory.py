@@ -77,6 +77,11 @@ class Memory:
             assert rows is not None  # `choose` made it direct, so its ids are not open
             return Direct(rows), rows
         capacity = self._choice.budget_bytes // (self._spec.record_bytes + ID_BYTES)
+        if not capacity:
+            raise MemoryBudgetError(
+                f"a row of {self._subject} takes {self._spec.record_bytes + ID_BYTES} bytes: budget "
+                f"{self._choice.budget_bytes} bytes. Raise memory=, or use a smaller dim, dtype or rule state."
+            )
         if self._spec.rows is not None:
             capacity = min(capacity, self._spec.rows)
         return Hashed(capacity), capacity
@@ -111,7 +116,7 @@ class Memory:
             )
 
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
-        """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` stands for ``fresh[k]``."""
+        """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` means ``fresh[k]``."""
         cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
         args = self._weights, slots, cpu.runtime.read_only(positions), fresh, out
         cpu.runtime.run(cpu.rows.gather, len(out), *args, grain=2048)
