@@ -112,7 +112,7 @@ def test_unseen_picks_every_unseen_item_once():
 def test_split_and_epochs_are_deterministic_and_epochs_differ():
     random = np.random.default_rng(0)
     pairs = [(int(user), int(item)) for user, item in random.integers(0, 40, (500, 2))]
-    one, two, other = (leave_one_out(log_of(pairs), seed) for seed in (5, 5, 6))
+    one, two, other = (leave_one_out(log_of(pairs, items=400), seed) for seed in (5, 5, 6))
     np.testing.assert_array_equal(one.candidates, two.candidates)
     assert (one.candidates[:, 1:] != other.candidates[:, 1:]).any()
     first, again, second = one.epoch(5, 1), two.epoch(5, 1), one.epoch(5, 2)

@@ -159,6 +159,17 @@ def test_strided_ids():
     assert torch.equal(mine(ids), theirs(ids))
 
 
+def test_padding_idx_may_be_any_whole_number():
+    layer = ert.Embedding(ROWS, DIM, padding_idx=np.int64(-1))  # pyright: ignore[reportArgumentType]
+    assert type(layer.padding_idx) is int
+    assert layer.padding_idx == ROWS - 1
+
+
+def test_padding_idx_of_open_ids_is_checked_too():
+    with pytest.raises(er.ArgumentError, match="`padding_idx`"):
+        ert.Embedding(None, DIM, padding_idx=1.5)  # pyright: ignore[reportArgumentType]
+
+
 def test_open_ids():
     layer = ert.Embedding(None, DIM, padding_idx=-7)
     optimizer = ert.SGD(layer, lr=1.0)
@@ -226,7 +237,15 @@ REFUSED = [
     ({"dtype": torch.float64}, er.ArgumentError, "torch.bfloat16"),
     ({"padding_idx": 3}, er.ArgumentError, r"\[-3, 3\)"),
     ({"padding_idx": -4}, er.ArgumentError, r"\[-3, 3\)"),
+    ({"padding_idx": 1.5}, er.ArgumentError, "`padding_idx` must be an int or None: got 1.5"),
+    ({"padding_idx": True}, er.ArgumentError, "`padding_idx` must be an int or None: got True"),
     ({"max_norm": -1.0}, er.ArgumentError, "`max_norm`"),
+    ({"max_norm": "a"}, er.ArgumentError, "`max_norm` must be a number >= 0, or None: got 'a'"),
+    ({"max_norm": True}, er.ArgumentError, "`max_norm`"),
+    ({"max_norm": float("nan")}, er.ArgumentError, "`max_norm`"),
+    ({"norm_type": "x"}, er.ArgumentError, "`norm_type` must be a number.*'x'"),
+    ({"norm_type": None}, er.ArgumentError, "`norm_type`"),
+    ({"norm_type": float("nan")}, er.ArgumentError, "`norm_type`"),
     ({"memory": "much"}, er.ArgumentError, "`memory`"),
 ]
 

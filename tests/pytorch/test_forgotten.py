@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +88,32 @@ def test_our_optimizer_is_made_but_never_stepped(zero_all):
 
     with pytest.raises(ert.ForgottenGradientsError, match=r"'user', Embedding\(20, 4\).*step\(\) of your ert\.Adam"):
         train(model, 2, zero, theirs.step)
+
+
+MADE_OF_LAYERS = {
+    "a layer": lambda model: ert.Adam(model.user),
+    "a list of layers": lambda model: ert.Adam([model.user]),
+    "a handle": lambda model: ert.Adam(model.user.handle),
+    "a param group": lambda model: ert.Adam([{"params": [model.user], "lr": 0.1}]),
+    "a list with the model": lambda model: ert.Adam([model]),
+    "a model that is gone": lambda model: ert.Adam(nn.Sequential(model.user, nn.Linear(2, 2))),
+}
+
+
+@pytest.mark.parametrize("make", MADE_OF_LAYERS.values(), ids=MADE_OF_LAYERS)
+def test_our_optimizer_is_made_of_layers_and_never_stepped(make):
+    model = Model()
+    ours, theirs = make(model), torch.optim.SGD(ert.dense_parameters(model), lr=0.1)
+    gc.collect()
+    train(model, 2, model.zero_grad, theirs.step)  # the first time, it might be another network's
+    with pytest.raises(ert.ForgottenGradientsError, match=r"step\(\) of your ert\.Adam .*of the whole model"):
+        model(IDS)
+    train(model, 2, model.zero_grad, theirs.step)  # one error for each offence
+    with pytest.raises(ert.ForgottenGradientsError):
+        model(IDS)
+    model.zero_grad()
+    train(model, 3, model.zero_grad, theirs.step, ours.step)
+    assert model.user.table.steps == 3
 
 
 def test_our_optimizer_is_gone():
@@ -195,6 +222,38 @@ def test_a_discriminator_steps_first():
         rows.step()
         dense.step()
         generator.zero_grad()
+
+
+@pytest.mark.parametrize("judge_first", [True, False])
+def test_networks_take_turns_and_our_optimizer_is_made_of_a_layer(judge_first):
+    generator, discriminator = Model(), nn.Linear(1, 1)
+    rows, judge = ert.Adam(generator.user), torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    turns = [judge, rows] if judge_first else [rows, judge]
+    for _ in range(4):
+        for optimizer in turns:
+            discriminator(generator(IDS)[None]).sum().backward()
+            optimizer.step()
+            generator.zero_grad()
+
+
+def test_several_optimizers_after_one_backward_count_once():
+    model = Model()
+    rows = ert.Adam([model.user])
+    others = [torch.optim.SGD([parameter], lr=0.1) for parameter in ert.dense_parameters(model)]
+    model(IDS).backward()
+    for _ in range(2):
+        for other in others:
+            other.step()
+    model(IDS)
+    rows.step()
+
+
+def test_once_stepped_our_optimizer_chooses_when():
+    model = Model()
+    ours, theirs = ert.Adam(model), torch.optim.SGD(ert.dense_parameters(model), lr=0.1)
+    train(model, 1, model.zero_grad, theirs.step, ours.step)
+    train(model, 3, model.zero_grad, theirs.step)
+    assert model.user.table.steps == 1
 
 
 def test_evaluation_with_gradients():

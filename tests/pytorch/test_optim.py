@@ -300,6 +300,82 @@ def test_refused_arguments(kind, arguments, error, text):
     assert layer.table.rule is None
 
 
+@pytest.mark.parametrize("clip_value", [-3, 0.0, float("nan"), "1", True])
+def test_a_clip_value_that_cannot_work_is_refused_at_the_step(clip_value):
+    layer = ert.Embedding(ROWS, DIM)
+    optimizer = ert.SGD(layer)
+    optimizer.param_groups[0]["clip_value"] = clip_value
+    layer(IDS).sum().backward()
+    with pytest.raises(er.ArgumentError, match="`clip_value`"):
+        optimizer.step()
+    assert layer.table.steps == 0
+
+
+@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
+def test_dense_adam_is_refused_beside_max_norm(kind):
+    model = nn.ModuleDict({"item": ert.Embedding(ROWS, DIM), "user": kind(ROWS, DIM, max_norm=1.5)})
+    text = r"`max_norm` \(1.5\) of 'user', Embedding.*Use Adam\(\)"
+    with pytest.raises(er.UnsupportedError, match=text):
+        ert.Adam(model, dense=True)
+    assert [rows_of(layer).rule for layer in model.values()] == [None, None]
+    with pytest.raises(er.UnsupportedError, match=text):
+        ert.Adam(copy.deepcopy(model["user"]), dense=True)
+    optimizer = ert.Adam(model["item"], dense=True)
+    with pytest.raises(er.UnsupportedError, match=text):
+        optimizer.add_param_group({"params": model["user"]})
+    assert len(optimizer.param_groups) == 1
+    ert.Adam(model["user"])
+
+
+def test_max_norm_is_refused_for_a_table_under_dense_adam():
+    table = er.Table(ROWS, DIM, rule=er.Adam(dense=True))
+    with pytest.raises(er.UnsupportedError, match="`max_norm`"):
+        ert.Embedding(table, max_norm=1.0)
+    ert.Adam(ert.Embedding(table))  # the layer that was not made leaves no trace
+    assert table.rule == er.Adam(dense=True)
+
+
+# ---------------------------------------------------------------- all tables or none
+
+
+REFUSALS = {
+    "memory": (er.MemoryBudgetError, lambda layer: None),
+    "closed": (er.ClosedTableError, lambda layer: layer.table.close()),
+    "nan": (er.NonFiniteGradientError, lambda layer: layer.handle.grad.fill_(float("nan"))),
+}
+
+
+@pytest.mark.parametrize(("error", "spoil"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_step_is_made_by_all_tables_or_by_none(error, spoil, order):
+    small = error is er.MemoryBudgetError
+    first = ert.Embedding(ROWS, DIM)
+    second = ert.Embedding(None, DIM, memory=4096 if small else None)
+    optimizer = ert.SGD([first, second][::order], lr=1.0)
+    before = weight_of(first)
+    for layer in (first, second):
+        layer(torch.arange(ROWS)).sum().backward()
+    if small:
+        second(torch.arange(5000)).sum().backward()
+    spoil(second)
+    with pytest.raises(error):
+        optimizer.step()
+    assert first.table.steps == 0
+    assert first.table.stats()["rows_touched"] == 0
+    assert torch.equal(weight_of(first), before)
+    second.handle.forget()
+    optimizer.step()  # the first one's gradients still wait
+    torch.testing.assert_close(weight_of(first), before - 1)
+
+
+def test_a_step_that_is_skipped_needs_no_room():
+    layer = ert.Embedding(None, DIM, memory=4096, on_nonfinite="skip")
+    optimizer = ert.SGD(layer)
+    (layer(torch.arange(5000)).sum() * float("nan")).backward()
+    optimizer.step()
+    assert layer.table.stats()["skipped_steps"] == 1
+
+
 # ---------------------------------------------------------------- one optimizer at a time
 
 

@@ -168,6 +168,39 @@ def test_a_checkpoint_of_nn_embedding(dtype: torch.dtype):
         mine["user"].load_state_dict({"weight": torch.zeros(3, DIM)})
 
 
+SPOILT = {
+    "nan": (torch.float32, float("nan")),
+    "inf": (torch.float32, float("inf")),
+    "too large": (torch.float16, 1e30),
+    "too large as float64": (torch.float32, 1e300),
+}
+
+
+@pytest.mark.parametrize(("dtype", "value"), SPOILT.values(), ids=SPOILT)
+def test_a_checkpoint_of_nn_embedding_is_loaded_as_a_whole_or_not_at_all(dtype: torch.dtype, value: float):
+    rows = 70_000  # more than are imported at once
+    layer = ert.Embedding(rows, 2, dtype=dtype)
+    before = weight_of(layer)
+    weight = torch.zeros(rows, 2, dtype=torch.float64)
+    weight[rows - 3, 1] = value
+    with pytest.raises(er.GradientError, match=r"`weight` for ert\.Embedding must be finite .* in row 69997\."):
+        layer.load_state_dict({"weight": weight if value == 1e300 else weight.float()})
+    assert layer.table.stats()["rows_touched"] == 0
+    assert torch.equal(weight_of(layer), before)
+    layer.load_state_dict({"weight": torch.ones(rows, 2)})
+    assert (weight_of(layer) == 1).all()
+
+
+def test_a_checkpoint_of_nn_embedding_comes_before_dense_adam():
+    layer = ert.Embedding(ROWS, DIM)
+    state = nn.Embedding(ROWS, DIM).state_dict()
+    layer.load_state_dict(state)
+    ert.Adam(layer, dense=True)
+    with pytest.raises(er.UnsupportedError, match="before you make the optimizer"):
+        layer.load_state_dict(state)
+    assert torch.equal(weight_of(layer), state["weight"])
+
+
 def test_a_checkpoint_of_nn_embedding_bag():
     theirs, mine = nn.EmbeddingBag(ROWS, DIM), ert.EmbeddingBag(ROWS, DIM)
     mine.load_state_dict(theirs.state_dict())

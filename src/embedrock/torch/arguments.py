@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,17 +102,34 @@ def dtype_name(layer: str, dtype: torch.dtype) -> str:
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
     """Return the id that `padding_idx` means: as in PyTorch, negative ones count from the end."""
-    if padding_idx is None or rows is None:
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not hasattr(padding_idx, "__index__"):
+        raise ArgumentError(f"`padding_idx` must be an int or None: got {padding_idx!r}.")
+    padding_idx = operator.index(padding_idx)
+    if rows is None:
         return padding_idx
     if not -rows <= padding_idx < rows:
         raise ArgumentError(f"`padding_idx` must lie in [{-rows}, {rows}): got {padding_idx}.")
     return padding_idx % rows
 
 
-def check_max_norm(max_norm: float | None) -> None:
-    """Raise `ArgumentError` unless `max_norm` is None or a number that is not negative."""
-    if max_norm is not None and not max_norm >= 0:
+def check_norm(max_norm: float | None, norm_type: float) -> None:
+    """Raise `ArgumentError` unless `max_norm` is None or a number >= 0, and `norm_type` a number."""
+    if max_norm is not None and not (is_number(max_norm) and max_norm >= 0):
         raise ArgumentError(f"`max_norm` must be a number >= 0, or None: got {max_norm!r}.")
+    if not is_number(norm_type):
+        raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a real number: no bool, no NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(value == value)
+
+
+def lags_behind(rule: Rule | None) -> bool:
+    """Tell whether rows lag behind under a rule, so that they cannot be assigned: dense Adam."""
+    return rule is not None and rule.history() is not None
 
 
 class FromBfloat16(Initializer):

@@ -27,7 +27,8 @@ class Embedding(RowLayer):
             all that is not an argument of `nn.Embedding`.
         embedding_dim: weights in a row.
         padding_idx: id whose row starts as zeros and gets no gradient; negative ones count from the end.
-        max_norm: rows whose norm exceeds it are shrunk to it, in the table, when they are looked up.
+        max_norm: rows whose norm exceeds it are shrunk to it, in the table, when they are looked up. (Not with
+            dense Adam.)
         norm_type: the p of that norm.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
         path: must be None: tables on disk are not in this release.

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
+from embedrock.rules import Rule
 from embedrock.table import Table
+from embedrock.torch.arguments import lags_behind
 from embedrock.torch.pending import Pending, number_of
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil
 
@@ -37,12 +39,14 @@ class Handle(nn.Parameter):
         label: what error messages call the layer.
         pending: gradients of the rows since the last zeroing.
         vigil: sees to it that the gradients are applied.
+        max_norm: of the layers on the table, None where none has one.
     """
 
     table: Table
     label: str
     pending: Pending
     vigil: Vigil
+    max_norm: float | None
     _arrived: dict[int, RowGradients]
     _untouched_version: int
     _is_original: bool  # no copy, of the kind that weight averaging writes to
@@ -55,7 +59,7 @@ class Handle(nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self.pending, self.vigil = Pending(), Vigil()
+        self.pending, self.vigil, self.max_norm = Pending(), Vigil(), None
         self._arrived, self._untouched_version, self._is_original = {}, self._version, True
         self.register_post_accumulate_grad_hook(_show_pending)
 
@@ -152,6 +156,14 @@ class Handle(nn.Parameter):
             "by one of Embedrock's: `optimizer = ert.Adam(model, lr=1e-3)`. First values are chosen by init=."
         )
 
+    def check_rule(self, rule: Rule | None) -> None:
+        """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
+        if self.max_norm is not None and lags_behind(rule):
+            raise UnsupportedError(
+                f"`max_norm` ({self.max_norm}) of {self.label} cannot go with dense Adam, whose rows lag behind and "
+                "cannot be shrunk when they are looked up. Use Adam() without dense=True, or leave out `max_norm`."
+            )
+
     # ------------------------------------------------------------ moves and copies
 
     def move(self, device: torch.device) -> None:
@@ -165,7 +177,7 @@ class Handle(nn.Parameter):
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
-            made.label, made._is_original = self.label, False
+            made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
             memo[id(self)] = made
         return memo[id(self)]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.plan import Plan
 from embedrock.table import Table
-from embedrock.torch.arguments import DTYPES, check_max_norm, resolve_padding
+from embedrock.torch.arguments import DTYPES, check_norm, lags_behind, resolve_padding
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
 
@@ -49,19 +49,30 @@ class RowLayer(nn.Module):
         scale_grad_by_freq: bool,
     ) -> None:
         super().__init__()
-        check_max_norm(max_norm)
+        check_norm(max_norm, norm_type)
         self.padding_idx = resolve_padding(padding_idx, table.rows)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype = DTYPES[table.spec.dtype]
         self._table = table
         self.handle = handle_of(table)
         self.name_in_errors()
+        self._claim_max_norm()
 
     def name_in_errors(self, path: str = "") -> None:
         """Let error messages call the layer by its place in a model."""
         name = f", name={self.table.name!r}" if self.table.name else ""
         layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
         self.handle.label = f"{path!r}, {layer}" if path else layer
+
+    def _claim_max_norm(self) -> None:
+        if self.max_norm is None:
+            return
+        before, self.handle.max_norm = self.handle.max_norm, self.max_norm
+        try:
+            self.handle.check_rule(self.table.rule)
+        except UnsupportedError:
+            self.handle.max_norm = before  # no layer came of it
+            raise
 
     @property
     def table(self) -> Table:
@@ -183,13 +194,28 @@ class RowLayer(nn.Module):
             self._table.load_state(host)
 
     def _import_weight(self, weight: Tensor) -> None:
-        expected = self._table.rows, self._table.dim
-        if tuple(weight.shape) != expected:
-            name = type(self).__name__
-            raise ArgumentError(f"`weight` for ert.{name} must have shape {expected}: got {tuple(weight.shape)}.")
-        for start in range(0, len(weight), IMPORT_ROWS):
-            rows = weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
+        self._check_weight(weight)
+        for start, rows in _batches(weight):
             self._table.assign(np.arange(start, start + len(rows)), rows.numpy())
+
+    def _check_weight(self, weight: Tensor) -> None:
+        """Raise an error if a weight cannot be imported, so that no row is by then."""
+        expected, layer = (self._table.rows, self._table.dim), f"ert.{type(self).__name__}"
+        if tuple(weight.shape) != expected:
+            raise ArgumentError(f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.")
+        if lags_behind(self._table.rule):
+            raise UnsupportedError(
+                f"`weight` for {layer} cannot be loaded under Adam(dense=True), where rows lag behind. Load the "
+                "checkpoint before you make the optimizer."
+            )
+        stored = DTYPES[self._table.spec.dtype]
+        for start, rows in _batches(weight):
+            finite = rows.to(stored).isfinite().all(dim=1)
+            if not finite.all():
+                raise GradientError(
+                    f"`weight` for {layer} must be finite as {self._table.spec.dtype}: got NaN, Inf or a value too "
+                    f"large in row {start + int((~finite).nonzero()[0])}. Nothing was loaded."
+                )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with self._handle_aside():
@@ -203,6 +229,12 @@ class RowLayer(nn.Module):
         with self._handle_aside() as handle:
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
             handle.forget()  # gradients of the rows that were replaced
+
+
+def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Return a weight as batches of (first row, rows float32 on the CPU)."""
+    for start in range(0, len(weight), IMPORT_ROWS):
+        yield start, weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
 
 
 def _refuse_several_processes(handle: Handle) -> None:

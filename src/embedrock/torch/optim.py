@@ -16,9 +16,10 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
 from embedrock.table import Table
+from embedrock.torch.arguments import is_number
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer
-from embedrock.torch.parameters import handles
+from embedrock.torch.parameters import dense_parameters, handles
 
 Layers = nn.Module | Handle | Iterable[Any]
 
@@ -67,7 +68,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     Raises:
         ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work.
-        UnsupportedError: an argument of PyTorch's optimizers that this one does not have.
+        UnsupportedError: an argument of PyTorch's optimizers that this one does not have, or dense Adam for a layer
+            with `max_norm`.
     """
 
     rule_type: ClassVar[type[Rule]]
@@ -120,16 +122,18 @@ class RowOptimizer(torch.optim.Optimizer):
         group = {**self.defaults, **param_group, "params": found}
         _check_clip_value(group["clip_value"])
         self._rule(group)
+        model = layers if isinstance(layers, nn.Module) else None
+        _name_layers(model)
+        for handle in found:
+            handle.check_rule(self._rule(group, handle.table.rule))
         super().add_param_group(group)
-        self._bind(group, layers if isinstance(layers, nn.Module) else None)
+        # A model of nothing but rows, such as a layer, does not tell which other optimizers go with this one.
+        self._bind(group, model if model is not None and dense_parameters(model) else None)
 
     def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
         for handle in group["params"]:
             handle.table.set_rule(self._rule(group, handle.table.rule))
             handle.vigil.bind(self, model)
-        for name, module in model.named_modules() if model is not None else ():
-            if name and isinstance(module, RowLayer):
-                module.name_in_errors(name)
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
         """Return the rule that a param group asks for, of a table that has the rule `own`."""
@@ -162,6 +166,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
         A table whose ``handle.grad`` is None is left alone. Rows are stepped by their gradient times whatever
         ``handle.grad`` was multiplied by since the backward: unscaled and clipped gradients arrive as such.
+        All tables are stepped or, where an error is raised, none. The records are stepped in the background after
+        this returns; whatever reads rows waits for that.
 
         Args:
             closure: computes the loss and its gradients anew.
@@ -170,17 +176,22 @@ class RowOptimizer(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``); no
-                table has changed.
+            NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
+            MemoryBudgetError: the new rows of a table do not fit its memory.
+            ClosedTableError: a table that has gradients was closed.
             ForgottenGradientsError: something wrote to a handle.
-            ArgumentError: a table is held by another optimizer, or ``handle.grad`` was set by hand.
+            ArgumentError: a table is held by another optimizer, ``handle.grad`` was set by hand, or a hyperparameter
+                in a param group cannot work.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         due = [part for group in self.param_groups for part in self._due(group)]
-        # Tables that will refuse come first, so that no other has been stepped by then.
+        # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
+        for part in due:
+            if part.grads.is_finite:
+                part.table.check_step(part.grads)
         for part in sorted(due, key=lambda part: part.grads.is_finite):
             part.table.step_by(part.rule, part.grads)
         for group in self.param_groups:
@@ -191,6 +202,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _due(self, group: dict[str, Any]) -> list[_Due]:
         """Return the steps of the tables of a param group that have gradients."""
         due = []
+        _check_clip_value(group["clip_value"])
         for handle in group["params"]:
             rule = self._rule(group, handle.table.rule)
             self._check_bound(handle, rule)
@@ -224,6 +236,12 @@ class RowOptimizer(torch.optim.Optimizer):
                     handle.grad = None
 
 
+def _name_layers(model: nn.Module | None) -> None:
+    for name, module in model.named_modules() if model is not None else ():
+        if name and isinstance(module, RowLayer):
+            module.name_in_errors(name)
+
+
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:
     if isinstance(layers, nn.Module | Tensor) or not isinstance(layers, Iterable):
         return [{"params": layers}]
@@ -249,7 +267,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _check_clip_value(clip_value: float | None) -> None:
-    if clip_value is not None and not clip_value > 0:
+    if clip_value is not None and not (is_number(clip_value) and clip_value > 0):
         raise ArgumentError(f"`clip_value` must be a number > 0, or None: got {clip_value!r}.")
 
 

@@ -3,7 +3,8 @@
 An optimizer of PyTorch's own cannot step rows, so a loop with no other would train all but the embeddings, and
 nobody would notice. Gradients may well wait while nothing steps (accumulation), be zeroed unused (a warm-up), or be
 taken only to be looked at. The sign of a mistake is that *another* optimizer stepped while they waited. We see that
-through PyTorch's hook on all optimizers, which is installed only while gradients wait for a first step of ours.
+through PyTorch's hook on all optimizers, which is installed only while gradients wait for a first step of ours: a loop
+that has stepped its rows once is taken to know when to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
+# An optimizer made of layers does not tell which other optimizers train the same model. One step of another may then
+# be that of a second network; two, each after new gradients and none of ours between, are taken for a mistake.
+PASSES = 2
+
+
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
 
@@ -31,6 +37,8 @@ class Vigil:
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stepped = False
+        self._new_gradients = False
+        self._passes = 0
         self._passed_by = ""
 
     @property
@@ -39,20 +47,22 @@ class Vigil:
         return None if self._owner is None else self._owner()
 
     def bind(self, owner: Optimizer, model: nn.Module | None) -> None:
-        """Note which optimizer of ours holds the handle, and the model it was made for, if one was given."""
+        """Note which optimizer of ours holds the handle, and the model with dense parameters that it was given."""
         self._owner = weakref.ref(owner)
         self._model = None if model is None else weakref.ref(model)
-        self._passed_by = ""
+        self.forgive()
 
     def received(self) -> None:
         """Note that gradients wait."""
         if not self._stepped or self.owner is None:
+            self._new_gradients = True
             _waiting.add(self)
             _listen()
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
-        self._stepped, self._passed_by = True, ""
+        self._stepped = True
+        self.forgive()
         _waiting.discard(self)
 
     def see(self, other: Optimizer) -> None:
@@ -60,9 +70,17 @@ class Vigil:
         owner = self.owner
         if other is owner:
             return
-        # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
-        if owner is None or not _parameters(other).isdisjoint(self._model_parameters()):
+        if owner is None or self._is_passed_by(other):
             self._passed_by = type(other).__name__
+
+    def _is_passed_by(self, other: Optimizer) -> bool:
+        """Tell whether another optimizer's step shows that ours is forgotten."""
+        if parameters := self._model_parameters():
+            # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
+            return not _parameters(other).isdisjoint(parameters)
+        self._passes += self._new_gradients
+        self._new_gradients = False
+        return self._passes >= PASSES
 
     def _model_parameters(self) -> set[int]:
         model = None if self._model is None else self._model()
@@ -70,23 +88,29 @@ class Vigil:
 
     def forgive(self) -> None:
         """Forget what other optimizers did, once it has been complained about."""
-        self._passed_by = ""
+        self._new_gradients, self._passes, self._passed_by = False, 0, ""
 
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients waited for ours."""
         if not self._passed_by:
             return
-        other, owner = self._passed_by, self.owner
+        other, remedy = self._passed_by, self._remedy()
         self.forgive()  # an error for each offence, not for ever
-        remedy = (
-            "make `optimizer = ert.Adam(model, lr=1e-3)`, call its step() beside the other's"
-            if owner is None
-            else f"call step() of your ert.{type(owner).__name__} beside the other's"
-        )
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but rows are stepped by "
             f"Embedrock's optimizers only. In your training loop, {remedy}, and give the other "
             "ert.dense_parameters(model). If these rows should not train, call requires_grad_(False) on the layer."
+        )
+
+    def _remedy(self) -> str:
+        if self.owner is None:
+            return "make `optimizer = ert.Adam(model, lr=1e-3)`, call its step() beside the other's"
+        name = f"ert.{type(self.owner).__name__}"
+        if self._model_parameters():
+            return f"call step() of your {name} beside the other's"
+        return (
+            f"call step() of your {name} beside the other's (if the other trains another network, make yours of the "
+            f"whole model, `{name}(model)`, which tells them apart)"
         )
 
 

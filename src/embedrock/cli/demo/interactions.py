@@ -85,7 +85,7 @@ def read_log(path: Path) -> Log:
 
     Fields are separated by tabs, "::", commas, semicolons or whitespace; users and items are any text. A
     first line of names is recognized by the names (then columns may come in any order, and columns with other
-    names are skipped), or by having text where the second line has numbers.
+    names are skipped), or by having no number where the second line has some.
 
     Raises:
         LogError: the file is missing, empty or no text, or a line is malformed; with the line's number.
@@ -216,9 +216,8 @@ def _field_called(name: str) -> str | None:
 
 
 def _is_header(first: list[str], second: list[str]) -> bool:
-    """Tell whether the first line has text wherever the second has numbers."""
-    numeric = [(_is_number(above), _is_number(below)) for above, below in zip(first, second, strict=False)]
-    return any(below for _, below in numeric) and not any(above for above, below in numeric if below)
+    """Tell whether the first line has no number, and the second has."""
+    return any(map(_is_number, second)) and not any(map(_is_number, first))
 
 
 def _is_number(text: str) -> bool:
