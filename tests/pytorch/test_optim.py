@@ -329,9 +329,10 @@ def test_dense_adam_is_refused_beside_max_norm(kind):
 
 def test_max_norm_is_refused_for_a_table_under_dense_adam():
     table = er.Table(ROWS, DIM, rule=er.Adam(dense=True))
+    layer = ert.Embedding(table)
     with pytest.raises(er.UnsupportedError, match="`max_norm`"):
         ert.Embedding(table, max_norm=1.0)
-    ert.Adam(ert.Embedding(table))  # the layer that was not made leaves no trace
+    ert.Adam(layer)  # the layer that was not made leaves no trace
     assert table.rule == er.Adam(dense=True)
 
 
