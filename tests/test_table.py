@@ -16,6 +16,7 @@ import embedrock as er
 
 DIM = 4
 ONES = np.ones((1, DIM), np.float32)
+A_LIST: Any = [[1.0]]
 
 
 def make(rows: int | None = 100, **arguments: Any) -> er.Table:
@@ -197,7 +198,7 @@ def test_bad_initializers() -> None:
         (lambda: er.Constant(1e39), "`value` of Constant must be a finite number"),
         (lambda: er.FromArray(np.ones(3)), "must be a 2-D NumPy array of floats: got float64"),
         (lambda: er.FromArray(np.ones((3, 2), int)), "2-D NumPy array of floats: got int64"),
-        (lambda: er.FromArray(**{"array": [[1.0]]}), "got list"),
+        (lambda: er.FromArray(A_LIST), "got list"),
     ):
         with pytest.raises(er.ArgumentError, match=message):
             make_init()
