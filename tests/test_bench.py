@@ -543,11 +543,11 @@ def test_bad_options_are_refused_before_anything_runs(line, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("text", "expected"),
     [("8192", 8192), ("4M", 4_000_000), ("1e9", 10**9), ("2_5k", 25_000), ("1.5m", 1_500_000)],
 )
-def test_counts_are_written_as_people_do(text, count):
-    assert cli._count(text) == count
+def test_counts_are_written_as_people_do(text, expected):
+    assert count(text) == expected
 
 
 def test_contenders_keep_the_order_given():

@@ -17,6 +17,7 @@ from typing import Any
 from embedrock.bench import create
 from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.contenders import Contender
+from embedrock.bench.counts import count
 from embedrock.bench.machine import machine_facts
 from embedrock.bench.report import Report, format_verdicts, write_json
 from embedrock.bench.rounds import Effort
@@ -26,7 +27,6 @@ DESCRIPTION = """
 Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,
 and their rounds are interleaved. Those not installed or too large for the RAM are left out, with the reason.
 """
-SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 CREATE_ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
 
@@ -98,8 +98,8 @@ def _add_create(benchmarks: Any) -> None:
     parser = _add(benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create)
     options = {name: EFFORT_OPTIONS[name] for name in ("threads", "timeout_s")}
     _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options, (Workload(rows=CREATE_ROWS),))
-    parser.add_argument("--touch", type=_count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
-    parser.add_argument("--runs", type=_count, default=RUNS, metavar="N", help="processes; medians over them")
+    parser.add_argument("--touch", type=count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
+    parser.add_argument("--runs", type=count, default=RUNS, metavar="N", help="processes; medians over them")
 
 
 def _add(benchmarks: Any, name: str, text: str, measure: Measure, **options: Any) -> ArgumentParser:
@@ -161,21 +161,8 @@ def _given(arguments: Namespace, kind: type) -> dict[str, Any]:
 # ---------------------------------------------------------------- the options
 
 
-def _count(text: str) -> int:
-    """Read a positive whole number: 4000000, 4_000_000, 4M, 1e9."""
-    digits = text.replace("_", "").lower()
-    factor = SUFFIXES.get(digits[-1:], 1)
-    try:
-        value = float(digits[:-1] if factor > 1 else digits) * factor
-    except ValueError:
-        value = math.nan
-    if not value.is_integer() or value < 1:
-        raise ArgumentTypeError(f"must be a positive whole number, such as 8192, 4M or 1e9: got {text!r}")
-    return int(value)
-
-
 def _rows(text: str) -> int:
-    rows = _count(text)
+    rows = count(text)
     if rows > MAX_ROWS:
         raise ArgumentTypeError(f"ids are scattered in 64 bits, for at most {MAX_ROWS:,} rows: got {text!r}")
     return rows
@@ -224,17 +211,17 @@ def _writable_file(text: str) -> Path:
 
 ROWS_OPTION: dict[str, tuple[Callable[[str], Any], str]] = {"rows": (_rows, "rows of the table, such as 4M")}
 WORKLOAD_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "dim": (_count, "columns of a row"),
-    "batch": (_count, "samples in a batch"),
-    "features": (_count, "ids of each sample"),
+    "dim": (count, "columns of a row"),
+    "batch": (count, "samples in a batch"),
+    "features": (count, "ids of each sample"),
     "zipf": (_exponent, "exponent of the ids' popularity, 0: uniform"),
-    "batches": (_count, "different batches"),
+    "batches": (count, "different batches"),
     "seed": (int, "of ids and gradients"),
 }
 EFFORT_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "threads": (_count, "threads of each contender"),
-    "rounds": (_count, "turns of each contender"),
-    "steps": (_count, "timed steps in a turn"),
+    "threads": (count, "threads of each contender"),
+    "rounds": (count, "turns of each contender"),
+    "steps": (count, "timed steps in a turn"),
     "seconds": (_seconds, "a turn ends after this time"),
     "timeout_s": (_seconds, "seconds after which a silent contender is ended"),
 }

@@ -238,7 +238,7 @@ def write_json(path: Path, report: Report, circumstances: dict[str, Any]) -> Non
     """
     document = {
         "schema": SCHEMA,
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["embedrock", *["bench"][: sys.argv[1:2] != ["bench"]], *sys.argv[1:]]),
         **circumstances,
         "results": report.results,
         "verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in report.verdicts],

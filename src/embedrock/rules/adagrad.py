@@ -6,8 +6,19 @@ from embedrock.kernels import arguments
 from embedrock.rules._rule import Rule, StateColumn, rule
 
 
+class _AdagradFamily(Rule):
+    FIXED = frozenset({"initial_accumulator_value"})
+    eps: float
+    initial_accumulator_value: float
+
+    def check(self) -> None:
+        super().check()
+        self.at_least("eps", 0.0)
+        self.at_least("initial_accumulator_value", 0.0)
+
+
 @rule
-class Adagrad(Rule):
+class Adagrad(_AdagradFamily):
     """Adagrad: ``h = h + g * g; w = w - lr * g / (sqrt(h) + eps)``.
 
     Rows that a batch does not touch stay as they are, as with a dense gradient of zero. Equal to
@@ -25,15 +36,9 @@ class Adagrad(Rule):
         'sum'
     """
 
-    FIXED = frozenset({"initial_accumulator_value"})
     lr: float = 1e-2
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("eps", 0.0)
-        self.at_least("initial_accumulator_value", 0.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         return (StateColumn("sum", first=self.initial_accumulator_value),)
@@ -43,7 +48,7 @@ class Adagrad(Rule):
 
 
 @rule
-class RowwiseAdagrad(Rule):
+class RowwiseAdagrad(_AdagradFamily):
     """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
 
     Its state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
@@ -61,15 +66,9 @@ class RowwiseAdagrad(Rule):
         1
     """
 
-    FIXED = frozenset({"initial_accumulator_value"})
     lr: float = 1e-2
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
-
-    def check(self) -> None:
-        super().check()
-        self.at_least("eps", 0.0)
-        self.at_least("initial_accumulator_value", 0.0)
 
     def state(self) -> tuple[StateColumn, ...]:
         return (StateColumn("momentum1", per_row=True, first=self.initial_accumulator_value),)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import embedrock as er
+from embedrock.bench.counts import count
 from embedrock.bench.workload import MAX_ROWS
 from embedrock.cli.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
 from embedrock.errors import EmbedrockError
@@ -26,7 +27,6 @@ With --data FILE, on a log of your own, one interaction per line: user item [rat
 commas or whitespace, with or without a header line. The last item of each user is held out and ranked among 100
 items that the user never touched (HR@10, NDCG@10); the same model on nn.Embedding + SparseAdam runs beside.
 """
-SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 REQUIRED = ("torch", "tqdm")
 
 
@@ -45,15 +45,15 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     )
     parser.add_argument("--data", type=_readable_file, metavar="FILE", help="a log of interactions")
     _add_option(parser, "model", choices=DIM_MULTIPLES, text="the model")
-    _add_option(parser, "dim", type=_count, metavar="N", text="columns of the rows")
-    _add_option(parser, "batch_size", type=_count, metavar="N", text="interactions in a batch")
+    _add_option(parser, "dim", type=count, metavar="N", text="columns of the rows")
+    _add_option(parser, "batch_size", type=count, metavar="N", text="interactions in a batch")
     _add_option(parser, "lr", type=_positive, metavar="X", text="learning rate of Adam")
-    _add_option(parser, "epochs", type=_count, metavar="N", text="passes over the log")
-    _add_option(parser, "steps", type=_count, metavar="N", text="batches")
+    _add_option(parser, "epochs", type=count, metavar="N", text="passes over the log")
+    _add_option(parser, "steps", type=count, metavar="N", text="batches")
     _add_option(parser, "users", type=_rows, metavar="N", text="users, such as 20M")
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
     _add_option(parser, "seed", type=_seed, metavar="N", text="of data, first values and negatives")
-    parser.add_argument("--threads", type=_count, metavar="N", help="threads of PyTorch and of Embedrock each")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of PyTorch and of Embedrock each")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave PyTorch's own embeddings out")
     parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
     parser.set_defaults(run=_run, parser=parser)
@@ -124,21 +124,8 @@ def _check_dim(options: Options, parser: ArgumentParser) -> None:
         parser.error(f"argument --dim: must be a multiple of {multiple} for {options.model}: got {options.dim}")
 
 
-def _count(text: str) -> int:
-    """Read a positive whole number: 4000000, 4_000_000, 4M, 1e9."""
-    digits = text.replace("_", "").lower()
-    factor = SUFFIXES.get(digits[-1:], 1)
-    try:
-        value = float(digits[:-1] if factor > 1 else digits) * factor
-    except ValueError:
-        value = math.nan
-    if not value.is_integer() or value < 1:
-        raise ArgumentTypeError(f"must be a positive whole number, such as 8192, 4M or 1e9: got {text!r}")
-    return int(value)
-
-
 def _rows(text: str) -> int:
-    rows = _count(text)
+    rows = count(text)
     if rows > MAX_ROWS:
         raise ArgumentTypeError(f"must be at most {MAX_ROWS:,}: got {text!r}")
     return rows
