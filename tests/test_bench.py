@@ -22,6 +22,7 @@ import pytest
 
 from embedrock.bench import cli, comparisons, contenders, rounds
 from embedrock.bench.contenders import Contender, Unavailable
+from embedrock.bench.counts import count
 from embedrock.bench.machine import available_bytes, machine_facts, peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError, child_environment
 from embedrock.bench.report import Target, Verdict, comparison, format_results, format_verdicts, spread
