@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from embedrock.cli.demo.interactions import Log, LogError, read_log
 
 ROWS = [("7", "lamp", "3", "881250949"), ("ann", "5", "4.5", "881250950"), ("7", "5", "1", "881250951")]
-SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "movielens": "::", "space": " ", "spaces": "  \t "}
+SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "movielens": "::", "space": " ", "spaces": "   "}
 
 
 def read(folder: Path, text: str | bytes) -> Log:
@@ -42,8 +42,6 @@ def assert_rows(log: Log, timed: bool) -> None:
 @pytest.mark.parametrize("separator", SEPARATORS.values(), ids=SEPARATORS)
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_separators_and_widths(tmp_path: Path, separator: str, width: int):
-    if separator == "  \t ":
-        pytest.skip("with a tab, fields are separated by tabs")
     assert_rows(read(tmp_path, lines(ROWS, separator, width)), timed=width == 4)
 
 
