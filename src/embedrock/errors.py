@@ -57,3 +57,31 @@ class ClosedTableError(EmbedrockError, ValueError):
 
 class UnsupportedError(EmbedrockError, NotImplementedError):
     """Something that Embedrock refuses to do rather than do wrongly."""
+
+
+class CorruptTableError(EmbedrockError, OSError):
+    """Files of a table that are not what was committed: damaged, truncated, missing, foreign or made up."""
+
+
+class NewerFormatError(EmbedrockError, ValueError):
+    """A table written in a newer format than this release reads."""
+
+
+class TableLockedError(EmbedrockError, BlockingIOError):
+    """A table that another writer has open, or a file system that gives no locks."""
+
+
+class TableFileError(EmbedrockError, OSError):
+    """A path that holds no table, or another one than was asked for."""
+
+
+class ReadOnlyTableError(EmbedrockError, PermissionError):
+    """A change of a table that was opened for reading only, or by a child of the process that writes it."""
+
+
+class CommitError(EmbedrockError, OSError):
+    """A commit that failed. The last commit is whole, and the rows in RAM are as they were."""
+
+
+class CacheTooSmallError(MemoryBudgetError):
+    """A cache that cannot hold the rows that are needed at once."""
