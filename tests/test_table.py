@@ -176,7 +176,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": 8}, er.MemoryBudgetError, "a row of the table takes 24 bytes: budget 8 bytes. Raise memory="),
     ({"dim": 2**40}, er.MemoryBudgetError, "a row of the table takes"),
     ({"memory": True}, er.ArgumentError, "`memory` must be an int or a str, got bool"),
-    ({"path": "x.rock"}, er.UnsupportedError, "`path`: tables on disk are not in this release"),
     ({"cols": 3}, er.UnknownArgumentError, "Table has no argument 'cols': it takes rows, dim, rule"),
     ({"rows": 10**12, "directory": "direct"}, er.MemoryBudgetError, 'Pass directory="hashed"'),
     ({"rows": 3, "init": er.FromArray(np.ones((2, DIM)))}, er.ArgumentError, r"shape \(3, 4\): got \(2, 4\)"),
@@ -568,7 +567,7 @@ def test_a_failed_background_step_is_not_forgotten(table: er.Table, monkeypatch:
     def fail(*args: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(type(table._tier), "step", fail)
+    monkeypatch.setattr(type(table._tier.records), "step", fail)
     with pytest.raises(MemoryError):  # noqa: PT012  # at once with one thread, at the next call with several
         table.update([1], ONES)
         table.lookup([1])

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from embedrock.errors import (
     ArgumentError,
+    CacheTooSmallError,
     ClosedTableError,
+    CommitError,
+    CorruptTableError,
     EmbedrockError,
     GradientError,
     IdError,
     IdTypeError,
     MemoryBudgetError,
+    NewerFormatError,
     NonFiniteGradientError,
+    ReadOnlyTableError,
+    TableFileError,
+    TableLockedError,
     UnknownArgumentError,
     UnsupportedError,
 )
@@ -19,7 +26,8 @@ from embedrock.initializers import Constant, FromArray, Initializer, Normal, Uni
 from embedrock.plan import Plan
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
-from embedrock.table import Table
+from embedrock.table import Table, UncommittedWarning
+from embedrock.table import open_table as open
 from embedrock.threads import get_threads, set_threads
 
 __version__ = "0.1.0"
@@ -30,8 +38,11 @@ __all__ = [
     "Adam",
     "AdamW",
     "ArgumentError",
+    "CacheTooSmallError",
     "ClosedTableError",
+    "CommitError",
     "Constant",
+    "CorruptTableError",
     "EmbedrockError",
     "FromArray",
     "Ftrl",
@@ -41,19 +52,25 @@ __all__ = [
     "Initializer",
     "MemoryBudgetError",
     "Momentum",
+    "NewerFormatError",
     "NonFiniteGradientError",
     "Normal",
     "Plan",
     "RMSprop",
+    "ReadOnlyTableError",
     "RowGradients",
     "RowwiseAdagrad",
     "Rule",
     "Spec",
     "Table",
+    "TableFileError",
+    "TableLockedError",
+    "UncommittedWarning",
     "Uniform",
     "UnknownArgumentError",
     "UnsupportedError",
     "Zeros",
     "get_threads",
+    "open",
     "set_threads",
 ]

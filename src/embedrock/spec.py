@@ -42,11 +42,13 @@ class Layout(NamedTuple):
         record_bytes: bytes from one record to the next.
         state_start: index of the first state column, in float32 units.
         state_width: float32 state columns in all.
+        gaps: (start, end) in bytes of what is only there to align the rest, and always zero.
     """
 
     record_bytes: int
     state_start: int
     state_width: int
+    gaps: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,9 @@ class Spec:
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
         used = (state_start + state_width) * STATE_BYTES
         alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
-        return Layout(-(-used // alignment) * alignment, state_start, state_width)
+        record_bytes = -(-used // alignment) * alignment
+        gaps = (self.dim * self.storage.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
+        return Layout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
     @cached_property
     def key(self) -> np.uint64:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import itertools
 import operator
-import threading
+import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock import kernels
+from embedrock.descriptions import check_same, describe_spec
+from embedrock.durability import Durability, Settings, open_files, open_or_make_files
 from embedrock.errors import (
     ArgumentError,
+    CacheTooSmallError,
     ClosedTableError,
     EmbedrockError,
     GradientError,
     NonFiniteGradientError,
+    ReadOnlyTableError,
     UnknownArgumentError,
     UnsupportedError,
 )
@@ -29,10 +34,17 @@ from embedrock.ids import check_ids, check_range
 from embedrock.initializers import Initializer, Normal
 from embedrock.interrupts import held_back
 from embedrock.plan import Plan, make_plan
+from embedrock.prefetch import prefetch
 from embedrock.rules import History, Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 from embedrock.states import STATE_FORMAT, check_state, read_rows
+from embedrock.store.verify import Verdict, verify
+from embedrock.tiers.disk import Disk, Ticket
 from embedrock.tiers.memory import Memory, choose
+from embedrock.tiers.records import Records
+from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
+from embedrock.vfs import OS_SYSTEM, System
 
 EXPORT_BATCH_ROWS = 65_536
 ON_NONFINITE = ("raise", "skip")
@@ -43,8 +55,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Never twice the same, so that a plan's slots are not taken for those of another table.
-_epochs = itertools.count(1)
 _named: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
@@ -53,8 +63,7 @@ def _exclusive(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatena
 
     @functools.wraps(method)
     def locked(self: Table, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._lock:
-            self._finish_step()
+        with self._turn.alone():
             return method(self, *args, **kwargs)
 
     return locked
@@ -72,8 +81,14 @@ def _whole(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatenate[T
     return uninterrupted
 
 
+class UncommittedWarning(UserWarning):
+    """A table on disk was closed with changes that no commit has."""
+
+
 class Table:
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
+
+    Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
 
     Args:
         rows: number of rows; ids lie in ``[0, rows)``. None: open ids, any int64.
@@ -83,15 +98,25 @@ class Table:
         seed: of first values and of stochastic rounding, 64 bits.
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
-        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM.
-        directory: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched, and hot rows lie
+        path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
+        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM; for
+            a table on disk, half of it.
+        directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched, and hot rows lie
             together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory` only so.
         on_nonfinite: what a step with NaN or Inf in its gradients does: "raise", or "skip" the step and count it.
         name: for error messages, and for pickling by reference.
+        policy: of a table on disk: which rows leave the cache, "lfu" (the least frequently used), "lru" or "clock".
+        keep: of a table on disk: newest commits that are kept; those with a name always are.
+        lock: of a table on disk: refuse to open where the file system has no locks.
+        mode: "w", or "r" for a snapshot of a table on disk that never moves.
+        system: does the I/O of a table on disk (for tests).
 
     Raises:
         ArgumentError: a value that cannot work.
         MemoryBudgetError: the table cannot be made in `memory`.
+        TableFileError: at `path` there is something else, or a table of another kind.
+        TableLockedError: another writer has the table at `path` open.
+        CorruptTableError: the files at `path` are damaged.
 
     Example:
         >>> import embedrock as er
@@ -110,41 +135,83 @@ class Table:
         init: Initializer | None = None,
         seed: int = 0,
         dtype: str = "float32",
+        path: str | os.PathLike[str] | None = None,
         memory: int | str | None = None,
         directory: str = "auto",
         on_nonfinite: str = "raise",
         name: str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
+        lock: bool = True,
+        mode: str = "w",
+        system: System = OS_SYSTEM,
         **unknown: Any,
     ) -> None:
-        self._subject = f"table {name!r}" if name else "the table"
         _refuse_unknown(unknown)
         _check_kind("rule", rule, Rule, "er.Adam()")
         _check_kind("init", init, Initializer, "er.Normal(std=0.01)")
-        if on_nonfinite not in ON_NONFINITE:
-            raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
+        self._begin(name, on_nonfinite, (memory, directory))
         spec = Spec(_index(rows), _index(dim), dtype, rule, init or Normal(), _index(seed))
-        self.name = name
-        self._lock = threading.RLock()
-        self._memory_arguments = memory, directory
-        self._on_nonfinite = on_nonfinite
-        self._memory: Memory | None = None
-        self._running: Call | None = None
-        self._failure: BaseException | None = None
-        self._changes = 0  # seen by exports that are under way
-        self._install(spec, self._new_memory(spec))
+        if path is None:
+            self._install(spec, self._new_tier(spec))
+        else:
+            settings = Settings(os.fspath(path), memory, policy, keep, lock, mode, None, system).checked()
+            given = describe_spec(spec) | ({"init": None} if init is None else {}) | {"rule": None}
+            self._open(*open_or_make_files(settings, spec, given), rule)
         if name:
             _named[name] = self
 
-    def _new_memory(self, spec: Spec) -> Memory:
+    def _begin(self, name: str | None, on_nonfinite: str, memory: tuple[int | str | None, str]) -> None:
+        """Set what is the same for all tables."""
+        if on_nonfinite not in ON_NONFINITE:
+            raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
+        self.name = name
+        self._subject = f"table {name!r}" if name else "the table"
+        self._turn = Turn(_settling(self))
+        self._memory_arguments = memory
+        self._on_nonfinite = on_nonfinite
+        self._durability: Durability | None = None
+        self._place: Tier | None = None
+        self._running: Call | None = None
+        self._failure: BaseException | None = None
+        self._changes = self._committed_changes = 0  # the first is seen by exports that are under way
+        self._process = os.getpid()
+
+    def _open(self, durability: Durability, spec: Spec, rule: Rule | None) -> None:
+        """Go on from the last commit, by `rule` if one is given."""
+        try:
+            self._durability, self._subject = durability, f"table {self.name or durability.settings.path!r}"
+            weakref.finalize(self, durability.close)
+            self._resume(spec)
+            if rule is None or durability.settings.mode == "r":
+                return
+            if spec.rule is not None and not rule.same_layout(spec.rule):
+                asked = describe_spec(spec.with_rule(rule))
+                check_same(asked, describe_spec(spec), durability.settings.path)
+            self.set_rule(rule)
+        except BaseException:
+            self._place = None
+            durability.close()
+            raise
+
+    def _resume(self, spec: Spec) -> None:
+        """Take the state of the last commit."""
+        durability = self._on_disk()
+        room = durability.room(spec, self._subject)
+        self._install(spec, durability.tier(spec, room, self._turn, self._subject), durability.history(spec))
+        manifest = durability.store.manifest
+        self._steps, self._skipped_steps = manifest.steps, manifest.skipped_steps
+        self._committed_changes = self._changes
+
+    def _new_tier(self, spec: Spec) -> Memory:
         return Memory(spec, choose(spec, *self._memory_arguments, self._subject), self._subject)
 
-    def _install(self, spec: Spec, memory: Memory, history: History | None = None) -> None:
+    def _install(self, spec: Spec, tier: Tier, history: History | None = None) -> None:
         """Take over new records, whose rule has made no step but those in `history`."""
-        self._spec, self._memory = spec, memory
+        self._spec, self._place = spec, tier
         self._history = history or (spec.rule.history() if spec.rule else None)
         self._changes += 1
         self._steps = self._skipped_steps = 0
-        self._epoch = next(_epochs)
 
     # ---------------------------------------------------------------- reading
 
@@ -188,18 +255,19 @@ class Table:
         """
         checked = self._checked_ids(ids)
         if self._history is not None:
-            return self._read(self._located(make_plan(checked)), None)
-        flat = checked.reshape(-1)
+            return self._read(make_plan(checked), None)
+        flat, tier = checked.reshape(-1), self._tier
         out = np.empty((flat.size, self.dim), np.float32)
-        missing = self._tier.look_up(flat, _positions(flat.size), out) < 0
+        missing = tier.look_up(flat, _positions(flat.size), out) < 0
         if missing.any():
-            out[missing] = self._first_values(flat[missing])
+            absent = flat[missing]
+            out[missing] = self._read(make_plan(absent), None) if tier.reaches_below else self._first_values(absent)
         return out.reshape(*checked.shape, self.dim)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""
-        with self._lock:  # but not alone: the step before, which moves no record, may still be running
-            return make_plan(self._checked_ids(ids), self._tier.directory.find, self._epoch)
+        with self._turn.lock:  # but not alone: the step before, which moves no record, may still be running
+            return make_plan(self._checked_ids(ids), self._tier.find, self._tier.epoch)
 
     @_exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -210,7 +278,7 @@ class Table:
             out: C-contiguous float32 of that shape, to write to.
         """
         self._check_out(out, (*plan.shape, self.dim))
-        return self._read(self._located(plan), out)
+        return self._read(plan, out)
 
     def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:
         if out is None:
@@ -226,29 +294,61 @@ class Table:
     @_exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return self._read_unique(self._located(plan))
+        return self._read_unique(plan)
 
     def _read(self, plan: Plan, out: np.ndarray | None) -> np.ndarray:
         if out is None:
             out = np.empty((*plan.shape, self.dim), np.float32)
-        flat = out.reshape(-1, self.dim)
-        if self._history is None:
-            self._read_rows(plan.ids, plan.slots, plan.inverse, flat)
+        flat, here = out.reshape(-1, self.dim), self._brought(plan)
+        if here is not None and self._history is None:
+            self._read_rows(self._tier.records, here.ids, here.slots, here.inverse, flat)
         else:
-            np.take(self._read_unique(plan), plan.inverse, axis=0, out=flat, mode="clip")
+            np.take(self._read_unique(here or plan), plan.inverse, axis=0, out=flat, mode="clip")
         return out
 
-    def _read_unique(self, plan: Plan) -> np.ndarray:
-        return self._weights_at(plan.ids, plan.slots)
+    def _brought(self, plan: Plan) -> Plan | None:
+        """Return a plan whose rows are in fast memory; None where they are too many for it."""
+        try:
+            return self._located(plan)
+        except CacheTooSmallError:
+            return None
 
-    def _read_rows(self, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+    def _read_unique(self, plan: Plan) -> np.ndarray:
+        here = self._brought(plan)
+        if here is not None:
+            return self._weights_at(self._tier.records, here.ids, here.slots)
+        return self._weights_of(plan.ids)
+
+    def _weights_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the weights of rows, as many as there may be, wherever they are."""
+        values, tier = np.empty((len(ids), self.dim), np.float32), self._tier
+        if not isinstance(tier, Disk):
+            return self._weights_at(tier.records, ids, tier.find(ids))
+        for start in range(0, len(ids), EXPORT_BATCH_ROWS):
+            part = ids[start : start + EXPORT_BATCH_ROWS]
+            slots = np.full(len(part), -1, np.int64)
+            known = np.flatnonzero(tier.existing(part))
+            slots[known] = np.arange(len(known))
+            values[start : start + EXPORT_BATCH_ROWS] = self._weights_at(tier.copies(part[known]), part, slots)
+        return values
+
+    def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        values = np.empty((len(ids), self.dim), np.float32)
+        self._read_rows(records, ids, slots, _positions(len(ids)), values)
+        if self._history is not None:
+            records.refresh(slots, values, self._history.numbers())
+        return values
+
+    def _read_rows(
+        self, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
+    ) -> None:
         """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
         missing, fresh = slots < 0, _no_rows(self.dim)
         if missing.any():
             fresh = self._first_values(ids[missing])
             slots = slots.copy()
             slots[missing] = -1 - np.arange(len(fresh))
-        self._tier.read(slots, positions, fresh, out)
+        records.read(slots, positions, fresh, out)
 
     def _first_values(self, ids: np.ndarray) -> np.ndarray:
         values = np.empty((len(ids), self.dim), np.float32)
@@ -256,30 +356,37 @@ class Table:
         return _rounded(values, self._spec)
 
     def _located(self, plan: Plan) -> Plan:
+        """Return a plan whose slots are those of now."""
         # Slots never move within an epoch, so only rows that had none are looked for again.
-        if plan.epoch != self._epoch:
+        tier, slots = self._tier, plan.slots
+        if plan.epoch != tier.epoch:
             check_range(plan.ids, self.rows, self._subject)
-            slots = self._tier.directory.find(plan.ids)
+            slots = tier.find(plan.ids)
         elif plan.missing:
             slots, unknown = plan.slots.copy(), plan.slots < 0
-            slots[unknown] = self._tier.directory.find(plan.ids[unknown])
-        else:
+            slots[unknown] = tier.find(plan.ids[unknown])
+        return self._with_slots(plan, tier.bring(plan.ids, slots))
+
+    def _with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
+        if slots is plan.slots and plan.epoch == self._tier.epoch:
             return plan
-        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=self._epoch)
+        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=self._tier.epoch)
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
         return check_ids(ids, self.rows, self._subject)
 
     @property
-    def _tier(self) -> Memory:
-        if self._memory is None:
+    def _tier(self) -> Tier:
+        if self._place is None:
             raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
+        if self._process != os.getpid() and self._durability is not None:
+            self._after_fork()
         if self._failure is not None:
             raise EmbedrockError(
                 f"step {self._steps} of {self._subject} failed, and some of its rows may have been stepped: "
                 f"{self._failure!r}. Make a new Table and load the last state that you saved."
             )
-        return self._memory
+        return self._place
 
     # ---------------------------------------------------------------- training
 
@@ -335,26 +442,26 @@ class Table:
     @_whole
     def step_by(self, rule: Rule, grads: RowGradients) -> None:
         """Make the step of `step` with all hyperparameters as `rule` has them; its layout must be the table's."""
-        tier = self._tier
+        tier = self._changeable
         if not rule.same_layout(self.rule):
             raise ArgumentError(f"`rule` must be laid out as the rule of {self._subject}, {self.rule}: got {rule}.")
         self._check_grads(grads)
         if not grads.is_finite:
             return self._refuse(grads)
-        plan = self._located(grads.plan)
-        slots = self._admit(plan)
+        slots = self._admit(grads.plan)
+        tier.changing(slots)
         self._count_change(steps=1)
         if self._history is not None:
             self._history.append(rule)
         numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
-        args = plan.ids, slots, grads.values, numbers, self._steps
-        self._running = kernels.cpu.runtime.start(tier.step, *args)
+        args = grads.plan.ids, slots, grads.values, numbers, self._steps
+        self._running = kernels.cpu.runtime.start(tier.records.step, *args)
 
     @_exclusive
     def check_step(self, grads: RowGradients) -> None:
         """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes."""
         self._check_grads(grads)
-        self._tier.check_room(self._located(grads.plan).missing)
+        self._roomy(grads.plan)
 
     def _check_grads(self, grads: RowGradients) -> None:
         expected = len(grads.plan.ids), self.dim
@@ -402,11 +509,25 @@ class Table:
             bad[:8],
         )
 
+    @property
+    def _changeable(self) -> Tier:
+        """The tier, of a table that may be changed."""
+        tier = self._tier
+        if self._durability is not None:
+            self._durability.check_writes(self._subject)
+            self._raise_commit_failure()
+        return tier
+
+    def _roomy(self, plan: Plan) -> Plan:
+        """Return a plan with slots, for whose missing rows there is room."""
+        plan = self._located(plan)
+        return self._with_slots(plan, self._changeable.make_room(plan.ids, plan.slots))
+
     def _admit(self, plan: Plan) -> np.ndarray:
         """Make records for the rows of a plan that have none, and return all slots."""
+        plan = self._roomy(plan)
         if not plan.missing:
             return plan.slots
-        self._tier.check_room(plan.missing)
         fresh = self._first_values(plan.ids[plan.slots < 0])
         return self._tier.admit(plan.ids, plan.slots, fresh, self._spec.first_state)
 
@@ -435,7 +556,9 @@ class Table:
             raise GradientError(
                 f"`values` of {self._subject} must be finite as {self._spec.dtype}: got NaN, Inf or a value too large."
             )
-        self._tier.write(self._admit(plan), kept)
+        slots = self._admit(plan)
+        self._tier.changing(slots)
+        self._tier.records.write(slots, kept)
         self._count_change()
 
     def _checked_values(self, name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
@@ -451,23 +574,43 @@ class Table:
         with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which the step refuses
             return np.ascontiguousarray(array.reshape(-1, self.dim), np.float32)
 
+    def _lay_out_files(self, spec: Spec, tier: Disk) -> None:
+        durability = self._on_disk()
+        durability.check_writes(self._subject)
+        self._end_commit(tier)
+        made = durability.emptied(spec, self._turn, self._subject)
+        try:
+            self._laid_out(spec, made)
+        except BaseException:
+            made.store.give_up()
+            raise
+        durability.replace_store(made.store)
+        self._install(spec, made)
+
     @_whole
     def set_rule(self, rule: Rule | None) -> None:
         """Give the table a rule. If its records must be laid out anew, weights stay and state and step begin anew."""
         _check_kind("rule", rule, Rule, "er.Adam()")
-        if rule is not None and rule.same_layout(self.rule):
-            self._spec = self._spec.with_rule(rule)
+        spec, tier = self._spec.with_rule(rule), self._tier
+        if rule == self.rule:
             return
-        self._install(self._spec.with_rule(rule), self._laid_out(self._spec.with_rule(rule)))
+        self._changes += 1
+        if rule is not None and rule.same_layout(self.rule):
+            self._spec = spec
+        elif isinstance(tier, Disk):
+            self._lay_out_files(spec, tier)
+        else:
+            self._install(spec, self._laid_out(spec, self._new_tier(spec)))
 
-    def _laid_out(self, spec: Spec) -> Memory:
-        """Return the same rows in records of another layout, with their first optimizer state."""
-        memory = self._new_memory(spec)
+    def _laid_out(self, spec: Spec, made: Tier) -> Tier:
+        """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
         first_state = spec.first_state
-        for ids, slots in self._tier.batches(EXPORT_BATCH_ROWS):
-            memory.check_room(len(ids))
-            memory.admit(ids, np.full(len(ids), -1, np.int64), self._weights_at(ids, slots), first_state)
-        return memory
+        for ids in self._tier.id_batches(EXPORT_BATCH_ROWS):
+            for start in range(0, len(ids), made.batch_rows):
+                part = ids[start : start + made.batch_rows]
+                slots = made.make_room(part, np.full(len(part), -1, np.int64))
+                made.admit(part, slots, self._weights_of(part), first_state)
+        return made
 
     # ---------------------------------------------------------------- whole tables
 
@@ -477,7 +620,7 @@ class Table:
 
         All other rows have their first values: ``table.lookup(np.arange(rows))`` gives every row.
         """
-        count = self._tier.directory.count
+        count = self._tier.count
         ids, weights = np.empty(count, np.int64), np.empty((count, self.dim), np.float32)
         done = 0
         for part, values in self.export_batches():
@@ -496,28 +639,24 @@ class Table:
         """
         if _index(batch_rows) < 1:
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
-        changes, epoch = self._changes, self._epoch
-        for ids, slots in self._open_tier().batches(batch_rows):
-            if (changes, epoch) != (self._changes, self._epoch):
-                raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
-            yield ids, self._weights_at(ids, slots)
+        batches, changes = self._id_batches(batch_rows), self._changes
+        for ids in batches:
+            yield ids, self._exported(ids, changes)
 
     @_exclusive
-    def _open_tier(self) -> Memory:
-        return self._tier
+    def _id_batches(self, size: int) -> Iterator[np.ndarray]:
+        return self._tier.id_batches(size)
 
     @_exclusive
-    def _weights_at(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        values = np.empty((len(ids), self.dim), np.float32)
-        self._read_rows(ids, slots, _positions(len(ids)), values)
-        if self._history is not None:
-            self._tier.refresh(slots, values, self._history.numbers())
-        return values
+    def _exported(self, ids: np.ndarray, changes: int) -> np.ndarray:
+        if changes != self._changes:
+            raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
+        return self._weights_of(ids)
 
     @_exclusive
     def state(self) -> dict[str, Any]:
         """Return all that `load_state` needs: arrays (where possible views, which later steps change) and scalars."""
-        ids, records = self._tier.snapshot()
+        ids, records = self._in_ram("state").snapshot()
         history = self._history.state() if self._history is not None else {}
         return {
             **self._description(),
@@ -537,7 +676,7 @@ class Table:
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
         """
-        self._tier.check_room(0)  # open
+        self._in_ram("load_state")
         wanted = self.rule
         check_state(state, self._description(), self._subject)
         rule = read_rule(state["rule"])
@@ -548,13 +687,22 @@ class Table:
             )
         spec = replace(self._spec, rule=rule, seed=int(state["seed"]))
         ids, records, history = read_rows(state, spec, self._subject)
-        memory = self._new_memory(spec)
+        memory = self._new_tier(spec)
         memory.check_room(len(ids))
         memory.paste_records(ids, records)
         self._install(spec, memory, history)
         self._steps, self._skipped_steps = int(state["steps"]), int(state["skipped_steps"])
         if wanted is not None:
             self.set_rule(wanted)
+
+    def _in_ram(self, verb: str) -> Memory:
+        """The tier, of a table in RAM."""
+        if not isinstance(tier := self._tier, Memory):
+            raise UnsupportedError(
+                f"{verb}() is for tables in RAM, and {self._subject} is on disk, where it may be larger than RAM. "
+                "commit() saves it, er.open(path) opens it, rollback(commit) goes back."
+            )
+        return tier
 
     def _description(self) -> dict[str, Any]:
         spec = self._spec
@@ -574,7 +722,7 @@ class Table:
         spec, tier = self._spec, self._tier
         return {
             "rows": -1 if spec.rows is None else spec.rows,
-            "rows_touched": tier.directory.count,
+            "rows_touched": tier.count,
             "dim": spec.dim,
             "record_bytes": spec.record_bytes,
             "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
@@ -583,14 +731,230 @@ class Table:
             "direct": int(tier.is_direct),
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
+            **tier.stats(),
+            **({} if self._durability is None else self._durability.stats()),
         }
 
     def close(self) -> None:
-        """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed."""
-        with self._lock:
-            self._finish_step()
-            self._memory = None
-            self._epoch = next(_epochs)
+        """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed.
+
+        A commit that runs in the background is waited for. Changes of a table on disk that no commit has are lost,
+        with an `UncommittedWarning`.
+        """
+        with self._turn.lock:
+            if self._place is None:
+                return
+            tier, self._place = self._place, None
+            try:
+                self._finish_step()
+                self._close_files(tier)
+            finally:
+                tier.new_epoch()
+
+    def _close_files(self, tier: Tier) -> None:
+        if self._durability is None or not isinstance(tier, Disk) or self._process != os.getpid():
+            return
+        try:
+            self._end_commit(tier)
+            if self.uncommitted:
+                warnings.warn(
+                    f"{self._subject} is closed with changes since commit {self.last_commit}, which are lost. Call "
+                    "commit() before.",
+                    UncommittedWarning,
+                    stacklevel=4,
+                )
+        finally:
+            self._durability.close()
+
+    # ---------------------------------------------------------------- tables on disk
+
+    def _on_disk(self) -> Durability:
+        if self._durability is None:
+            raise UnsupportedError(
+                f"{self._subject} lives in RAM and has no commits. Make it with path=..., or save what state() returns."
+            )
+        return self._durability
+
+    def _disk(self) -> tuple[Durability, Disk]:
+        durability, tier = self._on_disk(), self._tier
+        assert isinstance(tier, Disk)  # a table that has files has this tier
+        return durability, tier
+
+    @property
+    def path(self) -> str | None:
+        """The folder of a table on disk, absolute; None for a table in RAM."""
+        return None if self._durability is None else self._durability.settings.path
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its rows live on disk."""
+        return self._durability is not None
+
+    @property
+    def mode(self) -> str:
+        """ "w", or "r" for a snapshot."""
+        return "w" if self._durability is None else self._durability.settings.mode
+
+    @property
+    def uuid(self) -> str:
+        """What tells a table on disk from all others, wherever it is moved: 32 hexadecimal digits."""
+        return self._on_disk().store.manifest.uuid
+
+    @property
+    def last_commit(self) -> int:
+        """Number of the last commit that is durable."""
+        return self._on_disk().store.manifest.commit
+
+    @property
+    def last_step(self) -> int | None:
+        """The `step` that was given to the last commit."""
+        return self._on_disk().store.manifest.step
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether a table on disk has changes that no commit has."""
+        return self._durability is not None and self._changes != self._committed_changes
+
+    @_whole
+    def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
+        """Make all changes so far durable, as one; return the commit's number.
+
+        After a crash at any instant the table opens as of the last commit, or of one made since.
+
+        Args:
+            step: the caller's step number, to go on from.
+            name: keeps the commit until `release`; others are dropped when `keep` newer ones are there.
+            wait: return when it is durable. False: it is written in the background, with the values of now, while
+                training goes on; what goes wrong is raised by the next call that changes, commits or closes the table.
+
+        Raises:
+            CommitError: it failed (disk full, I/O error). The last commit is whole, and so are the rows in RAM.
+            ReadOnlyTableError: the table was opened with ``mode="r"``.
+            UnsupportedError: the table lives in RAM.
+        """
+        durability, tier = self._disk()
+        durability.check_writes(self._subject)
+        durability.check_name(step, name)
+        self._end_commit(tier)
+        commit = durability.begin(tier, self._commit_fields(step, name))
+        self._committed_changes = self._changes
+        if wait:
+            commit.run()
+            self._end_commit(tier)
+        else:
+            commit.start()
+        return commit.number
+
+    def _commit_fields(self, step: int | None, name: str | None) -> dict[str, Any]:
+        history = {} if self._history is None else {key: array.copy() for key, array in self._history.state().items()}
+        return {
+            "step": step,
+            "name": name,
+            "spec": describe_spec(self._spec),
+            "steps": self._steps,
+            "skipped_steps": self._skipped_steps,
+            "history": history,
+        }
+
+    def _end_commit(self, tier: Disk) -> None:
+        """Wait for the commit under way, and raise what went wrong with it."""
+        if tier.commit is not None:
+            tier.commit.wait()
+            self._raise_commit_failure()
+
+    def _raise_commit_failure(self) -> None:
+        durability, tier = self._disk() if self._place is not None else (self._on_disk(), None)
+        if tier is None or tier.commit is None or not tier.commit.is_done:
+            return
+        commit, tier.commit = tier.commit, None
+        error = durability.error_of(commit)
+        if error is not None:
+            self._committed_changes = -1
+            raise error
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
+        return self._on_disk().commits()
+
+    def release(self, name: str) -> None:
+        """Let retention drop the commits called `name`. Nothing happens where there are none."""
+        durability = self._on_disk()
+        durability.check_writes(self._subject)
+        durability.release(name)
+
+    @_whole
+    def rollback(self, commit: int) -> int:
+        """Go back to an earlier commit: its content becomes a new one, whose number is returned.
+
+        Changes that no commit has are dropped. No earlier commit is lost.
+
+        Raises:
+            ArgumentError: there is no such commit.
+        """
+        durability, tier = self._disk()
+        durability.check_writes(self._subject)
+        self._end_commit(tier)
+        durability.rollback(_index(commit))
+        self._resume(durability.spec(self._spec.init))
+        return self.last_commit
+
+    def compact(self) -> int:
+        """Fold the changes of past commits into the table's base, and commit; return the commit's number.
+
+        This happens by itself in the background after commits, as often as the disk's and the RAM's use ask for it.
+        """
+        durability, _ = self._disk()
+        durability.check_writes(self._subject)
+        durability.compact(self.rows)
+        return self.commit(step=self.last_step)
+
+    def verify(self) -> Verdict:
+        """Read all files of all commits, and check every checksum: see `Verdict`."""
+        store = self._on_disk().store
+        return verify(store.system, store.folder)
+
+    # ---------------------------------------------------------------- ahead of time
+
+    def bring(self, ids: npt.ArrayLike) -> Ticket:
+        """Bring rows up from disk that a later batch will use; they stay until the ticket is released.
+
+        Any thread may call it: the disk is read while others go on with the table.
+
+        Raises:
+            IdError, IdTypeError: as for `lookup`.
+            CacheTooSmallError: the rows do not fit the cache together with those in use.
+        """
+        checked = self._checked_ids(ids)
+        tier = self._tier
+        return tier.bring_ahead(checked.reshape(-1)) if isinstance(tier, Disk) else Ticket()
+
+    def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
+        """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.
+
+        That changes no bit of any result. See `embedrock.prefetch`.
+
+        Example:
+            >>> import embedrock as er
+            >>> table = er.Table(rows=100, dim=4)
+            >>> [table.lookup(ids).shape for ids in table.prefetch([[1, 2], [3]], depth=1)]
+            [(2, 4), (1, 4)]
+        """
+        return prefetch(batches, {self: lambda ids: ids}, depth)
+
+    def _after_fork(self) -> None:
+        """In a child process: have a reader go on with locks and a cache of its own, and refuse to write."""
+        durability = self._on_disk()
+        if durability.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f"{self._subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
+                'here with mode="r", or use it in the parent only',
+                durability.settings.path,
+            )
+        self._process = os.getpid()
+        self._turn = Turn(_settling(self))
+        durability.after_fork()
+        self._resume(self._spec)
 
     def __enter__(self) -> Table:
         return self
@@ -600,10 +964,11 @@ class Table:
 
     def __repr__(self) -> str:
         spec, name = self._spec, f"name={self.name!r}, " if self.name else ""
-        state = "closed" if self._memory is None else f"{self._memory.directory.count} rows touched"
+        state = "closed" if self._place is None else f"{self._place.count} rows touched"
         return f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        self._in_ram("copy.deepcopy")
         spec, (memory, directory) = self._spec, self._memory_arguments
         made = Table(
             spec.rows,
@@ -616,7 +981,7 @@ class Table:
             directory=directory,
             on_nonfinite=self._on_nonfinite,
         )
-        with self._lock:  # the state has views of rows
+        with self._turn.lock:  # the state has views of rows
             made.load_state(self.state())
         memo[id(self)] = made
         return made
@@ -629,6 +994,18 @@ class Table:
                 "model.state_dict()."
             )
         return named_table, (self.name,)
+
+
+def _settling(table: Table) -> Callable[[], None]:
+    """Return what waits for a table's running step, and does not keep the table alive."""
+    found = weakref.ref(table)
+
+    def settle() -> None:
+        table = found()
+        if table is not None:
+            table._finish_step()
+
+    return settle
 
 
 def named_table(name: str) -> Table:
@@ -675,9 +1052,56 @@ def _check_kind(name: str, value: object, kind: type, example: str) -> None:
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name in unknown:
-        if name == "path":
-            raise UnsupportedError("`path`: tables on disk are not in this release, only tables in RAM. Leave it out.")
         raise UnknownArgumentError(
-            f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, memory, directory, "
-            "on_nonfinite and name."
+            f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, path, memory, directory, "
+            "on_nonfinite, name, policy, keep, lock and mode."
         )
+
+
+def open_table(
+    path: str | os.PathLike[str],
+    mode: str = "w",
+    at: int | None = None,
+    *,
+    memory: int | str | None = None,
+    init: Initializer | None = None,
+    on_nonfinite: str = "raise",
+    name: str | None = None,
+    policy: str = "lfu",
+    keep: int = 2,
+    lock: bool = True,
+    system: System = OS_SYSTEM,
+) -> Table:
+    """Open a table on disk as of a commit.
+
+    Args:
+        path: its folder.
+        mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile.
+        at: number of the commit, for a reader; None: the last one.
+        memory, on_nonfinite, name, policy, keep, lock, system: as in `Table`.
+        init: for a table whose first values come from an array: that `er.FromArray`.
+
+    Raises:
+        TableFileError: there is no table, or `init` is missing or another one.
+        TableLockedError: another writer has it open.
+        CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
+        ArgumentError: there is no commit `at`.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> folder = tempfile.mkdtemp() + "/users.rock"
+        >>> with er.Table(rows=10**9, dim=4, path=folder, rule=er.SGD(lr=0.5), init=er.Zeros()) as table:
+        ...     table.update([7], np.ones((1, 4), np.float32))
+        ...     table.commit(step=1)
+        1
+        >>> with er.open(folder, mode="r") as table:
+        ...     table.lookup([7])
+        array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
+    """
+    settings = Settings(os.fspath(path), memory, policy, keep, lock, mode, at, system).checked()
+    table = Table.__new__(Table)
+    table._begin(name, on_nonfinite, (memory, "auto"))
+    table._open(*open_files(settings, init), rule=None)
+    if name:
+        _named[name] = table
+    return table

@@ -232,7 +232,6 @@ REFUSED = [
     ({"sparse": True}, er.UnsupportedError, "always stepped sparsely"),
     ({"device": "cuda"}, er.UnsupportedError, r"\.to\(device\)"),
     ({"_weight": torch.ones(3, 2)}, er.UnsupportedError, "from_pretrained"),
-    ({"path": "users.rock"}, er.UnsupportedError, "`path`.*not in this release"),
     ({"paht": "users.rock"}, er.UnknownArgumentError, "no argument `paht`"),
     ({"dtype": torch.float64}, er.ArgumentError, "torch.bfloat16"),
     ({"padding_idx": 3}, er.ArgumentError, r"\[-3, 3\)"),

@@ -1,4 +1,4 @@
-"""Command line: ``embedrock bench step | lookup | plan | rows | create | all``."""
+"""Command line: ``embedrock bench step | lookup | plan | rows | create | disk | commit | all``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from embedrock.bench import create
+from embedrock.bench import commit, create, disk
 from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.contenders import Contender
 from embedrock.bench.counts import count
+from embedrock.bench.disk import DiskEffort
+from embedrock.bench.disk_contenders import CONTENDERS as DISK_CONTENDERS
+from embedrock.bench.disk_contenders import DiskContender
 from embedrock.bench.machine import machine_facts
 from embedrock.bench.report import Report, format_verdicts, write_json
 from embedrock.bench.rounds import Effort
 from embedrock.bench.workload import MAX_ROWS, Workload
+from embedrock.errors import ArgumentError
+from embedrock.sizes import parse_bytes
 
 DESCRIPTION = """
 Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,
@@ -29,6 +34,7 @@ and their rounds are interleaved. Those not installed or too large for the RAM a
 """
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 CREATE_ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
+COMMIT_ROWS = (10_000, 100_000, 1_000_000)
 
 # What `bench all` runs: every line of the README's table of speeds.
 ALL = (
@@ -40,7 +46,10 @@ ALL = (
     ("create",),
 )
 
+DISK_WORKLOAD = Workload(rows=20_000_000)
+
 Measure = Callable[[Namespace], Report]
+Named = TypeVar("Named", Contender, DiskContender)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -71,6 +80,8 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
         _add_comparison(benchmarks, job)
     _add_rows(benchmarks)
     _add_create(benchmarks)
+    _add_disk(benchmarks)
+    _add_commit(benchmarks)
     everything = _add(benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all)
     _add_options(everything, EFFORT_OPTIONS)
 
@@ -78,10 +89,10 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
 def _add_comparison(benchmarks: Any, job: Comparison) -> None:
     names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in job.contenders)
     parser = _add(benchmarks, job.name, job.help, partial(_measure_comparison, job), epilog=f"contenders:\n{names}")
-    _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | EFFORT_OPTIONS, job.workloads)
+    _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | EFFORT_OPTIONS, (*job.workloads, Effort()))
     parser.add_argument(
         "--contenders",
-        type=partial(_contenders, job),
+        type=partial(_contenders, job.contenders),
         default=list(job.contenders),
         metavar="A,B,...",
         help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
@@ -97,16 +108,44 @@ def _add_rows(benchmarks: Any) -> None:
 def _add_create(benchmarks: Any) -> None:
     parser = _add(benchmarks, "create", "creation, RAM and import time of a table of a billion rows", _measure_create)
     options = {name: EFFORT_OPTIONS[name] for name in ("threads", "timeout_s")}
-    _add_options(parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options, (Workload(rows=CREATE_ROWS),))
+    _add_options(
+        parser, ROWS_OPTION | {"dim": WORKLOAD_OPTIONS["dim"]} | options, (Workload(rows=CREATE_ROWS), Effort())
+    )
     parser.add_argument("--touch", type=count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
     parser.add_argument("--runs", type=count, default=RUNS, metavar="N", help="processes; medians over them")
+
+
+def _add_disk(benchmarks: Any) -> None:
+    names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in DISK_CONTENDERS)
+    text = "training a table larger than RAM, page cache counted"
+    parser = _add(benchmarks, "disk", text, _measure_disk, epilog=f"contenders:\n{names}")
+    _add_disk_options(parser)
+    parser.add_argument(
+        "--contenders",
+        type=partial(_contenders, DISK_CONTENDERS),
+        default=list(DISK_CONTENDERS),
+        metavar="A,B,...",
+        help="names or patterns such as 'ours-*' (default: all)",
+    )
+
+
+def _add_commit(benchmarks: Any) -> None:
+    parser = _add(benchmarks, "commit", "commits, training beside them, and opening", _measure_commit)
+    _add_disk_options(parser)
+    parser.add_argument("--sizes", type=_sizes, default=list(COMMIT_ROWS), metavar="N,N,...", help="rows of a commit")
+
+
+def _add_disk_options(parser: ArgumentParser) -> None:
+    workload = {name: option for name, option in WORKLOAD_OPTIONS.items() if name != "batches"}
+    _add_options(parser, ROWS_OPTION | workload | EFFORT_OPTIONS | DISK_OPTIONS, (DISK_WORKLOAD, DiskEffort()))
+    parser.set_defaults(effort=DiskEffort)
 
 
 def _add(benchmarks: Any, name: str, text: str, measure: Measure, **options: Any) -> ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = benchmarks.add_parser(name, help=text, description=f"Measure {text}.", formatter_class=raw, **options)
     parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
-    parser.set_defaults(run=_run, measure=measure, benchmark=name)
+    parser.set_defaults(run=_run, measure=measure, benchmark=name, effort=Effort)
     return parser
 
 
@@ -127,6 +166,18 @@ def _measure_create(arguments: Namespace) -> Report:
     return create.run(**table, touch=arguments.touch, runs=arguments.runs, effort=effort)
 
 
+def _measure_disk(arguments: Namespace) -> Report:
+    return disk.run(_disk_workload(arguments), arguments.contenders, DiskEffort(**_given(arguments, DiskEffort)))
+
+
+def _measure_commit(arguments: Namespace) -> Report:
+    return commit.run(_disk_workload(arguments), arguments.sizes, DiskEffort(**_given(arguments, DiskEffort)))
+
+
+def _disk_workload(arguments: Namespace) -> Workload:
+    return replace(DISK_WORKLOAD, **_given(arguments, Workload))
+
+
 def _measure_all(arguments: Namespace) -> Report:
     report = Report()
     for line in ALL:
@@ -145,8 +196,9 @@ def _run(arguments: Namespace) -> int:
         print("\ninterrupted; nothing is written", file=sys.stderr)
         return INTERRUPTED
     if arguments.json is not None:
-        effort = Effort(**_given(arguments, Effort))
+        effort = arguments.effort(**_given(arguments, arguments.effort))
         options = asdict(effort) | {"environment": effort.environment()}
+        options.pop("folder", None)  # of this machine
         write_json(arguments.json, report, {"benchmark": arguments.benchmark, "options": options, "machine": machine})
     for name, details in report.failures:
         print(f"\n{name} failed:\n{details}", file=sys.stderr)
@@ -190,15 +242,29 @@ def _float(text: str, least: float) -> float:
     return value
 
 
-def _contenders(job: Comparison, text: str) -> list[Contender]:
-    chosen: dict[str, Contender] = {}
+def _contenders(contenders: Sequence[Named], text: str) -> list[Named]:
+    chosen: dict[str, Named] = {}
     for pattern in text.split(","):
-        found = {one.name: one for one in job.contenders if fnmatchcase(one.name, pattern)}
+        found = {one.name: one for one in contenders if fnmatchcase(one.name, pattern)}
         if not found:
-            names = ", ".join(one.name for one in job.contenders)
+            names = ", ".join(one.name for one in contenders)
             raise ArgumentTypeError(f"no contender is called {pattern!r}: choose from {names}")
         chosen |= found
     return list(chosen.values())
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(f"must be a folder that exists: got {text!r}")
+    return path
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ArgumentError:
+        raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
 
 
 def _writable_file(text: str) -> Path:
@@ -225,16 +291,22 @@ EFFORT_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "seconds": (_seconds, "a turn ends after this time"),
     "timeout_s": (_seconds, "seconds after which a silent contender is ended"),
 }
+DISK_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "folder": (_folder, "where a folder for the files is made, and removed at the end"),
+    "memory": (_bytes, "RAM that our table may take"),
+    "limit": (_bytes, "of RAM and page cache of each contender's process together"),
+    "warmup": (count, "untimed steps before, which fill the cache"),
+}
 
 
 def _add_options(
     parser: ArgumentParser,
     options: dict[str, tuple[Callable[[str], Any], str]],
-    workloads: Sequence[Workload] = (Workload(),),
+    sources: Sequence[object] = (Workload(), Effort()),
 ) -> None:
     """Add options without defaults: an option not given is absent, and the dataclass's value holds."""
     for name, (read, text) in options.items():
-        values = dict.fromkeys(getattr(one, name) for one in (*workloads, Effort()) if hasattr(one, name))
+        values = dict.fromkeys(getattr(one, name) for one in sources if hasattr(one, name))
         parser.add_argument(
             "--" + name.removesuffix("_s"),
             dest=name,

@@ -56,7 +56,8 @@ class Contender:
         return PROCESS_BYTES + batches + whole
 
 
-def _torch() -> Any:
+def import_torch() -> Any:
+    """Return the module, with as many threads as a contender may use."""
     try:
         import torch
     except ImportError as error:
@@ -70,7 +71,7 @@ def _torch() -> Any:
 
 def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
     """Return the loop body that users write, the same for `nn.Embedding` and for ours."""
-    torch = _torch()
+    torch = import_torch()
     ids = [torch.from_numpy(batch) for batch in workload.ids()]
     gradient = torch.from_numpy(workload.gradient())
 
@@ -84,7 +85,7 @@ def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
 
 def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
     """Train `embedrock.torch.Embedding`."""
-    _torch()
+    import_torch()
     import embedrock.torch as ert
 
     table = ert.Embedding(workload.rows, workload.dim)
@@ -93,7 +94,7 @@ def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
 
 def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any) -> Step:
     """Train `torch.nn.Embedding`."""
-    torch = _torch()
+    torch = import_torch()
     table = torch.nn.Embedding(workload.rows, workload.dim, sparse=sparse)
     make_optimizer = getattr(torch.optim, optimizer)
     return _training_step(table, make_optimizer(table.parameters(), lr=LEARNING_RATE, **options), workload)
@@ -101,7 +102,7 @@ def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any)
 
 def fbgemm_step(workload: Workload, pooling: str) -> Step:
     """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
-    torch = _torch()
+    torch = import_torch()
     try:
         training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
@@ -153,7 +154,7 @@ STEP = (
 
 def our_lookup(workload: Workload, trained: bool) -> Step:
     """Look up rows of `embedrock.torch.Embedding`, after one training step on each batch or none at all."""
-    torch = _torch()
+    torch = import_torch()
     import embedrock.torch as ert
 
     table = ert.Embedding(workload.rows, workload.dim)
@@ -165,14 +166,14 @@ def our_lookup(workload: Workload, trained: bool) -> Step:
 
 def torch_lookup(workload: Workload) -> Step:
     """Look up rows by `torch.nn.functional.embedding`."""
-    torch = _torch()
+    torch = import_torch()
     weights = torch.nn.Embedding(workload.rows, workload.dim).weight
     ids = [torch.from_numpy(ids) for ids in workload.ids()]
     return _without_grad(lambda batch: torch.nn.functional.embedding(batch, weights), ids)
 
 
 def _without_grad(lookup: Callable[[Any], Any], ids: list[Any]) -> Step:
-    no_grad = _torch().no_grad
+    no_grad = import_torch().no_grad
 
     def step(index: int) -> object:
         with no_grad():
@@ -207,7 +208,7 @@ def our_plan(workload: Workload) -> Step:
 
 def torch_unique(workload: Workload, **options: Any) -> Step:
     """Unique ids and inverse by `torch.unique`."""
-    torch = _torch()
+    torch = import_torch()
     ids = [torch.from_numpy(batch) for batch in workload.ids()]
     return lambda index: torch.unique(ids[index], return_inverse=True, **options)
 

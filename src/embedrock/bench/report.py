@@ -185,12 +185,12 @@ def _cells(line: dict[str, Any], grouped: bool) -> list[str]:
     base = line["ratio"] is not None
     return [
         f"{line['name']} (group {line['group']})" if grouped else line["name"],
-        _number(line["median_ms"]),
-        f"{_number(low)} - {_number(high)}",
-        _number(line["least_ms"]),
-        _number(line["first_pass_ms"]),
-        f"{_number(line['ratio'])}x" if base else "",
-        " - ".join(_number(ratio) for ratio in line["ratio_range"]) if base else "",
+        format_number(line["median_ms"]),
+        f"{format_number(low)} - {format_number(high)}",
+        format_number(line["least_ms"]),
+        format_number(line["first_pass_ms"]),
+        f"{format_number(line['ratio'])}x" if base else "",
+        " - ".join(format_number(ratio) for ratio in line["ratio_range"]) if base else "",
         format_bytes(line["peak_bytes"]),
     ]
 
@@ -202,8 +202,8 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str:
     rows = [
         [
             verdict.what,
-            f"{_number(verdict.measured)} {verdict.unit}",
-            f"{'at most' if verdict.at_most else 'at least'} {_number(verdict.wanted)} {verdict.unit}",
+            f"{format_number(verdict.measured)} {verdict.unit}",
+            f"{'at most' if verdict.at_most else 'at least'} {format_number(verdict.wanted)} {verdict.unit}",
             "reached" if verdict.reached else "NOT reached",
         ]
         for verdict in verdicts
@@ -221,7 +221,8 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
+    """Return a number with three digits that count."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 # hot ids end up far apart in memory, as they do in real logs.
 SCATTER = 2_654_435_761
 MAX_ROWS = SCATTER - 1  # also keeps the products below 2**63
+CHUNK_RANKS = 1 << 20  # whose chances are computed at a time
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,24 @@ class Workload:
         shape = (self.batch, self.features)
         return [self._scattered(random.random(shape)) for _ in range(self.batches)]
 
+    def batch_at(self, index: int) -> npt.NDArray[np.int64]:
+        """Return batch `index` of an endless stream of different ones, (batch, features) int64 in [0, rows)."""
+        random = np.random.default_rng((self.seed, index))
+        return self._scattered(random.random((self.batch, self.features)))
+
+    def expected_misses(self, slots: int) -> float:
+        """Return how many rows of a batch are, on average, not among the `slots` most popular ones.
+
+        It is the fewest misses that a cache of so many slots can have whose policy knows the popularity of every
+        row, but not the batches to come. With 0 slots: how many different rows a batch has.
+        """
+        least, ranks = min(slots, self._ranks), self._ranks
+        missed = 0.0
+        for first in range(least, ranks, CHUNK_RANKS):
+            edges = _zipf_cdf(np.arange(first, min(first + CHUNK_RANKS, ranks) + 1), ranks, self.zipf)
+            missed += -np.expm1(self.lookups * np.log1p(-np.diff(edges))).sum()
+        return float(missed)
+
     def gradient(self) -> npt.NDArray[np.float32]:
         """Return the gradient of every batch's output, (batch, features, dim) float32."""
         random = np.random.default_rng(self.seed + 1)
@@ -68,8 +87,20 @@ class Workload:
         return np.unique(np.concatenate([ids.ravel() for ids in self.ids()])).size
 
     def _scattered(self, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        ranks = self.rows if self.ranks is None else self.ranks
-        return bounded_zipf(uniform, ranks, self.zipf) * SCATTER % self.rows
+        return bounded_zipf(uniform, self._ranks, self.zipf) * SCATTER % self.rows
+
+    @property
+    def _ranks(self) -> int:
+        return self.rows if self.ranks is None else self.ranks
+
+
+def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
+    """Return the chance of a rank below each value: what `bounded_zipf` inverts, whose last rank has no mass."""
+    values = np.minimum(values + 1.0, ranks)
+    if exponent == 1:
+        return np.log(values) / np.log(ranks)
+    power = 1 - exponent
+    return (values**power - 1) / (float(ranks) ** power - 1)
 
 
 def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) -> npt.NDArray[np.int64]:

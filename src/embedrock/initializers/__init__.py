@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
 from embedrock.initializers.constant import Constant, Zeros
 from embedrock.initializers.from_array import FromArray
@@ -10,4 +13,27 @@ from embedrock.initializers.uniform import Uniform
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, FromArray)
 
-__all__ = ["INITIALIZERS", "Constant", "FromArray", "Initializer", "Normal", "Uniform", "Zeros"]
+
+def read_initializer(description: dict[str, Any]) -> Initializer:
+    """Return the initializer that `Initializer.describe` described.
+
+    Raises:
+        ArgumentError: it cannot be made from plain data (`FromArray`), or is of no kind known here.
+    """
+    kinds = {kind.__name__: kind for kind in INITIALIZERS if kind is not FromArray}
+    arguments = {key: value for key, value in description.items() if key != "name"}
+    if description.get("name") not in kinds:
+        raise ArgumentError(f"a saved initializer must be one of {', '.join(kinds)}: got {description.get('name')!r}.")
+    return kinds[description["name"]](**arguments)
+
+
+__all__ = [
+    "INITIALIZERS",
+    "Constant",
+    "FromArray",
+    "Initializer",
+    "Normal",
+    "Uniform",
+    "Zeros",
+    "read_initializer",
+]

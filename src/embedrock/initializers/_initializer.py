@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ class Initializer(ABC):
     def check(self, rows: int | None, dim: int) -> None:
         """Raise `ArgumentError` where it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
         return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as plain data, from which `read_initializer` makes it again."""
+        return {"name": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
 
 
 def check_number(subject: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,9 @@ class Zeros(Constant):
 
     def __init__(self) -> None:
         super().__init__(0.0)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "Zeros"}
 
     def __repr__(self) -> str:
         return "Zeros()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,9 @@ class FromArray(Initializer):
         # In id order, because a file is read fastest in its own order.
         order = np.argsort(ids)
         out[order] = self.array[ids[order]]
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "FromArray", "dtype": str(self.array.dtype), "shape": list(self.array.shape)}
 
     def __repr__(self) -> str:
         return f"FromArray(array=<{self.array.dtype} {self.array.shape}>)"

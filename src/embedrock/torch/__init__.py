@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from embedrock.torch.bag import EmbeddingBag
+from embedrock.torch.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.embedding import Embedding
 from embedrock.torch.handle import Handle
+from embedrock.torch.lookahead import prefetch
 from embedrock.torch.optim import (
     SGD,
     Adagrad,
@@ -30,9 +32,13 @@ __all__ = [
     "Ftrl",
     "Handle",
     "Momentum",
+    "NoCheckpointError",
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
     "dense_parameters",
     "handles",
+    "load",
+    "prefetch",
+    "save",
 ]

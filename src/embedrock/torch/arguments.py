@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NamedTuple
@@ -15,12 +16,12 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.initializers import FromArray, Initializer
 from embedrock.rules import Rule
 from embedrock.table import Table
+from embedrock.torch.references import tell_resumed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 REFUSED = {
-    "path": "tables on disk are not in this release, only tables in RAM. Leave it out",
     "sparse": "rows are always stepped sparsely. Leave it out",
     "device": "lookups are delivered where the handle is: call .to(device) on the layer or the model",
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
@@ -31,8 +32,10 @@ REFUSED = {
 class TableArguments(NamedTuple):
     """Those arguments of a layer that make its table, with their defaults."""
 
-    path: None = None
+    path: str | os.PathLike[str] | None = None
     memory: int | str | None = None
+    policy: str = "lfu"
+    keep: int = 2
     init: Initializer | None = None
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -62,29 +65,33 @@ def open_table(
         padding_idx: id whose row starts as zeros in a table that is made here.
         arguments: all others.
     """
-    if arguments.path is not None:
-        refuse(layer, ["path"])
     if isinstance(rows, Table):
         _refuse_table_arguments(layer, dim, arguments)
         return rows
     if dim is None:
         raise ArgumentError(f"`embedding_dim` of ert.{layer} is missing: only a ready-made er.Table brings its own.")
-    table = Table(
-        rows,
-        dim,
-        init=arguments.init,
-        seed=arguments.seed,
-        dtype=dtype_name(layer, arguments.dtype),
-        memory=arguments.memory,
-        directory=arguments.directory,
-        on_nonfinite=arguments.on_nonfinite,
-        name=arguments.name,
-    )
+    options = arguments._asdict() | {"dtype": dtype_name(layer, arguments.dtype)}
+    table = make_table(rows, dim, options)
     padding = resolve_padding(padding_idx, table.rows)
-    if padding is not None:
-        table.assign([padding], np.zeros((1, table.dim), np.float32))
-    table.set_rule(arguments.rule)  # after `assign`, which some rules do not allow
+    if padding is not None and not table.stats()["rows_touched"]:
+        _zero(table, padding)
     return table
+
+
+def make_table(rows: int | None, dim: int, options: dict[str, Any]) -> Table:
+    """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on."""
+    table = Table(rows, dim, **options)
+    if table.is_on_disk and table.stats()["rows_touched"]:
+        tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
+    return table
+
+
+def _zero(table: Table, padding: int) -> None:
+    rule = table.rule
+    if lags_behind(rule):  # where rows cannot be assigned
+        table.set_rule(None)
+    table.assign([padding], np.zeros((1, table.dim), np.float32))
+    table.set_rule(rule)
 
 
 def _refuse_table_arguments(layer: str, dim: int | None, arguments: TableArguments) -> None:
@@ -165,4 +172,5 @@ def pretrained_table(
             "have rows converted when they are read."
         )
     rows, dim = weights.shape
-    return Table(rows, dim, init=init, dtype=native if dtype is None else dtype_name(layer, dtype), **options)
+    made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
+    return make_table(rows, dim, {**options, **made_of})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, init, seed, dtype, name, rule, directory, on_nonfinite: as in `Embedding`.
+        path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite: as in `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -55,8 +56,10 @@ class EmbeddingBag(RowLayer):
         *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        path: None = None,
+        path: str | os.PathLike[str] | None = None,
         memory: int | str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
         init: Initializer | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -71,7 +74,7 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        arguments = TableArguments(path, memory, init, seed, dtype, name, rule, directory, on_nonfinite)
+        arguments = TableArguments(path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite)
         table = open_table("EmbeddingBag", num_embeddings, embedding_dim, padding_idx, arguments)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         self.mode, self.include_last_offset = mode, include_last_offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,14 @@ class Embedding(RowLayer):
             dense Adam.)
         norm_type: the p of that norm.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
-        path: must be None: tables on disk are not in this release.
+        path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
+            line to stderr. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         init: first values, by default ``er.Normal(0, 1)`` as in PyTorch.
         seed: of the first values.
         dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
         name: of the table, for error messages and for pickling by reference.
-        rule, directory, on_nonfinite: as in `er.Table`.
+        policy, keep, rule, directory, on_nonfinite: as in `er.Table`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -65,8 +67,10 @@ class Embedding(RowLayer):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         *,
-        path: None = None,
+        path: str | os.PathLike[str] | None = None,
         memory: int | str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
         init: Initializer | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -77,7 +81,7 @@ class Embedding(RowLayer):
         **unknown: Any,
     ) -> None:
         refuse("Embedding", unknown)
-        arguments = TableArguments(path, memory, init, seed, dtype, name, rule, directory, on_nonfinite)
+        arguments = TableArguments(path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite)
         table = open_table("Embedding", num_embeddings, embedding_dim, padding_idx, arguments)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
@@ -102,7 +106,8 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
                 not zeroed.
             dtype: of rows and outputs; by default that of `embeddings`.
-            options: memory, seed, name, rule, directory, on_nonfinite: as for the layer.
+            options: path, memory, policy, keep, seed, name, rule, directory, on_nonfinite: as for the layer. The
+                table on disk at `path` gets the rows that are stepped; `embeddings` are needed again to open it.
 
         Example:
             >>> import torch, embedrock.torch as ert

@@ -166,6 +166,13 @@ class Handle(nn.Parameter):
 
     # ------------------------------------------------------------ moves and copies
 
+    def stand_for(self, table: Table) -> None:
+        """Stand for the rows of another table from now on."""
+        _handles.pop(self.table, None)
+        self.forget()
+        self.table = table
+        _handles[table] = weakref.ref(self)
+
     def move(self, device: torch.device) -> None:
         """Have lookups delivered on another device. ("meta" asks to allocate nothing, and nothing ever is.)"""
         if device.type != "meta":

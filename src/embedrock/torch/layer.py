@@ -16,6 +16,7 @@ from embedrock.table import Table
 from embedrock.torch.arguments import DTYPES, check_norm, lags_behind, resolve_padding
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
+from embedrock.torch.references import check_state, go_to, is_reference, reference_to
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -78,6 +79,11 @@ class RowLayer(nn.Module):
     def table(self) -> Table:
         """The rows: `lookup`, `assign`, `export` and more work on it."""
         return self._table
+
+    def take_over(self, table: Table) -> None:
+        """Put another table of the same kind in the place of the layer's. The handle stays, and stands for its rows."""
+        self._table = table
+        self.handle.stand_for(table)
 
     @property
     def num_embeddings(self) -> int | None:
@@ -181,14 +187,25 @@ class RowLayer(nn.Module):
 
         The tensors are views of the rows where possible, as those of other parameters are: copy them
         (`copy.deepcopy`) to keep them while training goes on.
+
+        Of a table on disk it is only a reference, {"path", "uuid", "commit", "step"}. So that it refers to what the
+        rows are now, the table is committed first if it has changed since its last commit.
         """
+        if self._table.is_on_disk:
+            return reference_to(self._table)
         state = self._table.state()
         return {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in state.items()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take rows from `get_extra_state`, or from ``{"weight": tensor}``."""
+        """Take rows from `get_extra_state`, or from ``{"weight": tensor}``.
+
+        A table on disk goes to the commit that a reference names; changes since that commit are lost.
+        """
+        check_state(self._table, state, handle_of(self._table).label)  # not self.handle, which may be aside
         if "weight" in state:
             self._import_weight(state["weight"])
+        elif is_reference(state):
+            go_to(self._table, state)
         else:
             host = {key: v.cpu().numpy() if isinstance(v, Tensor) else v for key, v in state.items()}
             self._table.load_state(host)

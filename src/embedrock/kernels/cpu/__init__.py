@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
-from embedrock.kernels.cpu import codec, directory, generator, plan, pooling, rows, rules, runtime
+from embedrock.kernels.cpu import (
+    cache,
+    codec,
+    directory,
+    generator,
+    plan,
+    pooling,
+    pread,
+    rows,
+    rules,
+    runtime,
+    storage,
+)
 
-__all__ = ["codec", "directory", "generator", "plan", "pooling", "rows", "rules", "runtime"]
+__all__ = [
+    "cache",
+    "codec",
+    "directory",
+    "generator",
+    "plan",
+    "pooling",
+    "pread",
+    "rows",
+    "rules",
+    "runtime",
+    "storage",
+]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from embedrock.kernels.reference import codec, directory, generator, plan, pooling, rows, rules
+from embedrock.kernels.reference import cache, codec, directory, generator, plan, pooling, pread, rows, rules, storage
 
-__all__ = ["codec", "directory", "generator", "plan", "pooling", "rows", "rules"]
+__all__ = ["cache", "codec", "directory", "generator", "plan", "pooling", "pread", "rows", "rules", "storage"]

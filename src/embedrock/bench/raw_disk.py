@@ -1,0 +1,128 @@
+"""What the disk gives to a program that wants nothing else: random reads of 4 KiB, and one long write."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from embedrock.bench.processes import Child, ChildError
+from embedrock.vfs import BLOCK, O_DIRECT, OS_SYSTEM
+
+DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight
+REQUESTS = 8192  # of one call of our own reader
+WRITE_BYTES = 8 << 20  # of one call, when writing
+PROBE_S = 2.0
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Random reads of 4 KiB past the page cache, by one reader at one depth."""
+
+    reader: str
+    depth: int
+    reads_per_s: float
+
+
+def probe(paths: Sequence[Path], seconds: float = PROBE_S) -> list[Rate]:
+    """Measure random reads of files at every depth, by fio where it is installed, else by our own reader.
+
+    Args:
+        paths: files of about the same size, together larger than what the disk itself caches.
+        seconds: for each depth.
+    """
+    reader = fio if shutil.which("fio") else own
+    return [again(Rate(reader.__name__, depth, 0.0), paths, seconds) for depth in DEPTHS]
+
+
+def again(rate: Rate, paths: Sequence[Path], seconds: float = PROBE_S) -> Rate:
+    """Measure a rate once more."""
+    reader = {"fio": fio, "own": own}[rate.reader]
+    return Rate(rate.reader, rate.depth, reader(paths, rate.depth, seconds))
+
+
+def fio(paths: Sequence[Path], depth: int, seconds: float) -> float:
+    """Return the reads/s of `depth` threads of fio, each with one read in flight."""
+    names = ":".join(str(path).replace(":", r"\:") for path in paths)
+    arguments = {
+        "name": "random",
+        "filename": names,
+        "rw": "randread",
+        "bs": BLOCK,
+        "direct": 1 if O_DIRECT else 0,
+        "ioengine": "psync",
+        "numjobs": depth,
+        "runtime": f"{max(1, round(seconds * 1000))}ms",
+        "output-format": "json",
+    }
+    flags = ["--thread", "--time_based", "--group_reporting", "--readonly", "--norandommap", "--randrepeat=0"]
+    command = ["fio", *(f"--{key}={value}" for key, value in arguments.items()), *flags]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise ChildError("Died", f"fio ended with exit status {done.returncode}", done.stderr)
+    report = done.stdout[done.stdout.index("{") :]  # warnings may come first
+    return json.loads(report)["jobs"][0]["read"]["iops"]
+
+
+def own(paths: Sequence[Path], depth: int, seconds: float) -> float:
+    """Return the reads/s of `depth` threads of our own reader, in a process whose pool has as many."""
+    environment = {"EMBEDROCK_IO_THREADS": str(depth)}
+    with Child(Reader, list(paths), environment=environment, timeout_s=TIMEOUT_S) as child:
+        return child.call("rate", seconds)
+
+
+class Reader:
+    """Reads random blocks by `embedrock.vfs`, in a process of its own.
+
+    Args:
+        paths: files to read, each of one block at least.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._fds = [OS_SYSTEM.open(str(path), os.O_RDONLY | O_DIRECT) for path in paths]
+        self._blocks = [OS_SYSTEM.size(fd) // BLOCK for fd in self._fds]
+        self._random = np.random.default_rng()
+        self._memory = np.frombuffer(mmap.mmap(-1, REQUESTS * BLOCK), np.uint8)
+
+    def rate(self, seconds: float) -> float:
+        """Return the reads/s of calls that take about `seconds` together."""
+        self._read()  # compiles, starts threads
+        start, count = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - start) < seconds or not count:
+            count += self._read()
+        return count / elapsed
+
+    def _read(self) -> int:
+        chosen = self._random.integers(len(self._fds), size=REQUESTS)
+        offsets = (self._random.random(REQUESTS) * np.array(self._blocks)[chosen]).astype(np.int64) * BLOCK
+        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(REQUESTS, BLOCK)
+        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(REQUESTS) * BLOCK)
+        return REQUESTS
+
+
+def write_rate(path: Path, size: int) -> float:
+    """Write a file of `size` bytes from its beginning to its end, remove it, and return its bytes/s.
+
+    Random bytes, past the page cache where the file system can, and safe on the disk at the end.
+    """
+    with mmap.mmap(-1, WRITE_BYTES) as block:
+        block[:] = np.random.default_rng(0).bytes(WRITE_BYTES)
+        fd = OS_SYSTEM.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | O_DIRECT)
+        try:
+            start, written = time.perf_counter(), 0
+            while written < size:
+                written += os.write(fd, block)
+            OS_SYSTEM.fdatasync(fd)
+            return written / (time.perf_counter() - start)
+        finally:
+            OS_SYSTEM.close(fd)
+            path.unlink()

@@ -1,0 +1,114 @@
+"""What every format of files of vectors shares: `Source` is read in batches, and errors say where."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from embedrock.errors import EmbedrockError
+
+BATCH_BYTES = 8 << 20  # of vectors, at a time
+MAX_BATCH_ROWS = 1 << 16
+ROW_NUMBERS = "row-number"  # in place of the name of ids: rows are numbered from 0
+
+
+class FileError(EmbedrockError, ValueError):
+    """A file of vectors that cannot be read, or written, as asked."""
+
+
+class MissingPackageError(EmbedrockError, ImportError):
+    """A format needs a package that is not installed."""
+
+
+class Batch(NamedTuple):
+    """Rows of a file, in its order.
+
+    Attributes:
+        ids: int64 (n,).
+        vectors: float32 (n, dim), finite.
+        words: what the file calls them, as bytes; None where rows have no words.
+    """
+
+    ids: np.ndarray
+    vectors: np.ndarray
+    words: list[bytes] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a user says about a file to read.
+
+    Attributes:
+        ids: name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file; None: the format's own choice.
+        vectors: name of the array or column of vectors; None: the format's own choice.
+        dim: columns, where the file does not say.
+        dtype: of the numbers, where the file does not say.
+    """
+
+    ids: str | None = None
+    vectors: str | None = None
+    dim: int | None = None
+    dtype: str | None = None
+
+
+class Source(ABC):
+    """A file of vectors.
+
+    Attributes:
+        path: of the file.
+        rows: how many there are.
+        dim: width of the vectors.
+        has_ids: the file says the ids; otherwise rows are numbered from 0.
+        has_words: rows have words.
+    """
+
+    path: Path
+    rows: int
+    dim: int
+    has_ids = False
+    has_words = False
+
+    def batches(self, start: int = 0, batch_rows: int | None = None) -> Iterator[Batch]:
+        """Go through the rows from number `start` on, in RAM for one batch.
+
+        Raises:
+            FileError: the file is not what it should be from here on; rows that were yielded before are good.
+        """
+        for batch in self._batches(start, batch_rows or rows_at_once(self.dim)):
+            self._check(batch, start)
+            yield batch
+            start += len(batch.ids)
+
+    @abstractmethod
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]: ...
+
+    def place(self, row: int) -> str:
+        """Return where in the file a row is, for people."""
+        return f"row {row} (from 0)"
+
+    def fail(self, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+        """Raise a `FileError` about this file."""
+        fail(self.path, expected, got, remedy, where)
+
+    def _check(self, batch: Batch, start: int) -> None:
+        bad = ~np.isfinite(batch.vectors).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            value = batch.vectors[row][~np.isfinite(batch.vectors[row])][0]
+            remedy = "Fix or remove the row."
+            self.fail("finite float32 numbers", f"{value}", remedy, self.place(start + row))
+
+
+def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
+    """Raise a `FileError` that says subject, where, expected, got and remedy."""
+    raise FileError(f"{path}{', ' if where else ''}{where}: expected {expected}; got {got}. {remedy}")
+
+
+def rows_at_once(dim: int) -> int:
+    """Return the rows of a batch."""
+    return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))

@@ -1,0 +1,88 @@
+"""A `Spec` as plain data, as it stands in a manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embedrock.errors import CorruptTableError, TableFileError
+from embedrock.initializers import FromArray, Initializer, read_initializer
+from embedrock.rules import Rule, describe_rule, read_rule
+from embedrock.spec import Spec
+
+
+def describe_spec(spec: Spec) -> dict[str, Any]:
+    """Return a description as JSON's own types."""
+    return {
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "init": spec.init.describe(),
+        "rule": _plain_rule(spec.rule),
+    }
+
+
+def read_spec(description: dict[str, Any], init: Initializer | None, where: str) -> Spec:
+    """Return the description that `describe_spec` described.
+
+    Args:
+        description: from a manifest.
+        init: the caller's; needed where the saved one is an array, and otherwise compared with the saved one.
+        where: the table's path, for error messages.
+
+    Raises:
+        CorruptTableError: it describes no table.
+        TableFileError: `init` is needed, or is another than the table's.
+    """
+    try:
+        rule = _rule_of(description["rule"])
+        rows, dim, dtype, seed = (description[key] for key in ("rows", "dim", "dtype", "seed"))
+        first = _initializer(description["init"], init, where)
+        return Spec(rows, dim, dtype, rule, first, seed)
+    except TableFileError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptTableError(
+            f"the manifest of {where} must describe a table: got {str(description)[:200]} ({error!r})."
+        ) from error
+
+
+def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -> Initializer:
+    if given is not None and given.describe() != saved:
+        raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {given}. Leave it out.")
+    if given is None and saved.get("name") == FromArray.__name__:
+        raise TableFileError(
+            f"first values of {where} come from an array of shape {saved.get('shape')}, which is not in its files. "
+            "Pass it again: init=er.FromArray(array)."
+        )
+    return given or read_initializer(saved)
+
+
+def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> None:
+    """Raise `TableFileError` where a table is asked for that is not the one at `where`.
+
+    Args:
+        expected: what was asked for; None means whatever the table has.
+        got: what the table is.
+    """
+    different = [key for key, value in expected.items() if value is not None and value != got[key]]
+    if different:
+        raise TableFileError(
+            f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
+            f"{_line(got)}. Use its own arguments (er.open(path) needs none), or another path."
+        )
+
+
+def _line(description: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in description.items())
+
+
+def _plain_rule(rule: Rule | None) -> dict[str, Any] | None:
+    plain = describe_rule(rule)
+    return None if plain is None else {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+
+
+def _rule_of(description: dict[str, Any] | None) -> Rule | None:
+    if description is None:
+        return None
+    return read_rule({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()})

@@ -1,0 +1,325 @@
+"""`Durability`: what a table on disk has beyond one in RAM: its files, commits and compaction."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import uuid as uuids
+import warnings
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.descriptions import check_same, describe_spec, read_spec
+from embedrock.errors import ArgumentError, CommitError, ReadOnlyTableError
+from embedrock.initializers import Initializer
+from embedrock.rules import History
+from embedrock.sizes import format_bytes
+from embedrock.spec import Spec
+from embedrock.store import folder as folders
+from embedrock.store.compaction import Stopped, compact
+from embedrock.store.history import read_history, write_history
+from embedrock.store.manifest import HistoryFile, Manifest, is_name
+from embedrock.store.store import Store
+from embedrock.tiers.commit import Commit
+from embedrock.tiers.disk import Disk, Room, plan_room
+from embedrock.tiers.turn import Turn
+from embedrock.vfs import NO_SPACE, OS_SYSTEM, System
+
+MODES = ("w", "r")
+COMPACTED_BYTES_PER_SECOND = 100e6  # in the background, so that it leaves most of a disk to training
+LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
+LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
+
+
+class Settings(NamedTuple):
+    """How a table on disk is opened.
+
+    Attributes:
+        path: its folder.
+        memory: budget of RAM, None for half of the machine's.
+        policy: of eviction.
+        keep: commits that retention keeps.
+        lock: refuse to write where the file system has no locks.
+        mode: "w" or "r".
+        at: number of a commit, for a reader; None: the last one.
+        system: does the I/O.
+    """
+
+    path: str
+    memory: int | str | None = None
+    policy: str = "lfu"
+    keep: int = 2
+    lock: bool = True
+    mode: str = "w"
+    at: int | None = None
+    system: System = OS_SYSTEM
+
+    def checked(self) -> Settings:
+        """Return them with an absolute path.
+
+        Raises:
+            ArgumentError: a value that cannot work.
+        """
+        if self.mode not in MODES:
+            raise ArgumentError(f"`mode` must be one of {', '.join(map(repr, MODES))}: got {self.mode!r}.")
+        if self.at is not None and self.mode != "r":
+            raise ArgumentError(
+                f'`at` ({self.at!r}) goes with mode="r": a writer works on the last commit. '
+                f"Call rollback({self.at!r}) to go on from an earlier one."
+            )
+        for name, value in (("keep", self.keep), ("at", self.at)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < (name == "keep")
+            ):
+                raise ArgumentError(
+                    f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
+                )
+        path = os.fspath(self.path)
+        if not isinstance(path, str) or not path:
+            raise ArgumentError(f"`path` must be the name of a folder: got {self.path!r}.")
+        return self._replace(path=os.path.abspath(path))
+
+
+class Durability:
+    """The files of a table and who changes them.
+
+    Args:
+        store: the files.
+        settings: how they were opened.
+        spec: of the table.
+
+    Attributes:
+        compactions_failed: in the background.
+    """
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self.store, self.settings = store, settings
+        self._compaction: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._commit: Commit | None = None
+        self._process = os.getpid()
+        self.compactions_failed = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the table's writer."""
+        return self.settings.mode == "w"
+
+    def check_writes(self, subject: str) -> None:
+        """Raise `ReadOnlyTableError` for a reader."""
+        if not self.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f'{subject} was opened with mode="r" and cannot change. Open it with mode="w"',
+                self.settings.path,
+            )
+
+    def tier(self, spec: Spec, room: Room, turn: Turn, subject: str) -> Disk:
+        """Return a new, empty cache over the files."""
+        return Disk(spec, self.store, room, self.settings.policy, turn, subject)
+
+    def room(self, spec: Spec, subject: str) -> Room:
+        """Return how the table uses RAM."""
+        return plan_room(spec, self.settings.memory, subject)
+
+    def emptied(self, spec: Spec, turn: Turn, subject: str) -> Disk:
+        """Return an empty tier for records of another layout, whose first commit will replace all there is."""
+        self.stop_compaction()
+        store = self.store.emptied(spec.record_bytes)
+        return Disk(spec, store, self.room(spec, subject), self.settings.policy, turn, subject)
+
+    def replace_store(self, store: Store) -> None:
+        """Go on with what `emptied` returned."""
+        self.store.give_up()
+        self.store = store
+
+    def history(self, spec: Spec) -> History | None:
+        """Return the history of the table's rule as of the last commit."""
+        manifest, history = self.store.manifest, None if spec.rule is None else spec.rule.history()
+        if history is not None and manifest.history:
+            history.load(read_history(self.store.system, self.store.folder, manifest.history[0]), manifest.steps)
+        return history
+
+    def spec(self, init: Initializer) -> Spec:
+        """Return the table's description as of the last commit."""
+        return read_spec(self.store.manifest.spec, init, self.settings.path)
+
+    def after_fork(self) -> None:
+        """Go on in a child process, which has none of the parent's threads."""
+        self.store.lock = threading.RLock()
+        self._compaction, self._process = None, os.getpid()
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about the files."""
+        return {"compactions_failed": self.compactions_failed}
+
+    # ---------------------------------------------------------------- commits
+
+    def begin(self, tier: Disk, changes: dict[str, Any]) -> Commit:
+        """Freeze the rows that changed, and return the commit that will write them."""
+        changes = {"time": now(), "count": tier.count, **changes, "history": self._write_history(changes["history"])}
+        self._commit = tier.commit = Commit(tier, changes, self.settings.keep, self._after_commit)
+        return tier.commit
+
+    def _write_history(self, arrays: dict[str, np.ndarray]) -> tuple[HistoryFile, ...]:
+        if not arrays:
+            return ()
+        store = self.store
+        name = store.free_name(f"history/{store.manifest.commit + 1:010d}", ".his")
+        return (write_history(store.system, store.folder, name, store.manifest.uuid, arrays),)
+
+    def release(self, name: str) -> None:
+        """Let retention drop the commits called `name`."""
+        folders.release(self.store.system, self.store.folder, name)
+
+    def rollback(self, commit: int) -> None:
+        """Make the content of an earlier commit the newest."""
+        self.stop_compaction()
+        self.store.rollback(self.manifest(commit), now(), self.settings.keep)
+
+    def _after_commit(self, tier: Disk) -> None:
+        """Compact in the background where logs take more RAM or disk than they should."""
+        base, delta = (sum(run.file.size for run in runs) for runs in (self.store.base_runs, self.store.delta))
+        crowded = self.store.overlay.nbytes > max(tier.room.overlay_bytes // 2, LEAST_OVERLAY_BYTES)
+        if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
+            self.compact_in_background(tier.spec.rows)
+
+    def check_name(self, step: Any, name: Any) -> None:
+        """Raise `ArgumentError` where a commit cannot be called so."""
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ArgumentError(f"`step` of a commit must be a whole number or None: got {step!r}.")
+        if name is not None and not is_name(name):
+            raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
+
+    def error_of(self, commit: Commit) -> BaseException | None:
+        """Return what went wrong with a commit, as the caller should see it."""
+        error = commit.error
+        if error is None or not isinstance(error, OSError) or isinstance(error, CommitError):
+            return error
+        text = f"commit {commit.number} failed: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            needed = commit.rows * (self.store.manifest.record_bytes + 12)
+            free = self.store.system.free_bytes(self.store.folder)
+            text = (
+                f"commit {commit.number} failed, the disk is full: it needs about {needed} bytes "
+                f"({format_bytes(needed)}), and {free} ({format_bytes(free)}) are free. Free some and commit again"
+            )
+        kept = f"{text}. Commit {self.store.manifest.commit} is whole, and so are the rows in RAM"
+        made = CommitError(error.errno, kept, self.settings.path)
+        made.__cause__ = error
+        return made
+
+    def manifest(self, commit: int) -> Manifest:
+        """Return a commit by its number."""
+        return folders.manifest_at(self.store.system, self.store.folder, commit)
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first."""
+        return [_line(self.store, manifest) for manifest in folders.manifests_of(self.store.system, self.store.folder)]
+
+    # ---------------------------------------------------------------- compaction
+
+    def compact_in_background(self, rows: int | None) -> None:
+        """Fold logs into base chunks while others go on, unless that is under way."""
+        if self._compaction is None or not self._compaction.is_alive():
+            self._stopping.clear()
+            self._compaction = threading.Thread(
+                target=self._compact, args=(rows,), name="embedrock-compact", daemon=True
+            )
+            self._compaction.start()
+
+    def _compact(self, rows: int | None) -> None:
+        try:
+            compact(self.store, rows, COMPACTED_BYTES_PER_SECOND, self._stopping.is_set)
+        except Stopped:
+            pass
+        except Exception as error:
+            self.compactions_failed += 1
+            warnings.warn(
+                f"{self.settings.path} could not be compacted, and is as it was: {error}. It is tried again after the "
+                "next commit.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+    def compact(self, rows: int | None) -> None:
+        """Fold logs into base chunks."""
+        self.stop_compaction()
+        compact(self.store, rows, None, lambda: False)
+
+    def stop_compaction(self) -> None:
+        """End a compaction in the background; what it has written so far is removed."""
+        if self._compaction is not None:
+            self._stopping.set()
+            self._compaction.join()
+            self._compaction = None
+
+    def close(self) -> None:
+        """Close all files, once what runs in the background has ended, and let another writer in."""
+        if self._process != os.getpid():
+            return  # a child's: they are the parent's
+        if self._commit is not None:
+            self._commit.join()
+        self.stop_compaction()
+        self.store.close()
+
+
+def open_files(settings: Settings, init: Initializer | None) -> tuple[Durability, Spec]:
+    """Open the table at a path."""
+    store = Store.open(settings.system, settings.path, settings.at, settings.mode == "w", settings.lock)
+    try:
+        return Durability(store, settings), read_spec(store.manifest.spec, init, settings.path)
+    except BaseException:
+        store.close()
+        raise
+
+
+def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) -> tuple[Durability, Spec]:
+    """Open the table at a path, or make it.
+
+    Args:
+        settings: how.
+        spec: of a new table.
+        given: what the caller asked for, by the names of `describe_spec`; an existing table must agree.
+    """
+    if settings.mode == "r" or folders.holds_table(settings.system, settings.path):
+        durability, found = open_files(settings, spec.init if given.get("init") is not None else None)
+        try:
+            check_same(given, describe_spec(found), settings.path)
+        except BaseException:
+            durability.close()
+            raise
+        return durability, found
+    manifest = Manifest(
+        uuid=uuids.uuid4().hex,
+        commit=0,
+        parent=None,
+        step=None,
+        name=None,
+        time=now(),
+        spec=describe_spec(spec),
+        record_bytes=spec.record_bytes,
+        steps=0,
+        skipped_steps=0,
+        count=0,
+    )
+    return Durability(Store.create(settings.system, settings.path, manifest, settings.lock), settings), spec
+
+
+def now() -> str:
+    """Return the time as it stands in a manifest."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _line(store: Store, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "commit": manifest.commit,
+        "step": manifest.step,
+        "name": folders.name_of(store.system, store.folder, manifest),
+        "time": manifest.time,
+        "rows": manifest.count,
+        "bytes": sum(entry.size for entry in (*manifest.base, *manifest.delta, *manifest.history)),
+    }

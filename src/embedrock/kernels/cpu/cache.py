@@ -1,0 +1,197 @@
+"""Slots of a cache, on the CPU: see ``kernels/reference/cache.py`` for what each does."""
+
+import numpy as np
+
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
+from embedrock.kernels.cpu.runtime import kernel, prefetch_to_write
+from embedrock.kernels.reference.cache import FREE, LEVEL_BITS, MARKS, NO_SLOT, PROTECTED
+
+LEVELS, MARKS = np.int32((1 << LEVEL_BITS) - 1), np.int32(MARKS)
+
+
+@kernel
+def take_slots(slot_ids, pins, first_free, used, slots):
+    for i in range(slots.shape[0]):
+        if first_free == NO_SLOT:
+            slots[i] = used
+            used += 1
+        else:
+            slots[i] = first_free
+            first_free = slot_ids[first_free]
+            pins[slots[i]] = 0
+    return first_free, used
+
+
+@kernel
+def give_slots(slot_ids, pins, first_free, slots):
+    for i in range(slots.shape[0]):
+        slot_ids[slots[i]] = first_free
+        pins[slots[i]] = FREE
+        first_free = slots[i]
+    return first_free
+
+
+@kernel
+def enter(entries, ids, slots, slot_ids):
+    bits = _bits(entries.shape[0])
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+        position = _entry(entries, ids[i], bits)
+        entries[position, 0] = ids[i]
+        entries[position, 1] = slots[i] + 1
+        slot_ids[slots[i]] = ids[i]
+
+
+@kernel
+def erase(entries, ids):
+    bits = _bits(entries.shape[0])
+    mask = entries.shape[0] - 1
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+        hole = _entry(entries, ids[i], bits)
+        position = (hole + 1) & mask
+        while entries[position, 1] != 0:
+            home = _home(entries[position, 0], bits)
+            if ((position - home) & mask) >= ((position - hole) & mask):
+                entries[hole, 0] = entries[position, 0]
+                entries[hole, 1] = entries[position, 1]
+                hole = position
+            position = (position + 1) & mask
+        entries[hole, 0] = 0
+        entries[hole, 1] = 0
+
+
+@kernel
+def _bucket(ghosts, key):
+    return np.int64(((mix(key) >> np.uint64(32)) * np.uint64(ghosts.shape[0])) >> np.uint64(32))
+
+
+@kernel
+def _print(key):
+    return np.int32((mix(key) << np.uint64(LEVEL_BITS)) & np.uint64(0xFFFF))
+
+
+@kernel
+def remember(ghosts, ids, levels, epoch):
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(ghosts, _bucket(ghosts, ids[i + AHEAD]), 64)
+        level = min(np.int32(levels[i]), LEVELS)
+        if level == 0:
+            continue
+        bucket, mark = ghosts[_bucket(ghosts, ids[i])], _print(ids[i])
+        age = np.int32((epoch - np.int64(bucket[0])) & 0xFFFF)
+        bucket[0] = np.uint16(epoch & 0xFFFF)
+        lowest = np.int32(1 << 30)
+        for k in range(1, bucket.shape[0]):  # without branches, which would keep it from being vectorized
+            word = np.int32(bucket[k])
+            left = max((word & LEVELS) - age, np.int32(0))
+            word = ((word & MARKS) | left) * np.int32(left > 0)
+            bucket[k] = np.uint16(word)
+            left *= np.int32((word & MARKS) != mark)
+            lowest = min(lowest, left * np.int32(64) + np.int32(k))
+        if lowest >> 6 <= level:
+            bucket[lowest & 63] = np.uint16(mark | level)
+
+
+@kernel
+def recall(ghosts, ids, epoch, levels):
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(ghosts, _bucket(ghosts, ids[i + AHEAD]), 64)
+        bucket, mark = ghosts[_bucket(ghosts, ids[i])], _print(ids[i])
+        age = (epoch - np.int64(bucket[0])) & 0xFFFF
+        levels[i] = 0
+        for k in range(1, bucket.shape[0]):
+            if (np.int32(bucket[k]) & MARKS) == mark:
+                levels[i] = max(np.int64(levels[i]), (np.int64(bucket[k]) & LEVELS) - age)
+                bucket[k] = 0
+
+
+@kernel
+def score(scores, histogram, slots, levels):
+    for i in range(slots.shape[0]):
+        scores[slots[i]] = levels[i]
+        histogram[levels[i]] += 1
+
+
+@kernel
+def forget(scores, histogram, slots, levels):
+    for i in range(slots.shape[0]):
+        levels[i] = scores[slots[i]]
+        histogram[levels[i]] -= 1
+
+
+@kernel
+def touch(scores, slots, rises, chances, random):
+    for i in range(slots.shape[0]):
+        now = scores[slots[i]]
+        random = random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        scores[slots[i]] = rises[now] + np.uint8((random >> np.uint64(32)) < chances[now])
+    return random
+
+
+@kernel
+def pin(scores, pins, histogram, slots):
+    for i in range(slots.shape[0]):
+        if i + AHEAD < slots.shape[0]:
+            prefetch_to_write(pins, slots[i + AHEAD], 1)
+            prefetch_to_write(scores, slots[i + AHEAD], 1)
+        slot = slots[i]
+        if pins[slot] == 0:
+            histogram[scores[slot]] -= 1
+        pins[slot] += np.uint16(1)
+
+
+@kernel
+def unpin(scores, pins, histogram, slots):
+    for i in range(slots.shape[0]):
+        if i + AHEAD < slots.shape[0]:
+            prefetch_to_write(pins, slots[i + AHEAD], 1)
+            prefetch_to_write(scores, slots[i + AHEAD], 1)
+        slot = slots[i]
+        pins[slot] -= np.uint16(1)
+        if pins[slot] == 0:
+            histogram[scores[slot]] += 1
+
+
+@kernel
+def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
+    found = 0
+    for _ in range(used):
+        if found == slots.shape[0]:
+            break
+        slot = hand
+        hand = hand + 1 if hand + 1 < used else 0
+        if pins[slot] != 0:
+            continue
+        now = scores[slot]
+        if now > threshold:
+            if loss:
+                histogram[now] -= 1
+                scores[slot] = now - 1
+                histogram[now - 1] += 1
+        elif (flags[slot] & PROTECTED) == 0:
+            slots[found] = slot
+            found += 1
+            histogram[now] -= 1
+            pins[slot] = 1
+    return hand, found
+
+
+@kernel
+def age(scores, histogram):
+    for i in range(scores.shape[0]):
+        scores[i] = scores[i] - np.uint8(scores[i] > 0)
+    histogram[0] += histogram[1]
+    for level in range(1, histogram.shape[0] - 1):
+        histogram[level] = histogram[level + 1]
+    histogram[histogram.shape[0] - 1] = 0
+
+
+@kernel
+def erase_direct(present, ids):
+    for i in range(ids.shape[0]):
+        present[ids[i] >> 3] &= ~(np.uint8(1) << np.uint8(ids[i] & 7))

@@ -1,0 +1,238 @@
+"""Records on their way to and from files: the specification of ``kernels/cpu/storage.py``.
+
+A stored record is its bytes and then the CRC-32 of its id (int64) and them, little-endian (``docs/format.md``).
+A location is ``run number << 40 | index of the record in the run``, or -1 for none.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from embedrock.kernels.reference.directory import mix
+
+RUN_SHIFT = 40
+BLOCK = 4096  # bytes: what disks read
+CRC_BYTES = 4
+FULL, BITS, LISTED = 0, 1, 2  # how a chunk of the base tells which ids it has
+_MASK = (1 << 64) - 1
+
+
+def _crc(row: int, record: bytes) -> int:
+    return zlib.crc32(record, zlib.crc32(row.to_bytes(8, "little", signed=True)))
+
+
+def seal(records: np.ndarray, slots: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
+    """Copy the records of slots to ``out`` (n, record_bytes + 4), each with the CRC of its id and itself.
+
+    Record bytes are a multiple of 4.
+    """
+    for i, (slot, row) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
+        record = records[slot].tobytes()
+        out[i] = np.frombuffer(record + _crc(row, record).to_bytes(CRC_BYTES, "little"), np.uint8)
+
+
+def unseal(
+    buffer: np.ndarray, starts: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray, good: np.ndarray
+) -> None:
+    """Copy stored records from ``buffer[starts]`` to slots, and write 1 to ``good`` where the CRC fits, else 0.
+
+    Starts are multiples of 4. A record whose CRC does not fit is copied too.
+    """
+    size = records.shape[1]
+    for i, (start, row) in enumerate(zip(starts.tolist(), ids.tolist(), strict=True)):
+        records[slots[i]] = buffer[start : start + size]
+        found = buffer[start + size : start + size + CRC_BYTES].tobytes()
+        good[i] = int.from_bytes(found, "little") == _crc(row, records[slots[i]].tobytes())
+
+
+def unmix(h: int) -> int:
+    """Return the id of a hash: what ``directory.mix`` took."""
+    h = ((h ^ (h >> 33)) * pow(0xC4CEB9FE1A85EC53, -1, 1 << 64)) & _MASK
+    h = ((h ^ (h >> 33)) * pow(0xFF51AFD7ED558CCD, -1, 1 << 64)) & _MASK
+    h ^= h >> 33
+    return h - (1 << 64) if h >> 63 else h
+
+
+# An overlay is a hash table whose entries (hash, location + 1), uint64, ascend by hash, with gaps (second word 0): a
+# search ends at the first greater hash, and a larger table is made by one pass in place. The home of a hash is
+# its share of `homes`; an entry lies there or, where others came before it, behind. The last entry is always empty.
+
+
+def _home(key: int, homes: int) -> int:
+    return ((key >> 32) * homes) >> 32
+
+
+def _position(entries: np.ndarray, homes: int, key: int) -> int:
+    position = _home(key, homes)
+    while entries[position, 1] != 0 and entries[position, 0] < key:
+        position += 1
+    return position
+
+
+def find_overlay(entries: np.ndarray, homes: int, ids: np.ndarray, locations: np.ndarray) -> None:
+    """Write the location of each id, or -1."""
+    for i, row in enumerate(ids.tolist()):
+        key, value = entries[_position(entries, homes, mix(row))].tolist()
+        locations[i] = value - 1 if key == mix(row) else -1
+
+
+def insert_overlay(
+    entries: np.ndarray, homes: int, count: int, most: int, ids: np.ndarray, locations: np.ndarray, start: int
+) -> tuple[int, int]:
+    """Set the locations of ids from ``start`` on: of equal ids, the last one's.
+
+    Returns how many ids are done, and how many the overlay has then. It stops before there are more than ``most``, or
+    when the end of the table is reached: it has to be rebuilt then.
+    """
+    for i in range(start, len(ids)):
+        key, value = mix(int(ids[i])), int(locations[i]) + 1
+        position = _position(entries, homes, key)
+        if entries[position, 1] == 0 or entries[position, 0] != key:
+            end = position + int(np.argmin(entries[position:, 1] != 0))
+            if count == most or end == len(entries) - 1:
+                return i, count
+            entries[position + 1 : end + 1] = entries[position:end].copy()
+            count += 1
+        entries[position] = key, value
+    return len(ids), count
+
+
+def _kept(entries: np.ndarray, first_run: int) -> np.ndarray:
+    here = entries[entries[:, 1] != 0]
+    return here[(here[:, 1] - np.uint64(1)).astype(np.int64) >> RUN_SHIFT >= first_run]
+
+
+def count_overlay(entries: np.ndarray, first_run: int) -> int:
+    """Return how many entries are of runs from ``first_run`` on."""
+    return len(_kept(entries, first_run))
+
+
+def _places(keys: list[int], homes: int) -> list[int]:
+    places, empty = [], 0
+    for key in keys:
+        places.append(max(_home(key, homes), empty))
+        empty = places[-1] + 1
+    return places
+
+
+def rebuild_overlay(entries: np.ndarray, total: int, first_run: int) -> int:
+    """Spread the entries of runs from ``first_run`` on over ``entries[:total]``, and return the new number of homes.
+
+    Homes are fewer than entries, so that those of the last homes have room behind them: much fewer where hashes are
+    not spread evenly.
+    """
+    kept = _kept(entries, first_run)
+    tail = max(min(total // 16, 4096), 4)
+    homes = total - tail
+    while (places := _places(kept[:, 0].tolist(), homes)) and places[-1] + tail // 2 >= total:
+        homes -= homes // 8 + 1
+    entries[:, 1] = 0
+    entries[places] = kept
+    return homes
+
+
+def list_overlay(entries: np.ndarray, start: int, ids: np.ndarray, locations: np.ndarray) -> tuple[int, int]:
+    """Fill ``ids`` and ``locations`` with the entries from position ``start`` on.
+
+    Returns the position to go on from, and how many were written: less than fits only at the end.
+    """
+    count = 0
+    while start < len(entries) and count < len(ids):
+        if entries[start, 1] != 0:
+            ids[count], locations[count] = unmix(int(entries[start, 0])), int(entries[start, 1]) - 1
+            count += 1
+        start += 1
+    return start, count
+
+
+def rank_blocks(blocks: np.ndarray, ranks: np.ndarray) -> int:
+    """Write how many bits are set before each block (n, 8) of uint64 words, and return how many in all."""
+    ones = np.bitwise_count(blocks).sum(axis=1, dtype=np.int64)
+    ranks[:] = np.cumsum(ones) - ones
+    return int(ones.sum())
+
+
+def _chunk_ids(chunk: np.ndarray, last: int, listed: np.ndarray, blocks: np.ndarray) -> list[int]:
+    low, kind, _, start, count = chunk.tolist()
+    if kind == FULL:
+        return list(range(low, last + 1))
+    if kind == LISTED:
+        return listed[start : start + count].tolist()
+    bits = np.unpackbits(blocks[start:].reshape(-1).view(np.uint8), bitorder="little", count=last + 1 - low)
+    return (np.flatnonzero(bits) + low).tolist()
+
+
+def find_base(
+    lows: np.ndarray,
+    lasts: np.ndarray,
+    chunks: np.ndarray,
+    listed: np.ndarray,
+    blocks: np.ndarray,
+    ranks: np.ndarray,
+    ids: np.ndarray,
+    locations: np.ndarray,
+) -> None:
+    """Write the location of each id, or -1.
+
+    ``chunks`` (n, 5) hold (low, kind, run number, start, count) and ids from ``lows`` to ``lasts``, ascending and
+    disjoint: all of them (FULL), those in ``listed[start : start + count]`` (LISTED), or those whose bits are set from
+    ``blocks[start]`` on (BITS), where ``ranks`` tell how many bits of the chunk are set before a block.
+    """
+    where: dict[int, int] = {}
+    for chunk, last in zip(chunks, lasts.tolist(), strict=True):
+        location = int(chunk[2]) << RUN_SHIFT
+        for index, row in enumerate(_chunk_ids(chunk, last, listed, blocks)):
+            where[row] = location + index
+    locations[:] = [where.get(row, -1) for row in ids.tolist()]
+
+
+def list_bits(words: np.ndarray, ones_before: int, low: int, ids: np.ndarray) -> None:
+    """Fill ``ids`` with those whose bits are set in uint64 words, the first bit's id being ``low``.
+
+    The first ``ones_before`` of them are left out.
+    """
+    set_bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    ids[:] = set_bits[ones_before : ones_before + len(ids)] + low
+
+
+def plan_reads(
+    locations: np.ndarray,
+    first: int,
+    stride: int,
+    limits: tuple[int, int, int],
+    requests: np.ndarray,
+    starts: np.ndarray,
+) -> tuple[int, int, int]:
+    """Plan the reads of ascending locations: whole blocks, neighbours in one request.
+
+    Args:
+        locations: may repeat.
+        first: offset of a run's first record in its file.
+        stride: bytes from one record to the next.
+        limits: (bytes between two records that are read along rather than asked for apart, the most bytes of a request
+            for more than one record, the bytes of staging memory).
+        requests: (4, n): receives (run, offset, size, start in staging) of each request.
+        starts: receives where each record will be in staging.
+
+    Returns:
+        How many records the plan covers (as many as fit the staging memory), its requests, and its bytes.
+    """
+    gap, longest, room = limits
+    count = used = 0
+    for i, location in enumerate(locations.tolist()):
+        offset = first + (location & ((1 << RUN_SHIFT) - 1)) * stride
+        low, high = offset // BLOCK * BLOCK, -(-(offset + stride) // BLOCK) * BLOCK
+        run, begin, size, start = requests[:, count - 1].tolist() if count else (-1, 0, 0, 0)
+        if location >> RUN_SHIFT == run and low <= begin + size + gap and max(high - begin, size) <= longest:
+            grown = max(high - begin, size)
+        else:
+            run, begin, size, start, grown = location >> RUN_SHIFT, low, 0, used, high - low
+            count += 1
+        if used + grown - size > room:
+            return i, count - (size == 0), used
+        used += grown - size
+        requests[:, count - 1] = run, begin, grown, start
+        starts[i] = start + offset - begin
+    return len(locations), count, used

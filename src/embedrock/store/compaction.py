@@ -1,0 +1,199 @@
+"""Compaction: the logs of past commits, folded into new base chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.store import folder as folders
+from embedrock.store.base import Base, Chunk
+from embedrock.store.reading import read_records
+from embedrock.store.runs import ChunkWriter, Run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store
+from embedrock.vfs import retried
+
+CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
+PIECE_BYTES = 4 << 20  # read and written at a time
+
+
+class Stopped(Exception):
+    """Compaction was told to stop. Nothing has changed."""
+
+
+class Source(NamedTuple):
+    """What is folded: rows of logs, over the base.
+
+    Attributes:
+        base: the index of the old chunks, `runs` their files.
+        first_kept: number of the first run that stays as it is.
+        ids: of the rows in logs, ascending; `locations` says where.
+    """
+
+    base: Base
+    runs: tuple[Run, ...]
+    first_kept: int
+    ids: np.ndarray
+    locations: np.ndarray
+
+    def part(self, lo: int, hi: int) -> slice:
+        """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
+        return slice(int(np.searchsorted(self.ids, lo)), int(np.searchsorted(self.ids, hi - 1, side="right")))
+
+    def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids in ``[lo, hi)`` that have records, ascending, and the locations of the newest ones."""
+        part = self.part(lo, hi)
+        below, below_at = self.base.within(lo, hi)
+        ids = np.union1d(below, self.ids[part])
+        locations = np.empty(len(ids), np.int64)
+        locations[np.searchsorted(ids, below)] = below_at
+        locations[np.searchsorted(ids, self.ids[part])] = self.locations[part]
+        return ids, locations
+
+
+def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
+    """Fold the logs of past commits into base chunks. The next commit publishes them; until then old files stay.
+
+    Args:
+        store: of the table; others may use it meanwhile.
+        rows: of the table, None for open ids.
+        rate: bytes written in a second, at most; None: as fast as the disk.
+        stops: asked every few MB.
+
+    Raises:
+        Stopped: `stops` said so.
+        OSError: the disk. Nothing has changed.
+    """
+    source = _source(store)
+    if not len(source.ids):
+        return
+    folder = store.free_name(f"base/{store.manifest.commit + 1:010d}")
+    retried(store.system.mkdir, folders.join(store.folder, folder))
+    made: list[tuple[Run, Chunk]] = []
+    try:
+        writer = _Writer(store, source, folder, rate, stops)
+        made.extend(writer.chunks(rows))
+        retried(store.system.fsync_folder, folders.join(store.folder, "base"))
+    except BaseException:
+        _remove(store, folder)
+        raise
+    _install(store, source, made)
+
+
+def _source(store: Store) -> Source:
+    with store.lock:
+        first_kept = min((log.number for log in store.logs), default=store.next_run())
+        parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
+        base, runs = store.base, tuple(store.base_runs)
+    nothing = np.empty(0, np.int64)
+    ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
+    order = np.argsort(ids)
+    return Source(base, runs, first_kept, ids[order], np.concatenate([nothing, *(at for _, at in parts)])[order])
+
+
+def _below(ids: np.ndarray, locations: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray]:
+    chosen = locations >> INDEX_BITS < run
+    return ids[chosen], locations[chosen]
+
+
+class _Writer:
+    """Writes the chunks of one compaction."""
+
+    def __init__(
+        self, store: Store, source: Source, folder: str, rate: float | None, stops: Callable[[], bool]
+    ) -> None:
+        self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
+        self._started, self._written = time.monotonic(), 0
+
+    def chunks(self, rows: int | None) -> Iterator[tuple[Run, Chunk]]:
+        """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
+        old = {
+            (chunk.lo, chunk.hi): (run, chunk)
+            for run, chunk in zip(self._source.runs, self._source.base.chunks, strict=True)
+        }
+        ranges = list(self._ranges(rows))
+        aligned = old.keys() <= set(ranges)
+        for lo, hi in ranges:
+            part = self._source.part(lo, hi)
+            if part.start == part.stop and aligned:
+                if (lo, hi) in old:
+                    yield old[lo, hi]
+                continue
+            ids, locations = self._source.within(lo, hi)
+            if len(ids):
+                yield self._chunk(lo, hi, ids, locations)
+
+    def _ranges(self, rows: int | None) -> Iterator[tuple[int, int]]:
+        stride = self._store.manifest.record_bytes + 4
+        size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
+        if rows is not None:
+            yield from ((lo, min(lo + size, rows)) for lo in range(0, rows, size))
+            return
+        base = self._source.base
+        ids = np.union1d(base.within(-(2**63), 2**63)[0], self._source.ids)
+        for start in range(0, len(ids), size):
+            yield int(ids[start]), int(ids[min(start + size, len(ids)) - 1]) + 1
+
+    def _chunk(self, lo: int, hi: int, ids: np.ndarray, locations: np.ndarray) -> tuple[Run, Chunk]:
+        store = self._store
+        name, uuid, record_bytes = (
+            f"{self._folder}/c{lo & (2**64 - 1):x}.rows",
+            store.manifest.uuid,
+            store.manifest.record_bytes,
+        )
+        writer = ChunkWriter.create(store.system, store.folder, name, uuid, record_bytes)
+        try:
+            piece = max(1, PIECE_BYTES // record_bytes)
+            for start in range(0, len(ids), piece):
+                self._copy(ids[start : start + piece], locations[start : start + piece], writer)
+            entry = writer.finish(lo, hi)
+        except BaseException:
+            writer.close()
+            raise
+        run = Run.open(store.system, store.folder, entry, uuid, record_bytes, store.next_run())
+        index = None if run.kind == "full" else run.index()
+        return run, Chunk(lo, hi, run.kind, run.number, run.count, index)
+
+    def _copy(self, ids: np.ndarray, locations: np.ndarray, writer: ChunkWriter) -> None:
+        if self._stops():
+            raise Stopped
+        store, slots = self._store, np.arange(len(ids))
+        records = np.empty((len(ids), store.manifest.record_bytes), np.uint8)
+        read_records(store.system, store.runs, locations, ids, records, slots)
+        sealed = store.seal(records, slots, ids)
+        writer.append(sealed, ids)
+        store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)
+        self._written += sealed.nbytes
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._rate is not None:
+            early = self._written / self._rate - (time.monotonic() - self._started)
+            if early > 0:
+                time.sleep(early)
+
+
+def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:
+    """Look for rows in the new chunks from now on."""
+    base, runs = Base([chunk for _, chunk in made]), [run for run, _ in made]
+    with store.lock:
+        for run in runs:
+            store.take(run)
+        folded = [run for run in store.delta if run.number < source.first_kept]
+        replaced = [run for run in source.runs if run not in runs]
+        store.base, store.base_runs = base, runs
+        store.delta = [run for run in store.delta if run not in folded]
+        store.overlay.remove_runs_below(source.first_kept)
+        store.drop([*folded, *replaced])
+
+
+def _remove(store: Store, folder: str) -> None:
+    # What cannot be removed now is removed as an orphan by the next writer.
+    where = folders.join(store.folder, folder)
+    with contextlib.suppress(OSError):
+        for name in store.system.listdir(where):
+            store.system.unlink(f"{where}/{name}")
+        store.system.rmdir(where)

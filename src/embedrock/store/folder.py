@@ -1,0 +1,240 @@
+"""The folder of a table: which files lie where, who may write, what is left over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterable
+
+from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, TableLockedError
+from embedrock.store import manifest as manifests
+from embedrock.store.manifest import Manifest
+from embedrock.store.runs import uuid_of
+from embedrock.vfs import System, retried, write_whole
+
+FOLDERS = ("manifest", "base", "delta", "history")
+LOCK = "LOCK"
+LOCK_BYTES = 4096
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path of a file of the table; names have forward slashes."""
+    return f"{folder}/{name}"
+
+
+def holds_table(system: System, folder: str) -> bool:
+    """Tell whether there is a table, which has a commit from the moment that it is made."""
+    inside = join(folder, "manifest")
+    return system.exists(inside) and bool(manifests.numbers(system, folder))
+
+
+def check_table(system: System, folder: str) -> None:
+    """Raise `TableFileError` if there is no table."""
+    if not holds_table(system, folder):
+        raise TableFileError(
+            errno.ENOENT,
+            "there is no table here: a folder with manifest/*.json was expected. "
+            "Make one: er.Table(rows, dim, path=...), or look for a typing error",
+            folder,
+        )
+
+
+def make(system: System, folder: str) -> None:
+    """Make the folder of a new table. What an earlier attempt left there is taken over.
+
+    Raises:
+        TableFileError: something else is there.
+    """
+    parent = os.path.dirname(folder) or "."
+    if not system.exists(folder):
+        retried(system.mkdir, folder)
+        retried(system.fsync_folder, parent)
+    try:
+        strange = sorted(set(system.listdir(folder)) - {*FOLDERS, LOCK})
+    except NotADirectoryError as error:
+        raise TableFileError(
+            errno.ENOTDIR, "a table is a folder, and this is a file. Choose another path", folder
+        ) from error
+    if strange:
+        raise TableFileError(
+            errno.EEXIST,
+            f"the folder of a new table must be empty, and has {strange[0]!r}. Choose another path, or empty it",
+            folder,
+        )
+    for name in FOLDERS:
+        if not system.exists(join(folder, name)):
+            retried(system.mkdir, join(folder, name))
+    retried(system.fsync_folder, folder)
+
+
+def lock(system: System, folder: str, locked: bool) -> int:
+    """Become the only writer, and return the descriptor that means it.
+
+    Args:
+        system: does the I/O.
+        folder: of the table.
+        locked: raise an error where the file system has no locks.
+
+    Raises:
+        TableLockedError: there is another writer, or no lock.
+    """
+    path = join(folder, LOCK)
+    try:
+        return retried(system.lock, path, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+    except BlockingIOError as error:
+        raise TableLockedError(
+            errno.EWOULDBLOCK,
+            f"another writer has the table open: {_holder(path)}. Close it there, or open it for reading: "
+            'er.open(path, mode="r")',
+            folder,
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        if locked:
+            raise TableLockedError(
+                error.errno,
+                "the file system gives no locks (NFS?), so that a second writer would not be noticed. Pass lock=False "
+                "if you are sure that there is none",
+                folder,
+            ) from error
+        return UNLOCKED
+
+
+UNLOCKED = -1  # in place of a descriptor, where the user knows better
+
+
+def unlock(system: System, fd: int) -> None:
+    """Let other writers in."""
+    if fd != UNLOCKED:
+        system.close(fd)
+
+
+def _holder(path: str) -> str:
+    try:
+        with open(path) as file:
+            told = json.loads(file.read(LOCK_BYTES))
+        return f"process {int(told['pid'])} on host {str(told['host'])[:80]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unknown process"
+
+
+# ---------------------------------------------------------------- commits
+
+
+def newest(system: System, folder: str) -> Manifest:
+    """Return the last commit.
+
+    Raises:
+        CorruptTableError: it is damaged; the newest good one is named, never taken silently.
+    """
+    numbers = manifests.numbers(system, folder)
+    if not numbers:
+        check_table(system, folder)
+    return manifest_at(system, folder, numbers[-1])
+
+
+def manifest_at(system: System, folder: str, commit: int) -> Manifest:
+    """Return a commit by its number."""
+    numbers = manifests.numbers(system, folder)
+    if commit not in numbers:
+        raise ArgumentError(
+            f"{folder} has no commit {commit}: it has {', '.join(map(str, numbers)) or 'none'}. Older ones are dropped "
+            "unless keep= retains them or they have a name."
+        )
+    try:
+        return manifests.read(system, folder, commit)
+    except CorruptTableError as error:
+        good = next((n for n in reversed(numbers) if n != commit and _is_good(system, folder, n)), None)
+        hint = "no other commit is whole" if good is None else f"the newest whole commit is {good}: at={good} opens it"
+        raise CorruptTableError(f"{error} ({hint}.)") from error
+
+
+def manifests_of(system: System, folder: str) -> list[Manifest]:
+    """Return all commits that can be read, the oldest first."""
+    return [manifests.read(system, folder, n) for n in manifests.numbers(system, folder) if _is_good(system, folder, n)]
+
+
+def _is_good(system: System, folder: str, commit: int) -> bool:
+    try:
+        manifests.read(system, folder, commit)
+    except (CorruptTableError, OSError):
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- files that nothing needs
+
+
+def remove_orphans(system: System, folder: str, uuid: str) -> int:
+    """Remove files of this table that no commit names: those of a writer that did not live to commit them."""
+    try:
+        kept = {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
+    except (CorruptTableError, OSError):
+        return 0  # what a damaged commit names is not known
+    removed = 0
+    for name in _names(system, folder):
+        if name not in kept and uuid_of(system, join(folder, name)) == uuid:
+            system.unlink(join(folder, name))
+            removed += 1
+    return removed
+
+
+def files_of(manifest: Manifest) -> set[str]:
+    """Return the names of the files that a commit needs."""
+    return {entry.file for entry in (*manifest.base, *manifest.delta, *manifest.history)}
+
+
+def _names(system: System, folder: str) -> Iterable[str]:
+    for kind in ("base", "delta", "history"):
+        for name in sorted(system.listdir(join(folder, kind))):
+            path = f"{kind}/{name}"
+            if kind == "base":
+                yield from (f"{path}/{chunk}" for chunk in sorted(system.listdir(join(folder, path))))
+            else:
+                yield path
+
+
+def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
+    """Drop all commits but the newest `keep` and those with a name; remove files that neither they nor anyone needs."""
+    numbers = manifests.numbers(system, folder)
+    found = {n: manifests.read(system, folder, n) for n in numbers}
+    retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
+    dropped = [n for n in numbers if n not in retained]
+    if not dropped:
+        return
+    for number in dropped:
+        system.unlink(manifests.path_of(folder, number))
+        if system.exists(_released(folder, number)):
+            system.unlink(_released(folder, number))
+    retried(system.fsync_folder, join(folder, "manifest"))  # or a crash might leave commits without their files
+    kept = needed.union(*(files_of(found[n]) for n in retained))
+    for name in sorted({name for n in dropped for name in files_of(found[n])} - kept):
+        _remove(system, folder, name)
+
+
+def _remove(system: System, folder: str, name: str) -> None:
+    system.unlink(join(folder, name))
+    parent = os.path.dirname(join(folder, name))
+    if name.startswith("base/") and not system.listdir(parent):
+        system.rmdir(parent)
+
+
+def release(system: System, folder: str, name: str) -> None:
+    """Let retention drop the commits called `name`, by an empty file beside their manifests, which never change."""
+    for number in manifests.numbers(system, folder):
+        manifest = manifests.read(system, folder, number)
+        if name_of(system, folder, manifest) == name:
+            write_whole(system, _released(folder, number), b"")
+
+
+def name_of(system: System, folder: str, manifest: Manifest) -> str | None:
+    """Return the name of a commit, None where it has none or was released."""
+    return None if manifest.name is None or system.exists(_released(folder, manifest.commit)) else manifest.name
+
+
+def _released(folder: str, number: int) -> str:
+    return manifests.path_of(folder, number).removesuffix(".json") + ".released"

@@ -1,0 +1,306 @@
+"""`Manifest`: what one commit consists of. Publishing one is the only atomic act there is; parsing one trusts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import CorruptTableError, NewerFormatError
+from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, damaged, run_bytes
+from embedrock.vfs import System, read_whole, write_whole
+
+MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
+MAX_DEPTH = 16
+MAX_COMMIT = 10**10
+MAX_RECORD_BYTES = 1 << 30
+MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
+_NAME = re.compile(r"(\d{10})\.json", re.ASCII)
+_FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
+
+
+class HistoryFile(NamedTuple):
+    """How a manifest describes a file of a rule's history.
+
+    Attributes:
+        file: path relative to the table's folder.
+        size: bytes of the whole file.
+        crc: CRC-32 of the whole file.
+        count: steps in it.
+    """
+
+    file: str
+    size: int
+    crc: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one commit consists of.
+
+    Attributes:
+        uuid: of the table, 32 hexadecimal digits. Every file carries it.
+        commit: number of this commit.
+        parent: number of the commit that it follows, or None.
+        step: the caller's step number, or None.
+        name: the caller's name for it, or None.
+        time: ISO 8601, UTC.
+        spec: describes the table; plain JSON, not looked into here.
+        record_bytes: of each record, without its CRC.
+        steps: steps of the rule so far.
+        skipped_steps: steps without any row.
+        count: rows that have records.
+        base: chunks in order of their ids, whose ranges do not overlap.
+        delta: logs; a record in a later one wins.
+        history: of the rule.
+    """
+
+    uuid: str
+    commit: int
+    parent: int | None
+    step: int | None
+    name: str | None
+    time: str
+    spec: dict[str, Any]
+    record_bytes: int
+    steps: int
+    skipped_steps: int
+    count: int
+    base: tuple[Entry, ...] = ()
+    delta: tuple[Entry, ...] = ()
+    history: tuple[HistoryFile, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        for key in ("base", "delta", "history"):
+            body[key] = [entry._asdict() for entry in body[key]]
+        line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+        return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
+
+        Raises:
+            CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
+            NewerFormatError: they are of a newer format.
+        """
+        body = _load(_checked_line(data, where), where)
+        version = body.pop("format", None)
+        if type(version) is int and version > FORMAT:
+            raise NewerFormatError(
+                f"{where} is of format {version}: this release reads formats up to {FORMAT}. Install a newer embedrock."
+            )
+        if type(version) is not int or version != FORMAT:
+            raise damaged(where, f"`format` {FORMAT}", reprlib.repr(version))
+        _check(body, _FIELDS, where, "the manifest")
+        for key, kind, checks in (
+            ("base", Entry, _ENTRY),
+            ("delta", Entry, _ENTRY),
+            ("history", HistoryFile, _HISTORY),
+        ):
+            body[key] = tuple(_entry(item, kind, checks, where, key) for item in body[key])
+        manifest = cls(**body)
+        _check_files(manifest, where)
+        return manifest
+
+
+def path_of(folder: str, number: int) -> str:
+    """Return where the manifest of a commit lies."""
+    return f"{folder}/manifest/{number:010d}.json"
+
+
+def numbers(system: System, folder: str) -> list[int]:
+    """Return the numbers of the commits whose manifest is in a table's folder, ascending."""
+    names = map(_NAME.fullmatch, system.listdir(f"{folder}/manifest"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def read(system: System, folder: str, number: int) -> Manifest:
+    """Return the manifest of a commit.
+
+    Raises:
+        CorruptTableError: it is missing or damaged.
+        NewerFormatError: it is of a newer format.
+    """
+    where = path_of(folder, number)
+    try:
+        data = read_whole(system, where, MAX_BYTES)
+    except FileNotFoundError as error:
+        raise CorruptTableError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
+    manifest = Manifest.parse(data, where)
+    if manifest.commit != number:
+        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
+    return manifest
+
+
+def publish(system: System, folder: str, manifest: Manifest) -> None:
+    """Make a commit the newest of its table: it is there whole and durably, or not at all.
+
+    Raises:
+        FileExistsError: another writer has published this number.
+        OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
+    """
+    where = path_of(folder, manifest.commit)
+    data = manifest.to_bytes()
+    Manifest.parse(data, where)  # what cannot be read back is a bug, and must not become the table
+    write_whole(system, f"{folder}/manifest/.{manifest.commit:010d}.tmp", data, link_to=where)
+
+
+def _checked_line(data: bytes, where: str) -> bytes:
+    """Return the first line of a manifest whose second line is its SHA-256."""
+    if len(data) > MAX_BYTES:
+        raise damaged(where, f"at most {MAX_BYTES} bytes", len(data))
+    line, checksum = data[:-66], data[-66:]
+    expected = b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+    if checksum != expected:
+        raise damaged(
+            where, f"a line, and its SHA-256 {expected[1:13].decode()}... as the second", repr(checksum[1:13])
+        )
+    return line
+
+
+def _load(line: bytes, where: str) -> dict[str, Any]:
+    """Return the object that a line of JSON holds."""
+    brackets = np.frombuffer(_STRING.sub(b"", line), np.uint8) | 32  # [ and { differ in one bit, and so do ] and }
+    depth = np.cumsum((brackets == ord("{")).astype(np.int8) - (brackets == ord("}")).astype(np.int8), dtype=np.int64)
+    if depth.max(initial=0) > MAX_DEPTH:
+        raise damaged(where, f"JSON of at most {MAX_DEPTH} levels", f"{depth.max()}")
+    try:
+        body = json.loads(
+            line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as error:
+        raise damaged(where, "a line of plain JSON", f"{type(error).__name__}: {reprlib.repr(str(error))}") from error
+    if not isinstance(body, dict):
+        raise damaged(where, "a JSON object", reprlib.repr(body))
+    return body
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return made
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{reprlib.repr(text)} is too large a number")
+    return value
+
+
+class _Check(NamedTuple):
+    """What a field must be, as a function and in words."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _whole(low: int, below: int) -> _Check:
+    return _Check(lambda value: type(value) is int and low <= value < below, f"a whole number in [{low}, {below})")
+
+
+def _text(pattern: re.Pattern[str], expected: str) -> _Check:
+    return _Check(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None, expected)
+
+
+def _or_null(check: _Check) -> _Check:
+    return _Check(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
+
+
+def is_name(value: Any) -> bool:
+    """Tell whether a commit can have this name."""
+    return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
+
+
+_LIST = _Check(lambda value: isinstance(value, list), "a list")
+_FIELDS = {
+    "uuid": _text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits"),
+    "commit": _whole(0, MAX_COMMIT),
+    "parent": _or_null(_whole(0, MAX_COMMIT)),
+    "step": _or_null(_whole(-(2**63), 2**63)),
+    "name": _or_null(_Check(is_name, "1 to 100 printable characters")),
+    "time": _text(_TIME, "a time in UTC (ISO 8601)"),
+    "spec": _Check(lambda value: isinstance(value, dict), "an object"),
+    "record_bytes": _whole(1, MAX_RECORD_BYTES),
+    "steps": _whole(0, 2**63),
+    "skipped_steps": _whole(0, 2**63),
+    "count": _whole(0, 2**63),
+    "base": _LIST,
+    "delta": _LIST,
+    "history": _LIST,
+}
+_FILE_FIELDS = {
+    "file": _text(_FILE, "a path below base/, delta/ or history/"),
+    "size": _whole(0, 2**63),
+}
+_ENTRY = _FILE_FIELDS | {
+    "count": _whole(1, MAX_COUNT),
+    "index": _Check(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
+    "lo": _whole(-(2**63), 2**63),
+    "hi": _whole(-(2**63), 2**63 + 1),
+    "index_crc": _whole(0, 2**32),
+}
+_HISTORY = _FILE_FIELDS | {"crc": _whole(0, 2**32), "count": _whole(0, MAX_COUNT)}
+
+
+def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> None:
+    """Refuse values that are not an object of just these fields."""
+    if not isinstance(values, dict) or values.keys() != checks.keys():
+        got = sorted(values) if isinstance(values, dict) else values
+        raise damaged(where, f"{subject} with {', '.join(sorted(checks))}", reprlib.repr(got))
+    for name, check in checks.items():
+        if not check.holds(values[name]):
+            raise damaged(where, f"`{name}` of {subject} to be {check.expected}", reprlib.repr(values[name]))
+
+
+def _entry(values: Any, kind: Callable[..., Any], checks: dict[str, _Check], where: str, key: str) -> Any:
+    _check(values, checks, where, f"an entry of `{key}`")
+    if not values["file"].startswith(f"{key}/"):
+        raise damaged(where, f"a file of `{key}` below {key}/", values["file"])
+    return kind(**values)
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    """Refuse entries that cannot be true, or not together."""
+    for entry in (*manifest.base, *manifest.delta):
+        _check_entry(entry, manifest.record_bytes, where)
+    for before, after in pairwise(manifest.base):
+        if before.hi > after.lo:
+            raise damaged(where, f"{after.file} to start at {before.hi} or above", after.lo)
+    files = [entry.file for entry in (*manifest.base, *manifest.delta, *manifest.history)]
+    if len(set(files)) != len(files):
+        raise damaged(where, "each file once", f"{len(files) - len(set(files))} again")
+    low = sum(entry.count for entry in manifest.base)
+    high = low + sum(entry.count for entry in manifest.delta)
+    if not low <= manifest.count <= high:
+        raise damaged(where, f"`count` in [{low}, {high}], as its files say", manifest.count)
+
+
+def _check_entry(entry: Entry, record_bytes: int, where: str) -> None:
+    span, size = entry.hi - entry.lo, run_bytes(record_bytes, entry)
+    if span <= 0:
+        raise damaged(where, f"lo < hi of {entry.file}", f"{entry.lo}, {entry.hi}")
+    distinct = entry.index != "ids" or entry.file.startswith("base/")
+    if (distinct and entry.count > span) or (entry.index == "full" and entry.count != span):
+        raise damaged(where, f"{entry.file} to have records for {span} ids", entry.count)
+    if entry.size != size:
+        raise damaged(where, f"{entry.file} of {size} bytes, as its records take", entry.size)

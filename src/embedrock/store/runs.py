@@ -1,0 +1,364 @@
+"""Runs: append-only files of stored records. `Run` reads one, `Log` grows, `ChunkWriter` makes a base chunk.
+
+docs/format.md has the format. A stored record is the record's bytes and a CRC-32 over (id, record), so that one read
+serves and proves a row. Which ids a file has, and in which order, says its index at the end of the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.errors import CorruptTableError, NewerFormatError
+from embedrock.vfs import File, System, create, open_file
+
+FORMAT = 1
+MAGIC = b"EMBROCK1"
+HEADER_BYTES = 4096  # one page, so that records start aligned
+CRC_BYTES = 4
+KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
+_HEADER = struct.Struct("<8s4I16s")
+_BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
+_ONES = np.unpackbits(np.arange(1 << 16, dtype="<u2").view(np.uint8)).reshape(-1, 16).sum(axis=1, dtype=np.uint8)
+_PIECE = 1 << 20
+REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
+
+
+class Entry(NamedTuple):
+    """How a manifest describes a run. Ids lie in ``[lo, hi)``.
+
+    Attributes:
+        file: path relative to the table's folder.
+        size: bytes of the whole file.
+        count: stored records.
+        index: "full" (all ids of the range), "bits" (a bitmap of the range) or "ids" (int64, one for each record).
+        lo: at least -2**63.
+        hi: at most 2**63.
+        index_crc: CRC-32 of the index.
+    """
+
+    file: str
+    size: int
+    count: int
+    index: str
+    lo: int
+    hi: int
+    index_crc: int
+
+
+def damaged(where: str, expected: str, got: object) -> CorruptTableError:
+    """Return the error of a file that is not what was committed."""
+    return CorruptTableError(f"{where} is damaged: expected {expected}, got {got}. {REMEDY}")
+
+
+def index_bytes(kind: str, count: int, span: int) -> int:
+    """Return the size of an index of `count` records whose ids lie in a range of `span`."""
+    return {"full": 0, "bits": -(-span // 64) * 8, "ids": count * 8}[kind]
+
+
+def run_bytes(record_bytes: int, entry: Entry) -> int:
+    """Return the size that the file of an entry must have."""
+    records = entry.count * (record_bytes + CRC_BYTES)
+    return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo)
+
+
+class Run:
+    """A file of stored records, open for reading.
+
+    Attributes:
+        number: its position in the store's list of runs, the upper part of a location.
+        file: the open file.
+        path: relative to the table's folder.
+        record_bytes: without the CRC.
+        stride: with it.
+        count: stored records; record i is at ``first + i * stride``.
+        lo: ids are at least this.
+        hi: ids are below this.
+        kind: of the index.
+    """
+
+    first = HEADER_BYTES
+
+    def __init__(self, file: File, path: str, record_bytes: int, number: int) -> None:
+        self.file, self.path, self.number = file, path, number
+        self.record_bytes, self.stride = record_bytes, record_bytes + CRC_BYTES
+        self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
+        self.entry: Entry | None = None
+
+    @classmethod
+    def open(
+        cls,
+        system: System,
+        folder: str,
+        entry: Entry,
+        uuid: str,
+        record_bytes: int,
+        number: int,
+        direct: bool = False,
+    ) -> Run:
+        """Open the file of an entry, and check its size and header.
+
+        Args:
+            system: that has the file.
+            folder: of the table.
+            entry: of a manifest that was checked.
+            uuid: of the table, 32 hexadecimal digits.
+            record_bytes: of the table's records.
+            number: of the run.
+            direct: pass the page cache by, where the file system allows it.
+
+        Raises:
+            CorruptTableError: the file is missing, has another size, or belongs to another table.
+            NewerFormatError: the file is of a newer format.
+        """
+        where = f"{folder}/{entry.file}"
+        try:
+            file = open_file(system, where, direct)
+        except FileNotFoundError as error:
+            raise CorruptTableError(
+                f"{where} is missing: the commit needs its {entry.count} records. {REMEDY}"
+            ) from error
+        try:
+            if file.size != entry.size:
+                raise damaged(where, f"{entry.size} bytes", f"{file.size}")
+            _check_header(file.read(0, HEADER_BYTES), where, uuid, record_bytes)
+        except BaseException:
+            file.close()
+            raise
+        run = cls(file, entry.file, record_bytes, number)
+        run.count, run.lo, run.hi, run.kind, run.entry = entry.count, entry.lo, entry.hi, entry.index, entry
+        return run
+
+    def index(self) -> np.ndarray:
+        """Return the ids int64 (count,), or the bitmap uint64, or nothing where all ids of the range are there.
+
+        Raises:
+            CorruptTableError: the index is damaged.
+        """
+        assert self.entry is not None  # a log has its index once it is sealed
+        start = self.first + self.count * self.stride
+        data = self.file.read(start, self.entry.size - start)
+        crc = zlib.crc32(data)
+        if crc != self.entry.index_crc:
+            raise damaged(
+                self.file.path, f"CRC-32 {self.entry.index_crc:#010x} of the index at {start}", f"{crc:#010x}"
+            )
+        index = np.frombuffer(data, "<u8" if self.kind == "bits" else "<i8")
+        self._check_index(index)
+        return index
+
+    def _check_index(self, index: np.ndarray) -> None:
+        """Refuse what no writer of ours makes, so that nothing that reads an index has to think of it."""
+        where = f"the index of {self.file.path}"
+        if self.kind == "bits":
+            ones, rest = _count_ones(index), (self.hi - self.lo) % 64
+            if ones != self.count or (rest and int(index[-1]) >> rest):
+                raise damaged(where, f"{self.count} ids in [{self.lo}, {self.hi})", f"{ones} ids, or ids above")
+        elif self.kind == "ids":
+            if int(index.min()) < self.lo or int(index.max()) >= self.hi:
+                raise damaged(where, f"ids in [{self.lo}, {self.hi})", f"{index.min()} to {index.max()}")
+            if self.path.startswith("base/") and not np.all(index[:-1] < index[1:]):
+                raise damaged(where, "ascending ids", "others")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class Log(Run):
+    """A run that grows until it is sealed. Its records can be read from the start.
+
+    Attributes:
+        broken: whether a sync failed. Nobody can tell then what is on the disk, so the file is never sealed; its
+            records, which can be read as long as it is open, must be written to another one.
+    """
+
+    def __init__(self, system: System, file: File, path: str, record_bytes: int, number: int) -> None:
+        super().__init__(file, path, record_bytes, number)
+        self.broken = False
+        self._system, self._ids, self._behind = system, list[np.ndarray](), 0
+
+    @classmethod
+    def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
+        """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
+        file = create(system, f"{folder}/{path}")
+        try:
+            file.append(make_header(uuid, record_bytes))
+        except BaseException:
+            file.close()
+            raise
+        return cls(system, file, path, record_bytes, number)
+
+    def append(self, sealed: np.ndarray, ids: np.ndarray) -> int:
+        """Append stored records, and return the index of the first.
+
+        Args:
+            sealed: records with their CRC, uint8 (n, stride), contiguous.
+            ids: their ids int64 (n,). They may repeat: later records win.
+
+        Raises:
+            OSError: nothing was appended.
+        """
+        assert self.entry is None and sealed.shape == (len(ids), self.stride)  # noqa: PT018
+        first, ids = self.count, np.array(ids, np.int64)
+        if not len(ids):
+            return first
+        self._append(sealed)
+        lo, hi = int(ids.min()), int(ids.max()) + 1
+        self.lo, self.hi = (min(lo, self.lo), max(hi, self.hi)) if first else (lo, hi)
+        self._ids.append(ids)
+        self.count = first + len(ids)
+        return first
+
+    def seal(self) -> Entry:
+        """Write the index and make the file and its name durable. After an error it can be called again.
+
+        Raises:
+            OSError: the file is not sealed. Where the disk is full, it can be once there is room; see `broken`.
+        """
+        return self.seal_as("ids", self.lo, self.hi)
+
+    def seal_as(self, kind: str, lo: int, hi: int) -> Entry:
+        """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
+        assert self.count  # a run without records has no entry
+        if self.broken:
+            raise OSError(
+                errno.EIO, "a sync of this file failed: its records must be written to another", self.file.path
+            )
+        self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
+        crc = 0
+        for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": self._ids}[kind]:
+            self._append(piece)
+            crc = zlib.crc32(piece, crc)
+        self._sync()
+        self.kind, self.lo, self.hi = kind, lo, hi
+        self.entry = Entry(self.path, self.file.size, self.count, kind, lo, hi, crc)
+        self._ids.clear()
+        return self.entry
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that the ids take until they are written."""
+        return sum(ids.nbytes for ids in self._ids)
+
+    def _append(self, data: np.ndarray) -> None:
+        self.file.append(data.reshape(-1).view(np.uint8).data)
+        if self.file.size - self._behind >= _BEHIND_BYTES:
+            self._system.behind(self.file.fd, self._behind, self.file.size)
+            self._behind = self.file.size
+
+    def _sync(self) -> None:
+        try:
+            self.file.sync()
+        except OSError:
+            self.broken = True
+            raise
+        self._system.fsync_folder(self.file.path.rpartition("/")[0])
+        self._system.drop(self.file.fd)
+
+
+class ChunkWriter:
+    """Makes a base chunk: records in ascending order of their ids, and the smallest index that can say which."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    @classmethod
+    def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int) -> ChunkWriter:
+        """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
+        return cls(Log.create(system, folder, path, uuid, record_bytes, -1))
+
+    @property
+    def count(self) -> int:
+        """Records written."""
+        return self._log.count
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._log.file.size
+
+    def append(self, sealed: np.ndarray, ids: np.ndarray) -> None:
+        """Append stored records uint8 (n, stride) with ids int64 (n,) that ascend, also from call to call."""
+        assert not len(ids) or not self.count or ids[0] >= self._log.hi
+        assert np.all(ids[:-1] < ids[1:])
+        self._log.append(sealed, ids)
+
+    def finish(self, lo: int, hi: int) -> Entry:
+        """Make the file durable and close it. It covers the ids ``[lo, hi)``.
+
+        Raises:
+            OSError: the file is not whole; call `close`.
+        """
+        count = self.count
+        sizes = {kind: index_bytes(kind, count, hi - lo) for kind in KINDS if kind != "full" or count == hi - lo}
+        entry = self._log.seal_as(min(sizes, key=lambda kind: sizes[kind]), lo, hi)
+        self.close()
+        return entry
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._log.close()
+
+
+def uuid_of(system: System, path: str) -> str | None:
+    """Return the uuid of the table that a file belongs to; None if it is no run."""
+    page = read_start(system, path, HEADER_BYTES)
+    if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != struct.unpack("<I", page[-CRC_BYTES:])[0]:
+        return None
+    magic, *_, uuid = _HEADER.unpack_from(page)
+    return uuid.hex() if magic == MAGIC else None
+
+
+def read_start(system: System, path: str, size: int) -> bytes:
+    """Return the first `size` bytes of a file, or all that it has."""
+    file = open_file(system, path)
+    try:
+        return file.read(0, min(size, file.size))
+    finally:
+        file.close()
+
+
+def make_header(uuid: str, record_bytes: int) -> bytes:
+    """Return the first page of a file of the table `uuid`."""
+    fields = _HEADER.pack(MAGIC, FORMAT, record_bytes, record_bytes + CRC_BYTES, 0, bytes.fromhex(uuid))
+    page = fields.ljust(HEADER_BYTES - CRC_BYTES, b"\0")
+    return page + struct.pack("<I", zlib.crc32(page))
+
+
+def _check_header(page: bytes, where: str, uuid: str, record_bytes: int) -> None:
+    magic, version, got_bytes, stride, _, got_uuid = _HEADER.unpack_from(page)
+    if magic != MAGIC:
+        raise damaged(where, f"a file that starts with {MAGIC!r}", repr(magic))
+    crc, (expected,) = zlib.crc32(page[:-CRC_BYTES]), struct.unpack("<I", page[-CRC_BYTES:])
+    if crc != expected:
+        raise damaged(where, f"CRC-32 {expected:#010x} of its first page", f"{crc:#010x}")
+    if version > FORMAT:
+        raise NewerFormatError(
+            f"{where} is of format {version}: this release reads formats up to {FORMAT}. Install a newer embedrock."
+        )
+    if got_uuid.hex() != uuid:
+        raise damaged(where, f"a file of table {uuid}", f"one of table {got_uuid.hex()}")
+    if page != make_header(uuid, record_bytes):
+        raise damaged(where, f"format {FORMAT}, records of {record_bytes} bytes", f"{version}, {got_bytes} ({stride})")
+
+
+def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray]:
+    """Yield the bitmap of ascending ids, once it is asked for."""
+    bits = np.zeros(index_bytes("bits", 0, hi - lo), np.uint8)
+    for ids in pieces:
+        offsets = ids - lo
+        places = offsets >> 3
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        bits[places[starts]] |= np.bitwise_or.reduceat(np.uint8(1) << (offsets & 7).astype(np.uint8), starts)
+    yield bits
+
+
+def _count_ones(words: np.ndarray) -> int:
+    halves = words.view(np.uint16)
+    return sum(int(_ONES[halves[at : at + _PIECE]].sum(dtype=np.int64)) for at in range(0, len(halves), _PIECE))

@@ -1,0 +1,437 @@
+"""`Store`: the files of one table, and where in them the newest record of each row is."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import CommitError
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.base import Base, Chunk
+from embedrock.store.manifest import Entry, Manifest
+from embedrock.store.overlay import Overlay
+from embedrock.store.reading import read_records
+from embedrock.store.runs import Log, Run
+from embedrock.vfs import NO_SPACE, System
+
+INDEX_BITS = 40  # of a location; the bits above them are the number of the run
+CRC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """What a commit under way will publish.
+
+    Attributes:
+        base, delta: the runs of earlier commits.
+        logs: those in the making, of which the last one takes the rows that are still in RAM.
+    """
+
+    base: tuple[Run, ...]
+    delta: tuple[Run, ...]
+    logs: tuple[Log, ...]
+
+    @property
+    def log(self) -> Log:
+        """Where the rows of the commit go."""
+        return self.logs[-1]
+
+
+class Located(NamedTuple):
+    """Where records are, and the files to read them from, which stay open for it.
+
+    Attributes:
+        positions: of the ids that have records, among those asked for.
+        ids: they themselves.
+        locations: of their records.
+        runs: by number.
+    """
+
+    positions: np.ndarray
+    ids: np.ndarray
+    locations: np.ndarray
+    runs: Mapping[int, Run]
+
+
+class Store:
+    """The files of a table. Any thread may call it.
+
+    Args:
+        system: does the I/O.
+        folder: of the table.
+        manifest: the commit to start from.
+        lock: descriptor of the lock that is held; None for a reader.
+
+    Attributes:
+        lock: held wherever its attributes change.
+        manifest: the last commit.
+        broken: why no further commit is taken; None where all is well.
+        counts: records and bytes read and written since it was opened.
+    """
+
+    def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
+        self.system, self.folder, self._held = system, folder, lock
+        self.lock = threading.RLock()
+        self.broken: OSError | None = None
+        self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
+        self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
+        self._serial = 0
+        self.load(manifest)
+
+    # ---------------------------------------------------------------- opening
+
+    @classmethod
+    def create(cls, system: System, folder: str, manifest: Manifest, locked: bool) -> Store:
+        """Make an empty table, and publish it as commit 0. `locked`: see `open`."""
+        folders.make(system, folder)
+        held = folders.lock(system, folder, locked)
+        try:
+            manifests.publish(system, folder, manifest)
+            return cls(system, folder, manifest, held)
+        except BaseException:
+            folders.unlock(system, held)
+            raise
+
+    @classmethod
+    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> Store:
+        """Open a table.
+
+        Args:
+            system: does the I/O.
+            folder: of the table.
+            at: number of a commit, for a reader; None: the last one.
+            write: become its one writer.
+            locked: refuse to write where the file system has no locks.
+        """
+        folders.check_table(system, folder)
+        if not write:
+            return cls._open_to_read(system, folder, at)
+        held = folders.lock(system, folder, locked)
+        try:
+            store = cls(system, folder, folders.newest(system, folder), held)
+            folders.remove_orphans(system, folder, store.manifest.uuid)
+            return store
+        except BaseException:
+            folders.unlock(system, held)
+            raise
+
+    @classmethod
+    def _open_to_read(cls, system: System, folder: str, at: int | None) -> Store:
+        """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
+        while True:
+            manifest = folders.newest(system, folder) if at is None else folders.manifest_at(system, folder, at)
+            try:
+                return cls(system, folder, manifest, None)
+            except FileNotFoundError:
+                # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
+                if manifest.commit in manifests.numbers(system, folder):
+                    raise
+
+    def load(self, manifest: Manifest) -> None:
+        """Start from a commit; whatever was not committed is forgotten."""
+        runs: dict[int, Run] = {}
+        base = [self._open_run(entry, manifest, runs) for entry in manifest.base]
+        delta = [self._open_run(entry, manifest, runs) for entry in manifest.delta]
+        overlay = Overlay()
+        for run in delta:
+            overlay.insert(run.index(), _locations(run.number, 0, run.count))
+        with self.lock:
+            self.manifest, self.runs, self.overlay, self._runs_made = manifest, runs, overlay, len(runs)
+            self.base, self.base_runs, self.delta = base_of(base), base, delta
+            self.logs: list[Log] = []
+            self._active: Log | None = None
+
+    def _open_run(self, entry: Entry, manifest: Manifest, runs: dict[int, Run]) -> Run:
+        run = Run.open(self.system, self.folder, entry, manifest.uuid, manifest.record_bytes, len(runs))
+        runs[run.number] = run
+        return run
+
+    def close(self) -> None:
+        """Close all files, and let another writer in."""
+        with self.lock:
+            for run in self.runs.values():
+                run.file.close()
+            self.runs = {}
+            held, self._held = self._held, None
+            if held is not None:
+                folders.unlock(self.system, held)
+
+    # ---------------------------------------------------------------- records
+
+    def locate(self, ids: np.ndarray) -> np.ndarray:
+        """Return where the newest record of each id is, int64; -1 for none."""
+        with self.lock:
+            locations = self.overlay.find(ids)
+            below = np.flatnonzero(locations < 0)
+            if below.size:
+                locations[below] = self.base.find(ids[below])
+            return locations
+
+    def located(self, ids: np.ndarray) -> Located:
+        """Return what reads the newest records of those ids that have one."""
+        with self.lock:
+            locations = self.locate(ids)
+            there = np.flatnonzero(locations >= 0)
+            return Located(there, ids[there], locations[there], self.runs)  # runs never change in place
+
+    def read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:
+        """Copy records to ``records[slots]``, uint8 (n, record_bytes)."""
+        started = time.perf_counter()
+        requests, nbytes = read_records(self.system, found.runs, found.locations, found.ids, records, slots)
+        self.add(
+            reads=len(slots), read_requests=requests, bytes_read=nbytes, read_seconds=time.perf_counter() - started
+        )
+
+    def add(self, **counts: float) -> None:
+        """Count."""
+        with self.lock:
+            for name, count in counts.items():
+                self.counts[name] += count
+
+    def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
+        sealed = self.seal(records, slots, ids)
+        with self.lock:
+            if self._active is None:
+                self._active = self._new_log()
+            self.append_sealed(self._active, sealed, ids)
+
+    def seal(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4)."""
+        cpu, read_only = kernels.cpu, kernels.cpu.runtime.read_only
+        sealed = np.empty((len(slots), self.manifest.record_bytes + CRC_BYTES), np.uint8)
+        args = records, read_only(slots), read_only(ids), sealed
+        cpu.runtime.run(cpu.storage.seal, len(slots), *args, grain=256)
+        return sealed
+
+    def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> None:
+        """Append what `seal` returned to a log; from then on the ids are found there."""
+        first = log.append(sealed, ids)
+        self.add(bytes_written=sealed.nbytes)
+        with self.lock:
+            self.overlay.insert(ids, _locations(log.number, first, len(ids)))
+
+    def _new_log(self) -> Log:
+        name = self.free_name(f"delta/{self.manifest.commit + 1:010d}", ".dlt")
+        args = name, self.manifest.uuid, self.manifest.record_bytes, self.next_run()
+        log = Log.create(self.system, self.folder, *args)
+        self.take(log)
+        self.logs.append(log)
+        return log
+
+    def next_run(self) -> int:
+        """Return a number for one more run."""
+        with self.lock:
+            self._runs_made += 1
+            return self._runs_made
+
+    def take(self, run: Run) -> None:
+        """Let records be read from a run."""
+        with self.lock:
+            self.runs = self.runs | {run.number: run}
+
+    def drop(self, runs: Sequence[Run]) -> None:
+        """Read no more records from runs. Their files are closed when the last read has ended."""
+        numbers = {run.number for run in runs}
+        with self.lock:
+            self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
+
+    def free_name(self, stem: str, suffix: str = "") -> str:
+        """Return the name of a file that is not there."""
+        while True:
+            self._serial += 1
+            name = f"{stem}-{self._serial}{suffix}"
+            if not self.system.exists(folders.join(self.folder, name)):
+                return name
+
+    def ids_above_base(self) -> np.ndarray:
+        """Return the ids that have records in logs only."""
+        with self.lock:
+            parts = [ids[self.base.find(ids) < 0] for ids, _ in self.overlay.items(SCAN_ROWS)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that the table is read from."""
+        with self.lock:
+            return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
+
+    # ---------------------------------------------------------------- commits
+
+    def freeze(self) -> Freeze:
+        """Begin a commit: records that are appended from now on belong to the one after it."""
+        self.check_commits()
+        with self.lock:
+            if self._active is None:
+                self._new_log()
+            self._active = None
+            return Freeze(tuple(self.base_runs), tuple(self.delta), tuple(self.logs))
+
+    def check_commits(self) -> None:
+        """Raise `CommitError` if commits are no longer taken."""
+        if self.broken is not None:
+            raise CommitError(
+                errno.EIO,
+                f"commits are no longer taken after one that failed twice to reach the disk ({self.broken}). Commit "
+                f"{self.manifest.commit} is whole. Look after the disk, close the table and open it again",
+                self.folder,
+            )
+
+    def publish(self, freeze: Freeze, changes: dict[str, Any], keep: int) -> None:
+        """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
+
+        Args:
+            freeze: from `freeze`; its log has the rows that were in RAM.
+            changes: fields of the manifest.
+            keep: commits to retain.
+
+        Raises:
+            OSError: the disk is full, or it failed twice. The last commit is whole.
+        """
+        try:
+            freeze = replace(freeze, logs=tuple(self._rewritten(log) if log.broken else log for log in freeze.logs))
+            manifest = self._publish(freeze, changes)
+        except OSError as error:
+            self._check_unpublished()
+            if error.errno in NO_SPACE:
+                raise
+            freeze, manifest = self._publish_again(freeze, changes)
+        with self.lock:
+            self.delta = [*self.delta, *(log for log in freeze.logs if log.count)]
+            self.logs = [log for log in self.logs if log not in freeze.logs]
+            self.manifest = manifest
+        self._remove([log for log in freeze.logs if not log.count])
+        self.collect(keep)
+
+    def _publish(self, freeze: Freeze, changes: dict[str, Any]) -> Manifest:
+        entries = [log.entry or log.seal() for log in freeze.logs if log.count]
+        manifest = replace(
+            self.manifest,
+            commit=self.manifest.commit + 1,
+            parent=self.manifest.commit,
+            base=tuple(run.entry for run in freeze.base),
+            delta=(*(run.entry for run in freeze.delta), *entries),
+            **changes,
+        )
+        manifests.publish(self.system, self.folder, manifest)
+        return manifest
+
+    def _publish_again(self, freeze: Freeze, changes: dict[str, Any]) -> tuple[Freeze, Manifest]:
+        """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
+        try:
+            freeze = replace(freeze, logs=tuple(self._rewritten(log) for log in freeze.logs))
+            return freeze, self._publish(freeze, changes)
+        except OSError as error:
+            self.broken = error
+            raise
+
+    def rollback(self, target: Manifest, time: str, keep: int) -> None:
+        """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
+
+        Raises:
+            OSError: the disk. Nothing has changed.
+        """
+        self.check_commits()
+        commit = self.manifest.commit
+        manifest = replace(target, commit=commit + 1, parent=commit, name=None, time=time)
+        try:
+            manifests.publish(self.system, self.folder, manifest)
+        except OSError:
+            self._check_unpublished()
+            raise
+        logs = self.logs
+        self.load(manifest)
+        self._remove(logs)
+        self.collect(keep)
+
+    def emptied(self, record_bytes: int) -> Store:
+        """Return a store of the same files that holds no records yet, of another size: its next commit replaces all."""
+        manifest = replace(self.manifest, record_bytes=record_bytes, base=(), delta=(), history=(), count=0)
+        return Store(self.system, self.folder, manifest, self._held)
+
+    def give_up(self) -> None:
+        """Forget what was not committed."""
+        with self.lock:
+            logs, self.logs, self._active = self.logs, [], None
+        self._remove(logs)
+
+    def _check_unpublished(self) -> None:
+        number = self.manifest.commit + 1
+        if number in manifests.numbers(self.system, self.folder):
+            self.broken = OSError(
+                errno.EIO, f"commit {number} was made, but may not survive a loss of power", self.folder
+            )
+            raise self.broken
+
+    def _rewritten(self, log: Log) -> Log:
+        """Return a new log in place of another, with those of its records that are the newest of their rows."""
+        with self.lock:
+            made = self._new_log()
+            self.logs.remove(made)
+            self.logs.insert(self.logs.index(log) + 1, made)  # in the order of their records
+            parts = [
+                (ids[here], where[here])
+                for ids, where in self.overlay.items(SCAN_ROWS)
+                if (here := where >> INDEX_BITS == log.number).any()
+            ]
+            for ids, locations in parts:
+                self._copy(ids, locations, made)
+            self.logs.remove(log)
+            self._remove([log])
+            return made
+
+    def _copy(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> None:
+        for start in range(0, len(ids), REWRITE_ROWS):
+            part = slice(start, start + REWRITE_ROWS)
+            slots = np.arange(len(ids[part]))
+            records = np.empty((len(slots), self.manifest.record_bytes), np.uint8)
+            self.read(Located(slots, ids[part], locations[part], self.runs), records, slots)
+            self.append_sealed(log, self.seal(records, slots, ids[part]), ids[part])
+
+    def _remove(self, logs: Sequence[Log]) -> None:
+        """Remove the files of logs that hold nothing of use. A failure costs disk space only."""
+        for log in logs:
+            self.drop([log])
+            try:
+                self.system.unlink(folders.join(self.folder, log.path))
+            except OSError:
+                self.add(collections_failed=1)
+
+    # ---------------------------------------------------------------- retention
+
+    def collect(self, keep: int) -> None:
+        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
+
+        A failure costs disk space only, which the next writer gives back.
+        """
+        try:
+            folders.collect(self.system, self.folder, keep, self._needed())
+        except OSError:
+            self.add(collections_failed=1)
+
+    def _needed(self) -> set[str]:
+        """Return the names of the files that this process reads or writes."""
+        with self.lock:
+            return {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
+
+
+REWRITE_ROWS = 8192
+SCAN_ROWS = 1 << 16
+
+
+def base_of(runs: Sequence[Run]) -> Base:
+    """Return the index of base chunks, whose ids ascend from run to run."""
+    return Base([Chunk(r.lo, r.hi, r.kind, r.number, r.count, None if r.kind == "full" else r.index()) for r in runs])
+
+
+def _locations(number: int, first: int, count: int) -> np.ndarray:
+    start = (number << INDEX_BITS) + first
+    return np.arange(start, start + count)

@@ -1,0 +1,106 @@
+"""Verification: every checksum of every commit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import EmbedrockError
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.base import Base, Chunk
+from embedrock.store.history import check_history
+from embedrock.store.manifest import Manifest
+from embedrock.store.runs import Entry, Run
+from embedrock.vfs import System
+
+PIECE_BYTES = 4 << 20
+NAMED = 8  # ids that a problem names
+
+
+class Verdict(NamedTuple):
+    """What verification found.
+
+    Attributes:
+        problems: a sentence for each damaged file: which, and which rows.
+        newest_good: number of the newest commit that is whole, None where there is none.
+        files: that were read.
+        records: that were read.
+    """
+
+    problems: list[str]
+    newest_good: int | None
+    files: int
+    records: int
+
+
+def verify(system: System, folder: str) -> Verdict:
+    """Read all files of all commits of a table, and check every checksum."""
+    problems: dict[str, list[str]] = {}
+    newest, records = None, 0
+    for number in manifests.numbers(system, folder):
+        try:
+            manifest = manifests.read(system, folder, number)
+        except (EmbedrockError, OSError) as error:
+            problems[f"commit {number}"] = [str(error)]
+            continue
+        for entry in (*manifest.base, *manifest.delta):
+            if entry.file not in problems:
+                problems[entry.file] = _problems_of(system, folder, entry, manifest)
+                records += entry.count
+        for part in manifest.history:
+            if part.file not in problems:
+                problems[part.file] = check_history(system, folder, part)
+        if not any(problems[name] for name in folders.files_of(manifest)):
+            newest = number
+    return Verdict([text for found in problems.values() for text in found], newest, len(problems), records)
+
+
+def _problems_of(system: System, folder: str, entry: Entry, manifest: Manifest) -> list[str]:
+    try:
+        run = Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, 0)
+    except (EmbedrockError, OSError) as error:
+        return [str(error)]
+    try:
+        bad = _bad_ids(run)
+    except (EmbedrockError, OSError) as error:
+        return [str(error)]
+    finally:
+        run.close()
+    if not len(bad):
+        return []
+    named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
+    return [
+        f"{run.file.path} is damaged: the checksums of {len(bad)} of {run.count} records do not fit, of ids {named}."
+    ]
+
+
+def _bad_ids(run: Run) -> np.ndarray:
+    """Return the ids of records whose checksum does not fit."""
+    ids, bad = _Ids(run), [np.empty(0, np.int64)]
+    piece = max(1, PIECE_BYTES // run.stride)
+    for start in range(0, run.count, piece):
+        count = min(piece, run.count - start)
+        data = np.frombuffer(run.file.read(run.first + start * run.stride, count * run.stride), np.uint8)
+        wanted, slots = ids.part(start, start + count), np.arange(count)
+        good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
+        args = data.copy(), slots * run.stride, wanted, records, slots, good
+        kernels.cpu.runtime.run(kernels.cpu.storage.unseal, count, *args, grain=256)
+        bad.append(wanted[good == 0])
+    return np.concatenate(bad)
+
+
+class _Ids:
+    """The ids of a run's records, by position."""
+
+    def __init__(self, run: Run) -> None:
+        index = None if run.kind == "full" else run.index()
+        self._listed = index if run.kind == "ids" else None
+        if self._listed is None:
+            self._base = Base([Chunk(run.lo, run.hi, run.kind, 0, run.count, index)])
+
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """Return those of records [start, stop)."""
+        return self._base.ids_of(0, start, stop) if self._listed is None else self._listed[start:stop].copy()

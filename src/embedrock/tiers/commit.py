@@ -1,0 +1,116 @@
+"""`Commit`: the rows that changed, on their way to disk while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embedrock.cache import DIRTY, FROZEN, WRITING
+
+if TYPE_CHECKING:
+    from embedrock.tiers.disk import Disk
+
+PIECE_ROWS = 4096  # sealed, and written, at a time
+
+
+class Commit:
+    """One commit under way: the rows that are dirty when it begins, as they are then.
+
+    Its rows are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself
+    (`save`), so that the commit has the value of the moment that it began, and needs no memory but a piece.
+
+    Attributes:
+        number: of the commit.
+        rows: that were dirty in the cache.
+        is_done: it has ended, well or not.
+        error: what went wrong.
+
+    Args:
+        tier: of the table; the caller has it for itself.
+        changes: fields of the manifest.
+        keep: commits to retain.
+        after: called once it is published.
+    """
+
+    def __init__(self, tier: Disk, changes: dict[str, Any], keep: int, after: Callable[[Disk], None]) -> None:
+        self._tier, self._changes, self._keep, self._after = tier, changes, keep, after
+        self._freeze = tier.store.freeze()
+        self.number = tier.store.manifest.commit + 1
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.is_done = False
+        self.error: BaseException | None = None
+        flags = tier.cache.flags
+        self._slots = np.flatnonzero(flags & DIRTY)
+        flags[self._slots] = FROZEN  # those of clean rows stay 0
+        self.rows = len(self._slots)
+
+    def save(self, slots: np.ndarray) -> None:
+        """Write those of `slots` that are frozen, which are about to change. The caller has the table for itself."""
+        flags = self._tier.cache.flags
+        frozen = slots[(flags[slots] & FROZEN) != 0]
+        if frozen.size:
+            ids = self._tier.cache.ids[frozen]
+            sealed = self._tier.store.seal(self._tier.records.bytes, frozen, ids)
+            with self._writing:
+                self._tier.store.append_sealed(self._freeze.log, sealed, ids)
+            flags[frozen] &= ~np.uint8(FROZEN)
+
+    def start(self) -> None:
+        """Do the rest in the background."""
+        self._thread = threading.Thread(target=self.run, name="embedrock-commit", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Return once it has ended, without a claim to the table."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def run(self) -> None:
+        """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
+        tier = self._tier
+        try:
+            slots = self._slots[np.argsort(tier.cache.ids[self._slots])]  # frozen rows stay where they are
+            for start in range(0, len(slots), PIECE_ROWS):
+                self._write(slots[start : start + PIECE_ROWS])
+            tier.store.publish(self._freeze, self._changes, self._keep)
+            self._after(tier)
+        except BaseException as error:
+            self.error = error
+            self._thaw()
+        finally:
+            self.is_done = True
+            tier.turn.notify()
+
+    def _write(self, slots: np.ndarray) -> None:
+        tier = self._tier
+        flags = tier.cache.flags
+        with tier.turn.alone():
+            slots = slots[(flags[slots] & FROZEN) != 0]
+            ids = tier.cache.ids[slots]
+            sealed = tier.store.seal(tier.records.bytes, slots, ids)
+            flags[slots] ^= FROZEN | WRITING
+        try:
+            with self._writing:
+                tier.store.append_sealed(self._freeze.log, sealed, ids)
+        except BaseException:
+            with tier.turn.alone():
+                flags[slots] |= DIRTY
+            raise
+        finally:
+            with tier.turn.alone():
+                flags[slots] &= ~np.uint8(WRITING)
+
+    def _thaw(self) -> None:
+        """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
+        with self._tier.turn.alone():
+            flags = self._tier.cache.flags
+            frozen = np.flatnonzero(flags & FROZEN)
+            flags[frozen] ^= FROZEN | DIRTY
+
+    def wait(self) -> None:
+        """Return once it has ended; others may have the table meanwhile."""
+        self._tier.turn.wait_for(lambda: self.is_done)

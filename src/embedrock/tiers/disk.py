@@ -1,0 +1,347 @@
+"""`Disk`: records in files, behind a cache of records in RAM that holds the rows in use."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from embedrock.arena import reserve
+from embedrock.cache import DIRTY, Cache, Whole
+from embedrock.errors import CacheTooSmallError, MemoryBudgetError
+from embedrock.plan import make_plan
+from embedrock.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.spec import Spec
+from embedrock.store.store import Located, Store
+from embedrock.tiers.commit import Commit
+from embedrock.tiers.records import Records
+from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
+
+DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
+BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
+SMALL_SHARE = 16  # one part in so many of the budget is kept for buffers, and one for the overlay
+
+
+class Room(NamedTuple):
+    """How a table on disk uses RAM.
+
+    Attributes:
+        budget_bytes: the most it may take.
+        slots: records that the cache holds.
+        whole: every row has its own slot.
+        overlay_bytes: from here on, logs are compacted.
+    """
+
+    budget_bytes: int
+    slots: int
+    whole: bool
+    overlay_bytes: int
+
+
+def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
+    """Decide how a table of `spec` uses `memory` (None: half of the machine's RAM).
+
+    Raises:
+        MemoryBudgetError: it holds no cache that is of use.
+    """
+    budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
+    overlay, buffers = budget // SMALL_SHARE, min(BUFFER_BYTES, budget // SMALL_SHARE)
+    rows = spec.rows
+    index = 0 if rows is None else rows // 8 + rows // 128  # a bit for each row that lies in base chunks, and ranks
+    room = budget - overlay - buffers - index
+    if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
+        return Room(budget, rows, True, overlay)
+    slots = _slots_in(room, spec.record_bytes)
+    if slots < 1:
+        least = index + _least_bytes(spec.record_bytes, 1)
+        raise MemoryBudgetError(
+            f"{subject} needs at least {format_bytes(least)} of RAM on top of its disk ({format_bytes(index)} of it "
+            f"tells which rows are there): memory={format_bytes(budget)}. Raise memory=."
+        )
+    return Room(budget, slots, False, overlay)
+
+
+def _slots_in(nbytes: int, record_bytes: int) -> int:
+    """Return how many records a cache of `nbytes` holds, directory included."""
+    low, high = 0, max(0, nbytes) // record_bytes + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = middle * record_bytes + Cache.bytes_for(middle) <= nbytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _least_bytes(record_bytes: int, slots: int) -> int:
+    """Return a budget, without the index of rows, that gives at least so many slots."""
+    used = slots * record_bytes + Cache.bytes_for(slots)
+    return used * SMALL_SHARE // (SMALL_SHARE - 2) + SMALL_SHARE
+
+
+class Disk(Tier):
+    """Records in the files of a `Store`, behind a cache.
+
+    All but `bring_ahead` is called by a thread that has the table for itself.
+
+    Args:
+        spec: of the table.
+        store: its files.
+        room: how it uses RAM.
+        policy: of eviction, a name in `embedrock.cache.POLICIES`.
+        turn: who has the table.
+        subject: the table, for error messages.
+    """
+
+    reaches_below = True
+
+    def __init__(
+        self,
+        spec: Spec,
+        store: Store,
+        room: Room,
+        policy: str,
+        turn: Turn,
+        subject: str,
+    ) -> None:
+        super().__init__(spec, reserve(room.slots * spec.record_bytes, subject))
+        self.store, self.room, self.turn, self._subject = store, room, turn, subject
+        self.cache = Whole(room.slots) if room.whole else Cache(room.slots, policy)
+        self.commit: Commit | None = None
+        self.batch_rows = max(1, room.slots // 4)
+        self._count = store.manifest.count
+        self._batch: weakref.ref[np.ndarray] | None = None  # ids of the batch that the cache was last told of
+        self._hits = self._misses = self._evictions = self._spilled = 0
+
+    # ---------------------------------------------------------------- what a table asks of a tier
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def is_direct(self) -> bool:
+        return self.room.whole
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.room.budget_bytes
+
+    @property
+    def bytes_used(self) -> int:
+        cache = self.cache.count * self.spec.record_bytes + self.cache.bytes_for(self.room.slots)
+        return cache + self.store.overlay.nbytes + self.store.base.nbytes
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return self.cache.find(ids)
+
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        slots = self.cache.look_up(ids, self.records.weights, positions, out)
+        self._hits += int(np.count_nonzero(slots >= 0))
+        return slots
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        missing = np.flatnonzero(slots < 0)
+        known = self._note_batch(ids, len(missing))
+        if known and not missing.size:
+            return slots
+        found = self.store.located(ids[missing])
+        if found.ids.size:
+            slots = self._bring(slots, missing[found.positions], found)
+        self.cache.touch(slots if not missing.size else slots[slots >= 0])
+        return slots
+
+    def _note_batch(self, ids: np.ndarray, missing: int) -> bool:
+        """Count a batch once, and tell whether it was known: a lookup and the step after it have the same ids."""
+        if self._batch is not None and self._batch() is ids:
+            return True
+        self._batch = weakref.ref(ids)
+        self._hits, self._misses = self._hits + len(ids) - missing, self._misses + missing
+        self.cache.release_current()
+        return False
+
+    def _bring(self, slots: np.ndarray, rows: np.ndarray, found: Located) -> np.ndarray:
+        """Bring up what was found, whose slots are ``slots[rows]``, without losing the rows that are here."""
+        here = slots[slots >= 0]
+        self.cache.pin(here)
+        try:
+            made = self._take(found.ids)
+            try:
+                self.store.read(found, self.records.bytes, made)
+            except BaseException:
+                self.cache.remove(made)
+                self.new_epoch()
+                raise
+        finally:
+            self.cache.unpin(here)
+        slots = slots.copy()
+        slots[rows] = made
+        return slots
+
+    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        slots = self.bring(ids, slots)
+        if missing := int(np.count_nonzero(slots < 0)):
+            self._evict_for(missing)
+        return slots
+
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
+        missing = slots < 0
+        made = self._take(ids[missing])
+        self.records.begin(made, fresh, first_state)
+        self.cache.flags[made] = DIRTY
+        self._count += len(made)
+        slots = slots.copy()
+        slots[missing] = made
+        return slots
+
+    def changing(self, slots: np.ndarray) -> None:
+        if self.commit is not None:
+            self.commit.save(slots)
+        self.cache.flags[slots] |= DIRTY
+
+    def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
+        base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
+        below = (
+            base.ids_of(number, start, start + size)
+            for number, chunk in enumerate(base.chunks)
+            for start in range(0, chunk.count, size)
+        )
+        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+
+    def copies(self, ids: np.ndarray) -> Records:
+        slots = self.cache.find(ids)
+        copies = Records(self.spec, np.empty(len(ids) * self.spec.record_bytes, np.uint8))
+        here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        copies.bytes[here] = self.records.bytes[slots[here]]
+        self.store.read(self.store.located(ids[below]), copies.bytes, below)
+        return copies
+
+    def existing(self, ids: np.ndarray) -> np.ndarray:
+        """Tell which ids have records."""
+        return (self.cache.find(ids) >= 0) | (self.store.locate(ids) >= 0)
+
+    def stats(self) -> dict[str, float]:
+        store = self.store
+        return {
+            "hits": self._hits,
+            "misses": self._misses,
+            "evictions": self._evictions,
+            "spilled": self._spilled,
+            "cache_slots": self.room.slots,
+            "cache_rows": self.cache.count,
+            "dirty_rows": int(np.count_nonzero(self.cache.flags & DIRTY)),
+            "overlay_rows": store.overlay.count,
+            "overlay_bytes": store.overlay.nbytes,
+            "commit": store.manifest.commit,
+            "disk_bytes": store.disk_bytes,
+            **store.counts,
+        }
+
+    # ---------------------------------------------------------------- the cache
+
+    def _take(self, ids: np.ndarray) -> np.ndarray:
+        """Return slots for ids that have none."""
+        self._evict_for(len(ids))
+        return self.cache.insert(ids)
+
+    def _evict_for(self, count: int) -> None:
+        """See to it that `count` slots are free."""
+        while (needed := count - self.cache.free) > 0:
+            victims = self.cache.victims(needed)
+            if len(victims) < needed:
+                self._await_victims(count)
+            else:
+                self._evict(victims)
+
+    def _await_victims(self, count: int) -> None:
+        """Wait for the rows that a commit under way still has to write."""
+        if self.commit is None or self.commit.is_done:
+            self._refuse(count)
+        self.commit.wait()
+
+    def _refuse(self, count: int) -> NoReturn:
+        slots = self.cache.capacity - self.cache.free + count
+        rows = self.spec.rows
+        index = 0 if rows is None else rows // 8 + rows // 128
+        least = _least_bytes(self.spec.record_bytes, slots) + index
+        raise CacheTooSmallError(
+            f"the cache of {self._subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
+            f"{self.cache.capacity - self.cache.free} are in use by unfinished ones. memory={format_bytes(least)} "
+            f"({least} bytes; now {format_bytes(self.room.budget_bytes)}) is enough: raise memory=, or use smaller "
+            "batches or a smaller depth of prefetch."
+        )
+
+    def _evict(self, victims: np.ndarray) -> None:
+        dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
+        if dirty.size:
+            dirty = dirty[np.argsort(self.cache.ids[dirty])]
+            self.store.append(self.records.bytes, dirty, self.cache.ids[dirty])
+        self.cache.remove(victims)
+        self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
+        self.new_epoch()
+
+    # ---------------------------------------------------------------- ahead of the batch that uses them
+
+    def bring_ahead(self, ids: np.ndarray) -> Ticket:
+        """Bring up the records of a later batch, and hold them until its ticket is released.
+
+        The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
+        is read again.
+        """
+        ids = make_plan(ids).ids
+        ticket = Ticket(self)
+        try:
+            while ids.size:
+                ids = self._bring_part(ids, ticket)
+        except BaseException:
+            ticket.release()
+            raise
+        return ticket
+
+    def _bring_part(self, ids: np.ndarray, ticket: Ticket) -> np.ndarray:
+        """Bring up what can be; return the ids that moved meanwhile."""
+        with self.turn.lock:
+            slots = self.cache.find(ids)
+            ticket.hold(slots[slots >= 0])
+            found = self.store.located(ids[slots < 0])
+            self._misses += int(np.count_nonzero(slots < 0))
+        staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
+        self.store.read(found, staged, np.arange(len(staged)))
+        with self.turn.alone():
+            slots = self.cache.find(found.ids)
+            ticket.hold(slots[slots >= 0])
+            good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
+            if good.any():
+                made = self._take(found.ids[good])
+                self.records.bytes[made] = staged[good]
+                ticket.hold(made)
+            return found.ids[(slots < 0) & ~good]
+
+    def release(self, held: list[np.ndarray]) -> None:
+        """Let the rows of a ticket go."""
+        with self.turn.lock:
+            for slots in held:
+                self.cache.unpin(slots)
+
+
+class Ticket:
+    """Rows that stay in the cache until it is released, by any thread, once or more often."""
+
+    def __init__(self, tier: Disk | None = None) -> None:
+        self._tier = tier
+        self._slots: list[np.ndarray] = []
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Keep the rows in `slots`, each of which is held once by a ticket."""
+        if self._tier is not None and slots.size:
+            self._tier.cache.pin(slots)
+            self._slots.append(slots)
+
+    def release(self) -> None:
+        """Let the rows go."""
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.release(self._slots)

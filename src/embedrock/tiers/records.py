@@ -1,0 +1,70 @@
+"""`Records`: records in RAM, found by slot: what every tier reads, steps and overwrites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.spec import Spec
+
+
+class Records:
+    """Records in one piece of memory.
+
+    Args:
+        spec: of the table.
+        memory: uint8 (slots * record_bytes,), which they lie in.
+
+    Attributes:
+        bytes: uint8 (slots, record_bytes), the same memory.
+    """
+
+    def __init__(self, spec: Spec, memory: np.ndarray) -> None:
+        self._spec = spec
+        self.bytes = memory.reshape(-1, spec.record_bytes)
+        self.weights = memory.view(spec.storage.words).reshape(len(self.bytes), -1)
+        self._floats = memory.view(np.float32).reshape(len(self.bytes), -1)
+
+    def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
+        """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` means ``fresh[k]``."""
+        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
+        args = self.weights, slots, cpu.runtime.read_only(positions), fresh, out
+        cpu.runtime.run(cpu.rows.gather, len(out), *args, grain=2048)
+
+    def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> None:
+        """Bring copies `rows` float32 (n, dim) of records up to date; the records stay as they are."""
+        layout, cpu = self._spec.layout, kernels.cpu
+        scratch = np.empty((len(slots), layout.state_width), np.float32)
+        args = rows, self._floats, cpu.runtime.read_only(slots), layout.state_start, scratch, numbers
+        cpu.runtime.run(cpu.rows.refresh, len(slots), *args, grain=64)
+
+    def begin(self, slots: np.ndarray, weights: np.ndarray, first_state: np.ndarray) -> None:
+        """Make records of first `weights` float32 (n, dim) and optimizer state float32 (state_width,)."""
+        self.write(slots, weights)
+        layout, cpu = self._spec.layout, kernels.cpu
+        if layout.state_width:
+            args = self._floats, cpu.runtime.read_only(slots), layout.state_start, first_state
+            cpu.runtime.run(cpu.rows.reset_state, len(slots), *args)
+        for start, end in layout.gaps:  # of the record that was in the slot before
+            self.bytes[slots, start:end] = 0
+
+    def write(self, slots: np.ndarray, values: np.ndarray) -> None:
+        """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
+        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
+        cpu.runtime.run(cpu.rows.scatter, len(slots), self.weights, slots, values)
+
+    def step(self, ids: np.ndarray, slots: np.ndarray, grads: np.ndarray, numbers: Any, step: int) -> None:
+        """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim)."""
+        layout, cpu = self._spec.layout, kernels.cpu
+        exact, read_only = self._spec.dtype == "float32", cpu.runtime.read_only
+        slots = read_only(slots)
+        weights, rows = (self.weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
+        if not exact:
+            self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)
+        args = weights, rows, self._floats, slots, layout.state_start, layout.state_width, grads, numbers
+        cpu.runtime.run(cpu.rows.step, len(slots), *args, grain=512, cuts=4)
+        if not exact:
+            args = self.weights, slots, weights, read_only(ids), self._spec.key, step
+            cpu.runtime.run(cpu.rows.scatter_stochastic, len(slots), *args, grain=512)

@@ -1,0 +1,38 @@
+"""`Turn`: one thread at a time has a table, and no step is running then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Turn:
+    """The lock of a table.
+
+    Args:
+        settle: waits for the step that runs in the background.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._settle = settle
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the table for oneself."""
+        with self.lock:
+            self._settle()
+            yield
+
+    def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Let others have the table until `predicate` holds, and have it for oneself again."""
+        with self.lock:
+            self._changed.wait_for(predicate)
+            self._settle()
+
+    def notify(self) -> None:
+        """Have those who wait look again."""
+        with self.lock:
+            self._changed.notify_all()

@@ -1,0 +1,303 @@
+"""`save` and `load`: tables on disk and all else of a model as one checkpoint, which no crash takes apart.
+
+A checkpoint is a file and, of each table on disk, a commit that bears its name. The order of things makes them one:
+
+1. ``step-<step>-<token>.tmp`` appears: a checkpoint is in the making, and commits of that name may be.
+2. Every table on disk commits under the name ``<folder>-<step>-<token>``, which retention leaves alone.
+3. The file is written, with dense weights and references to those commits, and synced.
+4. It is renamed to ``.pt``. From now on the checkpoint exists.
+
+After a crash the newest ``.pt`` and the commits that it refers to are whole and belong together, and every ``.tmp``
+tells which commits belong to nothing. An old checkpoint is dropped by the same steps backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+import secrets
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
+from embedrock.table import Table
+from embedrock.torch.moved import Relocate, open_moved, references
+from embedrock.torch.parameters import handles
+from embedrock.torch.references import check_state, tell_resumed
+
+FORMAT = 1
+KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
+FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})\.(pt|tmp)")
+
+
+class NoCheckpointError(EmbedrockError, FileNotFoundError):
+    """A folder that holds no checkpoint (yet)."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, by its place.
+
+    Attributes:
+        folder: of the checkpoints.
+        step: of the training.
+        token: tells it from all other checkpoints, whatever their folder is called.
+    """
+
+    folder: Path
+    step: int
+    token: str
+
+    @property
+    def file(self) -> Path:
+        """Everything but the rows on disk."""
+        return self.folder / f"step-{self.step}-{self.token}.pt"
+
+    @property
+    def draft(self) -> Path:
+        """That file, before the checkpoint exists and after it is dropped."""
+        return self.file.with_suffix(".tmp")
+
+    @property
+    def commit_name(self) -> str:
+        """The name of its commits."""
+        folder = "".join(letter if letter.isprintable() else "?" for letter in self.folder.resolve().name)
+        return f"{folder[:64]}-{self.step}-{self.token}"
+
+    def owns(self, commit: dict[str, Any]) -> bool:
+        """Tell whether a commit is of this checkpoint, whatever its folder was called then."""
+        return str(commit["name"]).endswith(f"-{self.step}-{self.token}")
+
+
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], step: int, optimizer: Any = None, *, keep: int | None = 2
+) -> Path:
+    """Save a model as one: its tables on disk are committed, and all else is written to a file in `folder`.
+
+    Whatever happens, `load` finds rows and dense weights of the same step: this one or, where it was not finished, the
+    one before. The commits are kept for as long as the checkpoint is, whatever the tables' own `keep`.
+
+    Args:
+        model: with any number of embedding layers on disk, and in RAM, whose rows go to the file.
+        folder: of this and earlier checkpoints; made if there is none.
+        step: of the training, at least that of the last checkpoint in `folder`.
+        optimizer: what else to save: an optimizer, scheduler, scaler or anything else with ``state_dict()``, or a list
+            or dict of these.
+        keep: checkpoints to keep; older ones are dropped once this one is safe. None: all.
+
+    Returns:
+        The file.
+
+    Raises:
+        ArgumentError: an argument that cannot work.
+        CommitError: a table could not be committed.
+        OSError: the file could not be written. As after the former, the last checkpoint is whole.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> model = torch.nn.Sequential(ert.Embedding(10**9, 4, path="users.rock"), torch.nn.Linear(4, 1))
+        >>> file = ert.save(model, "checkpoints", step=1000)
+        >>> ert.load(model, "checkpoints")
+        1000
+    """
+    folder, tables = Path(folder), _tables_on_disk(model)
+    made = Checkpoint(folder, _checked_step(step), secrets.token_hex(4))
+    _check_keep(keep)
+    parts = _named(optimizer)
+    before = checkpoints(folder)
+    if before and before[-1].step > made.step:
+        raise ArgumentError(
+            f"`step` of ert.save must be at least that of the last checkpoint in {str(folder)!r}, {before[-1].step}: "
+            f"got {made.step}. Go on from that checkpoint by ert.load, or save to another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _collect(folder, tables)
+    try:
+        _make(made, model, tables, parts)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
+            _collect(folder, tables)
+        raise
+    kept = before if keep is None else before[max(len(before) - keep + 1, 0) :]
+    _drop([each for each in before if each not in kept or each.step == made.step], tables)
+    return made.file
+
+
+def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
+    made.draft.touch()
+    _sync(made.folder)
+    for table in tables:
+        table.commit(step=made.step, name=made.commit_name)
+    states = {name: part.state_dict() for name, part in parts.items()}
+    content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
+    with made.draft.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _check_readable(made.draft)
+    made.draft.rename(made.file)
+    _sync(made.folder)
+
+
+def _check_readable(draft: Path) -> None:
+    """Raise `ArgumentError` if `load` could not read what was written, by its rule that a file is data and no code."""
+    try:
+        _read(draft, mmap=True)
+    except CorruptTableError as error:
+        raise ArgumentError(
+            "the states of a checkpoint must be tensors, numbers, strings and containers of these, or of types given "
+            f"to torch.serialization.add_safe_globals: {error.__cause__}"
+        ) from error
+
+
+def _drop(old: list[Checkpoint], tables: list[Table]) -> None:
+    for each in old:
+        each.file.rename(each.draft)
+    if old:
+        _sync(old[0].folder)
+        _collect(old[0].folder, tables)
+
+
+def _collect(folder: Path, tables: list[Table]) -> None:
+    """Let go of the commits of checkpoints that do not exist: never finished, or dropped."""
+    for each in _listed(folder, "tmp"):
+        for table in tables:
+            for commit in filter(each.owns, table.commits()):
+                table.release(commit["name"])
+        each.draft.unlink()
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, the last one last."""
+    return _listed(Path(folder), "pt")
+
+
+def _listed(folder: Path, kind: str) -> list[Checkpoint]:
+    matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
+    return sorted(Checkpoint(folder, int(found[1]), found[2]) for found in matches if found and found[3] == kind)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(
+    model: nn.Module, folder: str | os.PathLike[str], optimizer: Any = None, *, relocate: Relocate | None = None
+) -> int:
+    """Take a model to its last checkpoint in `folder`, and print one line to stderr with the step of that.
+
+    Tables on disk go to the commits that belong to the checkpoint: what they were trained since is dropped. Where the
+    first `save` of all was cut short, so that there is no checkpoint, they go back to what they were before it.
+
+    Args:
+        model: made as the one that was saved, with the `path` at which each table lies now.
+        folder: as for `save`.
+        optimizer: as for `save`, to be loaded too.
+        relocate: for layers made with the old path of a table that lies elsewhere now: {old path: new path}, or a
+            function of the old path. The table is opened there, and takes the place of the layer's untrained one.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        NoCheckpointError: there is none. (It is also a `FileNotFoundError`.)
+        CorruptTableError: its file is damaged.
+        ArgumentError: it is that of another model, or of other tables.
+    """
+    folder, parts = Path(folder), _named(optimizer)
+    found = checkpoints(folder)
+    if not found:
+        raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, _tables_on_disk(model))}")
+    content = _read(found[-1].file)
+    states = content["optimizer"]
+    if missing := sorted(parts.keys() - states.keys()):
+        raise ArgumentError(
+            f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
+        )
+    if relocate is not None:
+        open_moved(model, content["model"], relocate)
+    for label, layer, state in references(model, content["model"]):
+        check_state(layer.table, state, label)
+    model.load_state_dict(content["model"])
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    tell_resumed(folder, content["step"])
+    return content["step"]
+
+
+def _undo_first(folder: Path, tables: list[Table]) -> str:
+    """Take tables to before the save that was cut short, if they are as it left them; return what to say of it."""
+    drafts, undone = _listed(folder, "tmp"), []
+    for table in tables:
+        *before, last = table.commits()
+        if before and any(draft.owns(last) for draft in drafts):
+            table.rollback(before[-1]["commit"])
+            undone.append(str(table.path))
+    return f" Its first one was cut short: {', '.join(undone)} went back to what came before it." if undone else ""
+
+
+def _read(file: Path, **how: Any) -> dict[str, Any]:
+    """Return the content of a checkpoint's file.
+
+    Raises:
+        CorruptTableError: it is damaged, or not one of ours.
+    """
+    try:
+        _check_sums(file)
+        content = torch.load(file, map_location="cpu", weights_only=True, **how)
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes make their readers raise anything
+        raise CorruptTableError(
+            f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, remove it: ert.load then takes the "
+            "one before."
+        ) from error
+    if not isinstance(content, dict) or set(content) != set(KEYS) or content[KEYS[0]] != FORMAT:
+        raise CorruptTableError(f"{str(file)!r} must be a checkpoint of ert.save, of format {FORMAT}: it is not.")
+    return content
+
+
+def _check_sums(file: Path) -> None:
+    """Raise an error if a part of a file is not what its checksum says: `torch.load` does not look at these."""
+    with zipfile.ZipFile(file) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"{damaged} is not what was written")
+
+
+def _tables_on_disk(model: nn.Module) -> list[Table]:
+    return [handle.table for handle in handles(model) if handle.table.is_on_disk]
+
+
+def _named(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer, or a list or dict of them, by name."""
+    several = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    parts = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(several))
+    for part in parts.values():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ArgumentError(
+                "`optimizer` must be an optimizer or something else with state_dict() and load_state_dict(), or a "
+                f"list or dict of these: got {part!r}."
+            )
+    return {str(name): part for name, part in parts.items()}
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
+        raise ArgumentError(f"`step` of ert.save must be a whole number from 0: got {step!r}.")
+    return operator.index(step)
+
+
+def _check_keep(keep: Any) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ArgumentError(f"`keep` of ert.save must be a whole number from 1, or None for all: got {keep!r}.")

@@ -1,0 +1,75 @@
+"""Tables on disk that lie elsewhere than when a checkpoint was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+import embedrock
+from embedrock.errors import ArgumentError
+from embedrock.table import Table
+from embedrock.torch.layer import RowLayer
+from embedrock.torch.references import is_reference, keep_rule
+
+Relocate = Mapping[str, str] | Callable[[str], str]
+
+
+def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
+    """Go through the embedding layers of a model that have a state in ``model.state_dict()``: (label, layer, state)."""
+    for name, layer in model.named_modules():
+        state = states.get(f"{name}._extra_state" if name else "_extra_state")
+        if isinstance(layer, RowLayer) and state is not None:
+            yield layer.handle.label, layer, state
+
+
+def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
+    """Open the tables that were moved, and have them take the place of those that layers made at the old paths.
+
+    Args:
+        model: whose layers are looked at.
+        states: of the model, with references.
+        relocate: {old path: new path}, or a function of the old path.
+
+    Raises:
+        ArgumentError: no reference has the old path, or the table that would be replaced has been trained.
+    """
+    meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
+    where = _as_function(relocate, [state["path"] for _, state in meant])
+    for layer, state in meant:
+        if layer.table.uuid == state["uuid"]:
+            continue  # the layer was made with the new path, or shares a table that was opened before
+        new_path = where(state["path"])
+        if new_path != state["path"]:
+            _replace(model, layer.table, new_path)
+
+
+def _as_function(relocate: Relocate, old_paths: list[str]) -> Callable[[str], str]:
+    if not isinstance(relocate, Mapping):
+        return relocate
+    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
+    if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
+        raise ArgumentError(
+            f"`relocate` of ert.load must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "
+            f"got {', '.join(sorted(unknown))}."
+        )
+    return lambda path: by_place.get(os.path.abspath(path), path)
+
+
+def _replace(model: nn.Module, old: Table, path: str) -> None:
+    if old.steps:
+        raise ArgumentError(
+            f"`relocate` of ert.load would replace the table at {str(old.path)!r} by that at {path!r}, but it has been "
+            f"trained for {old.steps} steps. Make the layer with path={path!r}."
+        )
+    new = embedrock.open(path, memory=int(old.stats()["budget_bytes"]), init=old.spec.init)
+    if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
+        new.close()
+        raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
+    keep_rule(new, old.rule)
+    for layer in model.modules():
+        if isinstance(layer, RowLayer) and layer.table is old:
+            layer.take_over(new)
+    old.close()

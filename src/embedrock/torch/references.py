@@ -1,0 +1,83 @@
+"""What a state holds of a table on disk: no rows, only which commit of which table is meant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.rules import Rule
+from embedrock.table import Table
+
+KEYS = ("path", "uuid", "commit", "step")
+
+
+def tell_resumed(what: object, step: int | None, more: str = "") -> None:
+    """Print one line, to stderr, with the step that something was resumed from."""
+    at = "at a commit without a step" if step is None else f"at step {step}"
+    sys.stderr.write(f"embedrock: {what} resumed {at}{more}\n")
+
+
+def reference_to(table: Table) -> dict[str, Any]:
+    """Return the reference to a table on disk as it is now. Changes that are not committed yet are, first."""
+    if table.uncommitted:
+        table.commit()
+    return {"path": str(table.path), "uuid": table.uuid, "commit": table.last_commit, "step": table.last_step}
+
+
+def is_reference(state: Mapping[str, Any]) -> bool:
+    """Tell whether the state of a layer is a reference, instead of rows."""
+    return "uuid" in state
+
+
+def check_state(table: Table, state: Mapping[str, Any], label: str) -> None:
+    """Raise an error unless a table can take the state of a layer, as far as tables on disk are concerned."""
+    if is_reference(state):
+        _check_reference(table, state, label)
+    elif table.is_on_disk and "weight" not in state:
+        raise UnsupportedError(
+            f"the state of {label} must be a reference to its table on disk, at {str(table.path)!r}: got rows of a "
+            "table in RAM. Load it into a layer without path=, and write the rows that you want to keep by "
+            "layer.table.assign(ids, values)."
+        )
+
+
+def _check_reference(table: Table, state: Mapping[str, Any], label: str) -> None:
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise ArgumentError(f"a reference for {label} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
+    meant = f"commit {state['commit']} of the table that was at {state['path']!r}, uuid {state['uuid']}"
+    if not table.is_on_disk:
+        raise ArgumentError(
+            f"the state of {label} must have rows, because its table is in RAM: got a reference to {meant}. "
+            "Make the layer with path=, the place where that table is now."
+        )
+    if table.uuid != state["uuid"]:
+        raise ArgumentError(
+            f"the state of {label} must be that of its own table, at {str(table.path)!r}, uuid {table.uuid}: got a "
+            f"reference to {meant}. Make the layer with path=, the place where that table is now, or pass "
+            "relocate={old path: new path} to ert.load."
+        )
+    there = [commit["commit"] for commit in table.commits()]
+    if state["commit"] not in there:
+        raise ArgumentError(
+            f"the state of {label} refers to {meant}, which is no longer kept: the table has commits "
+            f"{', '.join(map(str, there))}. Save by ert.save, which keeps its commits, or make the layer with a "
+            "larger keep=."
+        )
+
+
+def go_to(table: Table, state: Mapping[str, Any]) -> None:
+    """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost."""
+    if table.last_commit == state["commit"] and not table.uncommitted:
+        return
+    wanted = table.rule
+    table.rollback(state["commit"])
+    keep_rule(table, wanted)
+
+
+def keep_rule(table: Table, wanted: Rule | None) -> None:
+    """Give a table the rule that an optimizer wants, where its records allow it."""
+    if wanted is not None and (table.rule is None or wanted.same_layout(table.rule)):
+        table.set_rule(wanted)  # otherwise the optimizer says, at its next step, that it must be made anew

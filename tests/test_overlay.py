@@ -1,0 +1,159 @@
+"""Overlays against a dict, and what they take."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from embedrock.errors import MemoryBudgetError
+from embedrock.kernels.reference.storage import unmix
+from embedrock.store import overlay as overlays
+from embedrock.store.overlay import Overlay
+
+PAGE = 4096
+
+
+def check_size(overlay: Overlay) -> None:
+    assert overlay.nbytes <= 24 * overlay.count + PAGE
+
+
+def content(overlay: Overlay, batch: int = 100) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for ids, locations in overlay.items(batch):
+        assert 0 < len(ids) <= batch
+        assert not found.keys() & set(ids.tolist())
+        found.update(zip(ids.tolist(), locations.tolist(), strict=True))
+    return found
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlay, self.model, self.run = Overlay(), {}, 0
+
+    @rule(seed=st.integers(0, 2**32), count=st.sampled_from([0, 1, 5, 300, 2000]), spread=st.sampled_from([9, 30, 63]))
+    def insert(self, seed: int, count: int, spread: int) -> None:
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(-(2**spread), 2**spread - 1, count)
+        locations = (self.run << 40) + rng.integers(0, 2**40, count)
+        most = self.overlay.bytes_with(count)
+        self.overlay.insert(ids, locations)
+        assert self.overlay.nbytes <= most
+        self.model.update(zip(ids.tolist(), locations.tolist(), strict=True))
+        self.run += 1
+
+    @rule(low=st.integers(0, 9))
+    def insert_neighbours(self, low: int) -> None:
+        # Hashes that lie closely together at the end of the table, which is where they have no room.
+        ids = np.array([unmix(2**64 - 1 - 3000 * low - k) for k in range(400)], np.int64)
+        self.overlay.insert(ids, np.full(400, self.run << 40))
+        self.model.update(dict.fromkeys(ids.tolist(), self.run << 40))
+
+    @rule(back=st.integers(0, 6))
+    def remove(self, back: int) -> None:
+        first = max(0, self.run - back)
+        self.overlay.remove_runs_below(first)
+        self.model = {row: location for row, location in self.model.items() if location >> 40 >= first}
+
+    @invariant()
+    def agree(self) -> None:
+        assert self.overlay.count == len(self.model)
+        check_size(self.overlay)
+        assert content(self.overlay) == self.model
+        ids = np.array([*self.model, 12345, -(2**63), 2**63 - 1], np.int64)
+        assert self.overlay.find(ids).tolist() == [self.model.get(row, -1) for row in ids.tolist()]
+
+
+Machine.TestCase.settings = settings(max_examples=30, stateful_step_count=20)
+TestMachine = Machine.TestCase
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_size_while_it_grows(seed: int):
+    rng, overlay = np.random.default_rng(seed), Overlay()
+    while overlay.count < 20_000:
+        count = int(rng.integers(1, 900))
+        most = overlay.bytes_with(count)
+        overlay.insert(rng.integers(-(2**63), 2**63 - 1, count), rng.integers(0, 2**62, count))
+        check_size(overlay)
+        assert overlay.nbytes <= most
+    for share in (0.0, 0.1, 0.2, 0.7, 0.9, 0.99, 1.0):
+        overlay.remove_runs_below(int(share * 2**22))
+        check_size(overlay)
+    assert overlay.count == 0
+
+
+PEAK = """
+import numpy as np
+from embedrock.store.overlay import Overlay
+
+def high_water():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+overlay, ids = Overlay(), np.arange(10_000)
+overlay.insert(ids - 10_000, ids)
+overlay.find(ids)
+before = high_water()
+for start in range(0, 3_000_000, 10_000):
+    overlay.insert(ids + start, ids)
+print(high_water() - before, overlay.count)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_growing_never_takes_the_memory_twice():
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    grown, count = map(int, done.stdout.split())
+    assert count == 3_010_000
+    assert grown <= 24 * count + (4 << 20)  # a few MB for what the kernel and the allocator round up
+
+
+def test_the_last_of_equal_ids_counts():
+    overlay = Overlay()
+    overlay.insert(np.array([7, 7, 8, 7]), np.array([1, 2, 3, 4]))
+    assert overlay.find(np.array([7, 8, 9, 7])).tolist() == [4, 3, -1, 4]
+    assert overlay.count == 2
+
+
+def test_greatest_location():
+    overlay, greatest = Overlay(), (2**23 - 1 << 40) + 2**40 - 2
+    overlay.insert(np.array([1]), np.array([greatest]))
+    assert overlay.find(np.array([1])).tolist() == [greatest]
+
+
+def test_read_only_arrays_are_taken():
+    overlay, ids = Overlay(), np.arange(5)
+    ids.flags.writeable = False
+    overlay.insert(ids, ids)
+    assert overlay.find(ids).tolist() == ids.tolist()
+
+
+def test_empty():
+    overlay, nothing = Overlay(), np.empty(0, np.int64)
+    overlay.insert(nothing, nothing)
+    overlay.remove_runs_below(3)
+    assert overlay.find(nothing).tolist() == []
+    assert content(overlay) == {}
+    assert overlay.bytes_with(0) == overlay.nbytes == PAGE
+
+
+def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
+    class Refusing(mmap.mmap):
+        def resize(self, newsize: int) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(overlays.mmap, "mmap", Refusing)
+    overlay, ids = Overlay(), np.arange(1000)
+    with pytest.raises(MemoryBudgetError, match=r"index of 217 rows .* needs 8\.0 KiB, and the system refused") as error:
+        overlay.insert(ids, ids)
+    assert "compact()" in str(error.value)
+    assert overlay.find(ids).tolist() == [*range(217), *([-1] * 783)]

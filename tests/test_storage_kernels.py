@@ -1,0 +1,279 @@
+"""Kernels of stored records: the CPU's against the reference on poisoned memory, and the reference against zlib."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedrock import kernels
+from embedrock.testing.kernels import Guarded, poison
+
+CPU, REFERENCE = kernels.cpu.storage, kernels.reference.storage
+EDGES = [0, -1, 1, 2**63 - 1, -(2**63), 2**31, 2**32, -(2**32)]
+SIZES = (4, 8, 12, 16, 20, 48, 260, 768)
+
+
+def in_parts(function: Any, count: int, *args: Any) -> None:
+    bounds = [int(count * split) for split in (0.0, 0.31, 0.77, 1.0)]
+    for lo, hi in itertools.pairwise(bounds):
+        function(*args, lo, hi)
+
+
+def some_ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.concatenate([EDGES, rng.integers(-(2**63), 2**63 - 1, count)])[:count].astype(np.int64)
+
+
+def sealed_records(size: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(size)
+    records, ids = rng.integers(0, 256, (count, size), np.uint8), some_ids(rng, count)
+    out = poison((count, size + 4), np.uint8)
+    REFERENCE.seal(records, np.arange(count), ids, out)
+    return records, ids, out
+
+
+def test_constants_are_the_same():
+    names = "RUN_SHIFT", "BLOCK", "FULL", "BITS", "LISTED"
+    assert [getattr(CPU, name) for name in names] == [getattr(REFERENCE, name) for name in names]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_seal(size: int):
+    rng = np.random.default_rng(size)
+    records, ids = rng.integers(0, 256, (50, size), np.uint8), some_ids(rng, 37)
+    slots = rng.integers(0, 50, 37)
+    expected, got = poison((37, size + 4), np.uint8), Guarded((37, size + 4), np.uint8)
+    REFERENCE.seal(records, slots, ids, expected)
+    in_parts(CPU.seal, 37, records, slots, ids, got.inside)
+    np.testing.assert_array_equal(got.inside, expected)
+    got.check()
+    crc = zlib.crc32(ids[0].astype("<i8").tobytes() + records[slots[0]].tobytes())
+    assert expected[0].tobytes() == records[slots[0]].tobytes() + crc.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_unseal(size: int):
+    rng = np.random.default_rng(size)
+    records, ids, sealed = sealed_records(size, 33)
+    starts = np.cumsum(rng.integers(0, 3, 33) * 4 + size + 4) - size - 4
+    buffer = poison((int(starts[-1]) + size + 4,), np.uint8)
+    for start, stored in zip(starts, sealed, strict=True):
+        buffer[start : start + size + 4] = stored
+    order, slots = rng.permutation(33), rng.permutation(40)[:33]
+    where, good = Guarded((40, size), np.uint8), Guarded((33,), np.uint8)
+    args = buffer, starts[order], ids[order], where.inside, slots, good.inside
+    in_parts(CPU.unseal, 33, *args)
+    assert good.inside.tolist() == [1] * 33
+    np.testing.assert_array_equal(where.inside[slots], records[order])
+    assert (np.delete(where.inside, slots, axis=0) == 0xFF).all()
+    where.check()
+    good.check()
+    expected = poison((33,), np.uint8)
+    REFERENCE.unseal(buffer, starts[order], ids[order], poison((40, size), np.uint8), slots, expected)
+    assert expected.tolist() == [1] * 33
+
+
+@pytest.mark.parametrize("size", [4, 20])
+def test_unseal_sees_every_flipped_bit_and_a_wrong_id(size: int):
+    _, ids, sealed = sealed_records(size, 1)
+    bits = (size + 4) * 8
+    buffer = np.repeat(sealed, bits + 64, axis=0)
+    for bit in range(bits):
+        buffer[bit, bit // 8] ^= 1 << bit % 8
+    named = np.repeat(ids, bits + 64)
+    named[bits:] ^= np.left_shift(np.int64(1), np.arange(64))
+    args = buffer.reshape(-1), np.arange(bits + 64) * (size + 4), named
+    for function, bounds in ((REFERENCE.unseal, ()), (CPU.unseal, (0, bits + 64))):
+        good = np.ones(bits + 64, np.uint8)
+        function(*args, np.empty((1, size), np.uint8), np.zeros(bits + 64, np.int64), good, *bounds)
+        assert not good.any()
+
+
+def test_nothing_is_not_a_record():
+    # What lies behind the end of a file reads as zeros.
+    for size, row in itertools.product((4, 16, 768), (0, -1, 5)):
+        good = np.ones(1, np.uint8)
+        args = np.zeros(size + 4, np.uint8), np.zeros(1, np.int64), np.array([row]), np.empty((1, size), np.uint8)
+        CPU.unseal(*args, np.zeros(1, np.int64), good, 0, 1)
+        assert not good.any()
+
+
+def test_unmix():
+    for row in some_ids(np.random.default_rng(0), 100).tolist():
+        key = kernels.reference.directory.mix(row)
+        assert REFERENCE.unmix(key) == CPU.unmix(np.uint64(key)) == row
+
+
+class Pair:
+    """An overlay's entries, kept by the reference and by the kernels under test."""
+
+    def __init__(self, total: int) -> None:
+        self.expected, self.got = np.zeros((total, 2), np.uint64), Guarded((total, 2), np.uint64)
+        self.got.inside[:] = 0
+        self.count = 0
+        self.homes = 0
+        self.rebuild(total, 0)
+
+    def rebuild(self, total: int, first_run: int) -> None:
+        self.count = REFERENCE.count_overlay(self.expected, first_run)
+        assert CPU.count_overlay(self.got.inside, first_run) == self.count
+        self.homes = REFERENCE.rebuild_overlay(self.expected, total, first_run)
+        assert CPU.rebuild_overlay(self.got.inside, total, first_run) == self.homes
+        self.compare(total)
+
+    def insert(self, ids: np.ndarray, locations: np.ndarray, most: int) -> int:
+        args = self.homes, self.count, most, ids, locations, 0
+        done, self.count = REFERENCE.insert_overlay(self.expected, *args)
+        assert CPU.insert_overlay(self.got.inside, *args) == (done, self.count)
+        self.compare(len(self.expected))
+        return done
+
+    def compare(self, total: int) -> None:
+        # The key of an empty entry is left over from anything.
+        for k in range(total):
+            assert self.got.inside[k, 1] == self.expected[k, 1]
+            assert self.got.inside[k, 1] == 0 or self.got.inside[k, 0] == self.expected[k, 0]
+        assert self.got.inside[total - 1, 1] == 0
+        self.got.check()
+
+
+def neighbours(count: int) -> np.ndarray:
+    """Ids whose hashes are the highest there are, one after the other: all in the last home."""
+    return np.array([REFERENCE.unmix(2**64 - 1 - k) for k in range(count)], np.int64)
+
+
+@pytest.mark.parametrize("kind", ["random", "sequential", "highest hashes", "lowest hashes"])
+def test_overlay(kind: str):
+    rng, total = np.random.default_rng(1), 96
+    ids = {
+        "random": some_ids(rng, 90),
+        "sequential": np.arange(90),
+        "highest hashes": neighbours(90),
+        "lowest hashes": np.array([REFERENCE.unmix(k) for k in range(90)], np.int64),
+    }[kind]
+    locations = rng.integers(0, 8, 90) << 40 | rng.integers(0, 2**40, 90)
+    locations[0] = (2**23 - 1 << 40) + 2**40 - 2
+    pair, done = Pair(total), 0
+    while (done := done + pair.insert(ids[done:], locations[done:], 81)) < 81:
+        pair.rebuild(total, 0)
+    assert done == pair.count == 81
+    assert pair.insert(ids[81:], locations[81:], 81) == 0
+    locations[:20] = 7 << 40
+    assert pair.insert(ids[:20], locations[:20], 81) == 20
+    asked = np.append(ids, [123, -456])
+    expected, got = np.empty(92, np.int64), Guarded((92,), np.int64)
+    REFERENCE.find_overlay(pair.expected, pair.homes, asked, expected)
+    in_parts(CPU.find_overlay, 92, pair.got.inside, pair.homes, asked, got.inside)
+    assert got.inside.tolist() == expected.tolist() == [*locations[:81].tolist(), *([-1] * 11)]
+    got.check()
+    pair.rebuild(48, 6)
+    assert pair.count == np.count_nonzero(locations[:81] >> 40 >= 6)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_list_overlay(size: int):
+    pair, ids = Pair(64), some_ids(np.random.default_rng(0), 40)
+    assert pair.insert(ids, np.arange(40), 50) == 40
+    position, found = 0, {}
+    while position < 64:
+        expected, got = [poison((size,), np.int64) for _ in "ab"], [Guarded((size,), np.int64) for _ in "ab"]
+        answer = REFERENCE.list_overlay(pair.expected, position, *expected)
+        assert CPU.list_overlay(pair.got.inside, position, *(part.inside for part in got)) == answer
+        for a, b in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(a, b.inside)
+            b.check()
+        position, count = answer
+        found.update(zip(expected[0][:count].tolist(), expected[1][:count].tolist(), strict=True))
+    assert found == dict(zip(ids.tolist(), range(40), strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.97, 1.0])
+def test_bits(share: float):
+    rng = np.random.default_rng(3)
+    bits = rng.random((5, 512)) < share
+    blocks = np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
+    expected, got = poison((5,), np.uint32), Guarded((5,), np.uint32)
+    count = REFERENCE.rank_blocks(blocks, expected)
+    assert CPU.rank_blocks(blocks, got.inside) == count == bits.sum()
+    np.testing.assert_array_equal(got.inside, expected)
+    got.check()
+    for before, length in ((0, count), (count // 3, count // 2), (count, 0)):
+        names, names_got = poison((length,), np.int64), Guarded((length,), np.int64)
+        REFERENCE.list_bits(blocks.reshape(-1), before, -1000, names)
+        CPU.list_bits(blocks.reshape(-1), before, -1000, names_got.inside)
+        np.testing.assert_array_equal(names_got.inside, names)
+        np.testing.assert_array_equal(names, np.flatnonzero(bits)[before : before + length] - 1000)
+        names_got.check()
+
+
+def test_find_base():
+    rng = np.random.default_rng(5)
+    bits = rng.random((3, 512)) < 0.3
+    blocks = np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
+    ranks = np.empty(3, np.uint32)
+    REFERENCE.rank_blocks(blocks[:1], ranks[:1])
+    REFERENCE.rank_blocks(blocks[1:], ranks[1:])
+    listed = np.array([2000, 2003, 2**63 - 1], np.int64)
+    chunks = np.array(
+        [
+            (-(2**63), REFERENCE.FULL, 9, 0, 10),
+            (-100, REFERENCE.BITS, 2, 0, bits[0].sum()),
+            (600, REFERENCE.BITS, 2**23 - 1, 1, bits[1:].sum()),
+            (1999, REFERENCE.LISTED, 0, 1, 2),
+            (2**62, REFERENCE.LISTED, 7, 2, 1),
+        ],
+        np.int64,
+    )
+    listed = np.concatenate([[-5], listed]).astype(np.int64)  # a chunk need not begin at 0
+    chunks[4, 3] = 3
+    lasts = np.array([-(2**63) + 9, 411, 600 + 999, 2100, 2**63 - 1], np.int64)
+    asked = np.concatenate([EDGES, np.arange(-300, 2500), -(2**63) + np.arange(20), 2**63 - 1 - np.arange(5)])
+    asked = rng.permutation(asked.astype(np.int64))
+    args = chunks[:, 0].copy(), lasts, chunks, listed, blocks, ranks, asked
+    expected, got = np.empty(len(asked), np.int64), Guarded((len(asked),), np.int64)
+    REFERENCE.find_base(*args, expected)
+    in_parts(CPU.find_base, len(asked), *args, got.inside)
+    np.testing.assert_array_equal(got.inside, expected)
+    got.check()
+    assert expected[asked == 2**63 - 1].tolist() == [7 << 40] * np.count_nonzero(asked == 2**63 - 1)
+    assert np.count_nonzero(expected >= 0) > 300
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 60), st.integers(0, 3000))), min_size=1, max_size=60),
+    st.sampled_from([8, 772, 4096, 4100, 9000]),
+    st.sampled_from([0, 4096, 16384]),
+    st.sampled_from([4096, 16384, 1 << 18]),
+    st.sampled_from([20480, 65536, 1 << 22]),
+)
+def test_plan_reads(where: list[tuple[int, int]], stride: int, gap: int, longest: int, room: int):
+    locations = np.sort(np.array([run << 40 | index for run, index in where], np.int64))
+    count = len(locations)
+    expected, starts = poison((4, count), np.int64), poison((count,), np.int64)
+    answer = REFERENCE.plan_reads(locations, 4096, stride, (gap, longest, room), expected, starts)
+    got, got_starts = Guarded((4, count), np.int64), Guarded((count,), np.int64)
+    limits = gap, longest, room
+    assert CPU.plan_reads(locations, 4096, stride, limits, got.inside, got_starts.inside) == answer
+    done, requests, nbytes = answer
+    np.testing.assert_array_equal(got.inside[:, :requests], expected[:, :requests])
+    np.testing.assert_array_equal(got_starts.inside[:done], starts[:done])
+    got.check()
+    got_starts.check()
+    assert done >= 1
+    assert 0 < nbytes <= room
+    runs, offsets, sizes, begins = expected[:, :requests]
+    assert not (offsets % 4096).any()
+    assert not (sizes % 4096).any()
+    assert begins.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+    assert int(sizes.sum()) == nbytes
+    assert (sizes <= max(longest, (stride + 8190) // 4096 * 4096)).all()
+    for location, start in zip(locations[:done].tolist(), starts[:done].tolist(), strict=True):
+        k = int(np.searchsorted(begins, start, side="right")) - 1
+        assert runs[k] == location >> 40
+        assert offsets[k] + start - begins[k] == 4096 + (location & (1 << 40) - 1) * stride
+        assert start + stride <= begins[k] + sizes[k]
