@@ -344,8 +344,8 @@ def test_kernels_do_what_the_reference_does(policy: str, monkeypatch: pytest.Mon
             cache.flags[slots] = FROZEN
             use(cache, ids[: len(ids) // 2] + 1)
             cache.unpin(slots)
-            cache.flags[slots[::2]] = 0
-            cache.flags[cache.find(ids)[:1]] = 0
+            if few == 0:
+                cache.flags[:] = 0
         caches.append(cache)
     assert_same(*caches)
 

@@ -153,7 +153,9 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(overlays.mmap, "mmap", Refusing)
     overlay, ids = Overlay(), np.arange(1000)
-    with pytest.raises(MemoryBudgetError, match=r"index of 217 rows .* needs 8\.0 KiB, and the system refused") as error:
+    with pytest.raises(
+        MemoryBudgetError, match=r"index of 217 rows .* needs 8\.0 KiB, and the system refused"
+    ) as error:
         overlay.insert(ids, ids)
     assert "compact()" in str(error.value)
     assert overlay.find(ids).tolist() == [*range(217), *([-1] * 783)]

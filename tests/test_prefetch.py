@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import embedrock as er
 from embedrock import prefetch as module
 from embedrock.errors import CacheTooSmallError
 from embedrock.prefetch import prefetch
+from embedrock.vfs import OSSystem
 
 
 class FakeTicket:
@@ -42,6 +45,9 @@ class Fake:
         self.held[id(ticket)] = ticket
         self.brought.append(ids)
         return ticket
+
+    def memory_for(self, rows: int) -> int:
+        return 1000 * rows
 
     def holds(self) -> list[Any]:
         return sorted(ticket.ids for ticket in self.held.values())
@@ -238,9 +244,12 @@ def test_an_error_between_two_tables_releases_the_first():
 
 
 def test_a_cache_that_is_too_small_says_what_to_do():
-    table = Fake(spoilt_at(2, CacheTooSmallError("too small.")))
-    with pytest.raises(CacheTooSmallError, match=r"too small\. prefetch\(depth=4\) keeps the rows of 5 items"):
-        list(prefetch(range(9), {table: same}, 4))
+    table = Fake(spoilt_at(6, CacheTooSmallError("too small.")))
+    text = (
+        r"too small\. Looking ahead by depth=4 keeps the rows of 5 items .* here 5 rows: memory=4.9 KiB \(5000 bytes\)"
+    )
+    with pytest.raises(CacheTooSmallError, match=text):
+        list(prefetch(range(9), {Fake(): same, table: same}, 4))
 
 
 @pytest.mark.parametrize(
@@ -429,7 +438,7 @@ def test_ctrl_c_at_any_moment():
         + """
 import random
 noise = random.Random(5)
-signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 interrupted = 0
 for _ in range(300):
     try:
@@ -461,3 +470,163 @@ print(next(items))
     )
     result = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=300)
     assert (result.stdout, result.stderr, result.returncode) == ("0\n", "", 0)
+
+
+# ---------------------------------------------------------------- tables on disk
+
+
+ROWS, DIM, SIZE = 2000, 4, 48
+
+
+class Jittery(OSSystem):
+    """A disk whose reads take random times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = random.Random(3)
+
+    def read_many(self, *request: Any) -> None:
+        time.sleep(self.noise.random() * 2e-3)
+        super().read_many(*request)
+
+
+def table_of(path: Path | None, memory: str | int | None = None, **more: Any) -> er.Table:
+    return er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), init=er.Normal(), seed=3, path=path, memory=memory, **more)
+
+
+def batches_of(kind: str, count: int = 50) -> list[np.ndarray]:
+    """Batches whose neighbours share rows: a few hot ones, hardly any, or all but some."""
+    rng = np.random.default_rng(5)
+    if kind == "skewed":
+        return [rng.zipf(1.3, SIZE) * 7919 % ROWS for _ in range(count)]
+    if kind == "uniform":
+        return [rng.integers(0, ROWS, SIZE) for _ in range(count)]
+    return [np.arange(k, k + SIZE) % ROWS for k in range(0, 3 * count, 3)]
+
+
+def train(table: er.Table, batches: list[np.ndarray], depth: int, commit_every: int = 0) -> None:
+    for k, ids in enumerate(table.prefetch(batches, depth)):
+        table.update(ids, table.lookup(ids) * 0.1 + 1)
+        if commit_every and k % commit_every == 0:
+            table.commit(step=k, wait=k % 2 == 0)
+
+
+def check_equal(table: er.Table, other: er.Table) -> None:
+    assert table.steps == other.steps
+    assert all(map(np.array_equal, table.export(), other.export()))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 7, 100])
+@pytest.mark.parametrize("kind", ["skewed", "uniform", "sliding"])
+def test_training_gives_the_bits_of_a_table_in_ram(kind: str, depth: int, tmp_path: Path):
+    batches, in_ram = batches_of(kind), table_of(None)
+    least = (min(depth, 50) + 2) * SIZE  # slots
+    with table_of(tmp_path / "t.rock", min(least, 1000) * 90 + 20_000, system=Jittery()) as table:
+        for _ in range(2):  # the second time, all rows are on disk
+            train(in_ram, batches, 0)
+            train(table, batches, min(depth, 12) if kind == "uniform" else depth, commit_every=7)
+            check_equal(table, in_ram)
+        table.commit()
+    check_left()
+
+
+@pytest.mark.parametrize("policy", ["lru", "clock", "lfu"])
+@pytest.mark.parametrize("depth", [1, 5])
+def test_every_policy(policy: str, depth: int, tmp_path: Path):
+    in_ram = table_of(None)
+    with table_of(tmp_path / "t.rock", "60KB", policy=policy) as table:
+        for each in (in_ram, table):
+            train(each, batches_of("skewed"), depth)
+            train(each, batches_of("sliding"), depth)
+        check_equal(table, in_ram)
+        table.commit()
+
+
+def test_the_rows_of_a_window_are_read_once(tmp_path: Path):
+    with table_of(tmp_path / "t.rock") as table:
+        train(table, batches_of("uniform"), 0)
+        table.commit()
+    with table_of(tmp_path / "t.rock", "1MB", directory="hashed") as table:
+        train(table, batches_of("uniform"), 100)
+        stats = table.stats()
+        assert stats["reads"] == stats["rows_touched"]
+        table.commit()
+
+
+def test_a_budget_that_is_too_small_for_the_depth_names_one_that_is_not(tmp_path: Path):
+    batches = [np.arange(k, k + 200) for k in range(0, 2000, 200)]
+    with table_of(tmp_path / "t.rock") as table:
+        train(table, batches, 0)
+        table.commit()
+    with table_of(tmp_path / "t.rock", "60KB") as table:
+        with pytest.raises(CacheTooSmallError, match=r"depth=4.*here 1000 rows") as caught:
+            train(table, batches, 4)
+        memory = int(re.findall(r"\((\d+) bytes\) is enough for them", str(caught.value))[-1])
+        check_left()
+        train(table, batches, 0)  # nothing is left in the cache
+        table.commit()
+    with table_of(tmp_path / "t.rock", memory) as table:
+        train(table, batches, 4)
+        table.commit()
+    with table_of(tmp_path / "t.rock", memory * 9 // 10) as table, pytest.raises(CacheTooSmallError):
+        train(table, batches, 4)
+
+
+def test_errors_of_ids_come_in_their_place(tmp_path: Path):
+    with table_of(tmp_path / "t.rock", "1MB") as table:
+        items = table.prefetch([[1], [2], [ROWS], [3]], 2)
+        assert [next(items), next(items)] == [[1], [2]]
+        with pytest.raises(er.IdError, match=f"got {ROWS} at position 0"):
+            next(items)
+        items = table.prefetch([[1], [0.5]], 1)
+        assert next(items) == [1]
+        with pytest.raises(er.IdTypeError, match="float64"):
+            next(items)
+
+
+def test_a_table_that_is_closed_in_the_loop(tmp_path: Path):
+    table = table_of(tmp_path / "t.rock", "1MB")
+    items = table.prefetch([[1], [2], [3], [4], [5]], 1)
+    next(items)
+    table.close()
+    with pytest.raises(er.ClosedTableError):
+        list(items)
+    check_left()
+
+
+def test_a_rollback_in_the_loop(tmp_path: Path):
+    batches = batches_of("skewed", 20)
+    with table_of(tmp_path / "t.rock", "80KB") as table:
+        train(table, batches, 2)
+        first, before = table.commit(), table.export()
+        for k, ids in enumerate(table.prefetch(batches, 3)):
+            table.update(ids, table.lookup(ids))
+            if k == 10:
+                table.rollback(first)
+                assert all(map(np.array_equal, table.export(), before))
+        in_ram = table_of(None)
+        train(in_ram, batches, 0)
+        for ids in batches[11:]:
+            in_ram.update(ids, in_ram.lookup(ids))
+        check_equal(table, in_ram)
+        table.commit()
+
+
+def test_tables_in_ram_and_on_disk_together(tmp_path: Path):
+    in_ram, batches = table_of(None), batches_of("skewed", 20)
+    with table_of(tmp_path / "t.rock", "60KB") as table:
+        for ids in prefetch(batches, {in_ram: same, table: same}, 3):
+            for each in (in_ram, table):
+                each.update(ids, each.lookup(ids))
+        check_equal(table, in_ram)
+        table.commit()
+
+
+def test_what_a_reader_looks_ahead_to(tmp_path: Path):
+    batches = batches_of("uniform", 20)
+    with table_of(tmp_path / "t.rock") as table:
+        train(table, batches, 2)
+        table.commit()
+        with er.open(tmp_path / "t.rock", mode="r", memory="50KB") as reader:
+            for ids in reader.prefetch(batches, 3):
+                assert np.array_equal(reader.lookup(ids), table.lookup(ids))

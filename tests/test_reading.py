@@ -40,7 +40,7 @@ def store(path: Path, record_bytes: int, count: int, seed: int, direct: bool = F
     kernels.cpu.storage.seal(records, np.arange(count), ids, sealed, 0, count)
     file = create(OS_SYSTEM, str(path))
     file.append(bytes(FIRST))
-    file.append(sealed)
+    file.append(sealed.reshape(-1).data)
     file.close()
     return Stored(open_file(OS_SYSTEM, str(path), direct), ids, records)
 
@@ -141,7 +141,8 @@ def test_requests_are_whole_blocks_that_neighbours_share(tmp_path: Path):
 
 
 def test_nothing():
-    counts = read_records(OS_SYSTEM, {}, *np.empty((2, 0), np.int64), np.empty((0, 8), np.uint8), np.empty(0, np.int64))
+    nothing = np.empty(0, np.int64)
+    counts = read_records(OS_SYSTEM, {}, nothing, nothing, np.empty((0, 8), np.uint8), nothing)
     assert counts == (0, 0)
 
 

@@ -245,7 +245,9 @@ def test_find_base():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 60), st.integers(0, 3000))), min_size=1, max_size=60),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 60), st.integers(0, 3000))), min_size=1, max_size=60
+    ),
     st.sampled_from([8, 772, 4096, 4100, 9000]),
     st.sampled_from([0, 4096, 16384]),
     st.sampled_from([4096, 16384, 1 << 18]),

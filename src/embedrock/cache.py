@@ -203,7 +203,7 @@ class Cache:
             args = self._scores, self._pins, self.flags, self._used, self._hand, threshold, self._policy.loss
             self._hand, more = kernels.cpu.cache.sweep(*args, self._histogram, slots[found:])
             found += more
-            self._candidates = max(self._candidates * 0.9, self._policy.candidates)
+            self._candidates = max(self._candidates * 0.98, self._policy.candidates)
             if found < count:  # the histogram does not know of flags: those of a commit can protect most low scores
                 self._candidates = min(self._candidates * 4 + 0.01, 1.0)
         self.unpin(slots[:found])

@@ -16,8 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from embedrock.errors import ArgumentError, CacheTooSmallError
 from embedrock.interrupts import held_back
+from embedrock.sizes import format_bytes
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.
@@ -40,6 +43,10 @@ class Bringer(Protocol):
 
     def bring(self, ids: Any) -> Ticket:
         """Bring up the rows of ids, and keep them."""
+        ...
+
+    def memory_for(self, rows: int) -> int:
+        """Return the smallest `memory` that holds so many rows at once."""
         ...
 
 
@@ -115,7 +122,8 @@ class _Item(Generic[T]):
 
     Attributes:
         value: the item.
-        wanted: the ids that it needs, by table, until they are brought.
+        wanted: the ids that it needs, by table.
+        company: what all items want whose rows are kept when those of this one are brought, it included.
         tickets: of the rows that were brought for it.
         error: what is raised in its place.
         is_ready: set when it can be handed out, or its error raised.
@@ -125,6 +133,7 @@ class _Item(Generic[T]):
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Bringer, Any]] = []
+        self.company: list[list[tuple[Bringer, Any]]] = []
         self.tickets: list[Ticket] = []
         self.error: BaseException | None = None
         self.is_ready = threading.Event()
@@ -133,10 +142,25 @@ class _Item(Generic[T]):
         try:
             for table, ids in self.wanted:
                 self.tickets.append(table.bring(ids))
+        except CacheTooSmallError as error:
+            self.error = self._explained(error)
         except BaseException as error:
             self.error = error
-        self.wanted.clear()
         self.is_ready.set()
+
+    def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
+        """Say what the table, which knows of no window, cannot: how much memory the items at once need of it."""
+        table, _ = self.wanted[len(self.tickets)]
+        ids = [np.ravel(ids) for wanted in self.company for owner, ids in wanted if owner is table]
+        rows = len(np.unique(np.concatenate(ids)))
+        memory = table.memory_for(rows)
+        explained = CacheTooSmallError(
+            f"{error} Looking ahead by depth={len(self.company) - 1} keeps the rows of {len(self.company)} items in the "
+            f"cache at once, here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a "
+            "lower `depth` needs less."
+        )
+        explained.__cause__ = error
+        return explained
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -169,14 +193,15 @@ class _Window(Generic[T]):
         """Make the next item the first one, with its rows there. Return False when there is none."""
         if self.items:
             with held_back():  # a ticket that Ctrl-C stops half-way might never be released
-                self.items.popleft().release()
+                self.items[0].release()
+                self.items.popleft()
         while len(self.items) <= self._depth and not self._is_exhausted:
             self._pull()
         if not self.items:
             return False
         self.items[0].is_ready.wait()
         if self.items[0].error is not None:
-            raise self._explained(self.items[0].error)
+            raise self.items[0].error
         return True
 
     def _pull(self) -> None:
@@ -192,6 +217,7 @@ class _Window(Generic[T]):
             self._ask(item)
         self._is_exhausted = item.error is not None  # after its error, nothing will be handed out
         self.items.append(item)
+        item.company = [each.wanted for each in self.items]
         if item.error is None:
             self.requests.put(item)
 
@@ -200,16 +226,6 @@ class _Window(Generic[T]):
             item.wanted = [(table, function(item.value)) for table, function in self._ids_of.items()]
         except Exception as error:
             item.fail(error)
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if not isinstance(error, CacheTooSmallError):
-            return error
-        explained = CacheTooSmallError(
-            f"{error} prefetch(depth={self._depth}) keeps the rows of {self._depth + 1} items in the cache at once: "
-            "a lower `depth`, or a larger `memory`, works."
-        )
-        explained.__cause__ = error
-        return explained
 
     def _serve(self) -> None:
         while (item := self.requests.get()) is not None:

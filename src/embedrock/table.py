@@ -39,7 +39,7 @@ from embedrock.rules import History, Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 from embedrock.states import STATE_FORMAT, check_state, read_rows
 from embedrock.store.verify import Verdict, verify
-from embedrock.tiers.disk import Disk, Ticket
+from embedrock.tiers.disk import Disk, Ticket, memory_for
 from embedrock.tiers.memory import Memory, choose
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Tier
@@ -513,9 +513,9 @@ class Table:
     def _changeable(self) -> Tier:
         """The tier, of a table that may be changed."""
         tier = self._tier
-        if self._durability is not None:
-            self._durability.check_writes(self._subject)
-            self._raise_commit_failure()
+        if isinstance(tier, Disk):
+            self._on_disk().check_writes(self._subject)
+            self._raise_commit_failure(tier)
         return tier
 
     def _roomy(self, plan: Plan) -> Plan:
@@ -755,6 +755,7 @@ class Table:
         if self._durability is None or not isinstance(tier, Disk) or self._process != os.getpid():
             return
         try:
+            self._turn.wait_for(lambda: tier.brings == 0)
             self._end_commit(tier)
             if self.uncommitted:
                 warnings.warn(
@@ -860,14 +861,13 @@ class Table:
         """Wait for the commit under way, and raise what went wrong with it."""
         if tier.commit is not None:
             tier.commit.wait()
-            self._raise_commit_failure()
+            self._raise_commit_failure(tier)
 
-    def _raise_commit_failure(self) -> None:
-        durability, tier = self._disk() if self._place is not None else (self._on_disk(), None)
-        if tier is None or tier.commit is None or not tier.commit.is_done:
+    def _raise_commit_failure(self, tier: Disk) -> None:
+        commit = tier.commit
+        if commit is None or not commit.is_done:
             return
-        commit, tier.commit = tier.commit, None
-        error = durability.error_of(commit)
+        tier.commit, error = None, self._on_disk().error_of(commit)
         if error is not None:
             self._committed_changes = -1
             raise error
@@ -925,8 +925,16 @@ class Table:
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
         checked = self._checked_ids(ids)
-        tier = self._tier
-        return tier.bring_ahead(checked.reshape(-1)) if isinstance(tier, Disk) else Ticket()
+        with self._turn.lock:
+            tier = self._tier
+            if not isinstance(tier, Disk):
+                return Ticket()
+            tier.begin_bring()
+        return tier.bring_ahead(checked.reshape(-1))
+
+    def memory_for(self, rows: int) -> int:
+        """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
+        return memory_for(self._spec, rows)
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.

@@ -210,6 +210,14 @@ class File:
             self._failure = self._named(error)
             raise self._failure from error
 
+    def behind(self, start: int) -> None:
+        """Have what was appended from `start` on written soon. An error is one of every later `sync` too."""
+        try:
+            self._system.behind(self._writing_fd, start, self.size)
+        except OSError as error:
+            self._failure = self._named(error)
+            raise self._failure from error
+
     def close(self) -> None:
         """Close the file; nothing happens when it is closed already."""
         fds, self.fd, self._writing_fd = {self.fd, self._writing_fd}, -1, -1
@@ -447,7 +455,7 @@ class OSSystem(System):
 
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
         got = np.empty(len(fds), np.int64)
-        _current_readers().run(kernels.cpu.pread.read_pieces, len(fds), (fds, offsets, sizes, out, starts, got))
+        _current_readers().read((fds, offsets, sizes, out, starts, got))
         for i in np.flatnonzero(got != sizes).tolist():
             start, end = int(starts[i]), int(starts[i] + sizes[i])
             found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))
@@ -507,59 +515,30 @@ def _forget_pages(fd: int, start: int, end: int) -> None:
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
-class _Part:
-    """A range of a call for one thread to make; `wait` returns once it is made."""
-
-    __slots__ = ("_args", "_done", "_function", "error")
-
-    def __init__(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self._function, self._args = function, args
-        self._done = threading.Lock()
-        self._done.acquire()
-        self.error: BaseException | None = None
-
-    def make(self) -> None:
-        try:
-            self._function(*self._args)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._args = ()
-            self._done.release()
-
-    def wait(self) -> BaseException | None:
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._done:
-                    return interrupt or self.error
-            except KeyboardInterrupt as signal:  # a thread still writes to the caller's memory: let it end first
-                interrupt = signal
-
-
 class _Readers:
     """Daemon threads that wait for the disk, started when there is first something to read."""
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._queue: SimpleQueue[_Part] = SimpleQueue()
-        for index in range(threads):
-            threading.Thread(target=self._work, name=f"embedrock-io-{index}", daemon=True).start()
+        pread = kernels.cpu.pread
+        self._desk = np.zeros((pread.JOBS + 1, pread.WORDS), np.int64)
+        self.threads = threads if pread.set_up(self._desk) else 0
+        self._jobs: SimpleQueue[int] = SimpleQueue()
+        for job in range(pread.JOBS):
+            self._jobs.put(job)
+        for index in range(self.threads):
+            name = f"embedrock-io-{index}"
+            threading.Thread(target=pread.serve, args=(self._desk,), name=name, daemon=True).start()
 
-    def _work(self) -> None:
-        while True:
-            self._queue.get().make()
-
-    def run(self, function: Callable[..., object], count: int, args: tuple[Any, ...]) -> None:
-        """Call ``function(*args, lo, hi)`` over ``[0, count)``, a part on each thread."""
-        parts = min(self.threads, count)
-        bounds = [count * k // max(parts, 1) for k in range(parts + 1)]
-        made = [_Part(function, (*args, bounds[k], bounds[k + 1])) for k in range(parts)]
-        for part in made:
-            self._queue.put(part)
-        errors = [error for part in made if (error := part.wait())]
-        if errors:
-            raise errors[0]
+    def read(self, pieces: tuple[npt.NDArray[Any], ...]) -> None:
+        """Do what the kernel `read_pieces` does with these arguments."""
+        count = len(pieces[0])
+        if count < 2 or self.threads == 0:
+            return kernels.cpu.pread.read_pieces(*pieces, 0, count)
+        job = self._jobs.get()
+        try:
+            kernels.cpu.pread.read_together(self._desk, job, *pieces, self.threads)
+        finally:
+            self._jobs.put(job)
 
 
 def _default_io_threads() -> int:

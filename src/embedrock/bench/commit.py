@@ -25,7 +25,7 @@ from embedrock.bench.report import Report, Verdict, format_number, format_table,
 from embedrock.bench.workload import SCATTER, Workload
 from embedrock.sizes import format_bytes
 
-TOUCH_ROWS = 65_536  # stepped at a time
+TOUCH_ROWS = 16_384  # stepped at a time
 SAMPLE_S = 0.002  # between two looks at the RAM of a commit under way
 QUIET_STEPS = 60  # timed without a commit, to compare with
 RESIDENT_BATCHES = 8

@@ -18,7 +18,8 @@ INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status.
 
-    0: done. 1: an error, told in one line. 2: a command line that argparse refused. 130: Ctrl-C.
+    0: done. 1: an error, told in one line. 2: a command line that argparse refused. 3: `verify` found damage.
+    130: Ctrl-C.
 
     Args:
         argv: the words after ``embedrock``; None: those of this process.
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`| head`). Python would complain when it flushes the rest on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # a full disk, a missing file: what it names says enough
+        print(f"embedrock: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break into the leaving
         print("\nembedrock: interrupted", file=sys.stderr)
@@ -42,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
+    from embedrock.cli import tables
     from embedrock.cli.demo import command as demo
 
     parser = argparse.ArgumentParser("embedrock", description=embedrock.__doc__)
@@ -49,4 +54,5 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_parser(subparsers)
     bench.add_parser(subparsers)
+    tables.add_parsers(subparsers)
     return parser

@@ -1,4 +1,4 @@
-"""`Manifest`: what one commit consists of. Publishing one is the only atomic act there is; parsing one trusts nothing."""
+"""`Manifest`: what one commit consists of. Publishing is the only atomic act there is; parsing trusts nothing."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from embedrock.errors import CorruptTableError, NewerFormatError
-from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, damaged, run_bytes
+from embedrock.errors import NewerFormatError
+from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, MissingFileError, damaged, run_bytes
 from embedrock.vfs import System, read_whole, write_whole
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
-MAX_DEPTH = 16
+MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
 MAX_COMMIT = 10**10
 MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
 _FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
-class HistoryFile(NamedTuple):
+@dataclass(frozen=True)
+class HistoryFile:
     """How a manifest describes a file of a rule's history.
 
     Attributes:
@@ -84,8 +84,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
         body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
-        for key in ("base", "delta", "history"):
-            body[key] = [entry._asdict() for entry in body[key]]
+        for key in _KINDS:
+            body[key] = [asdict(entry) for entry in getattr(self, key)]
         line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
@@ -106,12 +106,8 @@ class Manifest:
         if type(version) is not int or version != FORMAT:
             raise damaged(where, f"`format` {FORMAT}", reprlib.repr(version))
         _check(body, _FIELDS, where, "the manifest")
-        for key, kind, checks in (
-            ("base", Entry, _ENTRY),
-            ("delta", Entry, _ENTRY),
-            ("history", HistoryFile, _HISTORY),
-        ):
-            body[key] = tuple(_entry(item, kind, checks, where, key) for item in body[key])
+        for key, kind in _KINDS.items():
+            body[key] = tuple(_entry(item, kind, where, key) for item in body[key])
         manifest = cls(**body)
         _check_files(manifest, where)
         return manifest
@@ -139,7 +135,7 @@ def read(system: System, folder: str, number: int) -> Manifest:
     try:
         data = read_whole(system, where, MAX_BYTES)
     except FileNotFoundError as error:
-        raise CorruptTableError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
+        raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
     manifest = Manifest.parse(data, where)
     if manifest.commit != number:
         raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
@@ -166,18 +162,17 @@ def _checked_line(data: bytes, where: str) -> bytes:
     line, checksum = data[:-66], data[-66:]
     expected = b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
     if checksum != expected:
-        raise damaged(
-            where, f"a line, and its SHA-256 {expected[1:13].decode()}... as the second", repr(checksum[1:13])
-        )
+        raise damaged(where, f"a first line with SHA-256 {checksum[1:13]!r}...", f"{expected[1:13]!r}...")
     return line
 
 
 def _load(line: bytes, where: str) -> dict[str, Any]:
     """Return the object that a line of JSON holds."""
-    brackets = np.frombuffer(_STRING.sub(b"", line), np.uint8) | 32  # [ and { differ in one bit, and so do ] and }
-    depth = np.cumsum((brackets == ord("{")).astype(np.int8) - (brackets == ord("}")).astype(np.int8), dtype=np.int64)
-    if depth.max(initial=0) > MAX_DEPTH:
-        raise damaged(where, f"JSON of at most {MAX_DEPTH} levels", f"{depth.max()}")
+    brackets = _STRING.sub(b"", line).translate(None, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if brackets:
+        raise damaged(where, f"JSON of at most {MAX_DEPTH} levels", "more, or brackets without a partner")
     try:
         body = json.loads(
             line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
@@ -260,6 +255,7 @@ _ENTRY = _FILE_FIELDS | {
     "index_crc": _whole(0, 2**32),
 }
 _HISTORY = _FILE_FIELDS | {"crc": _whole(0, 2**32), "count": _whole(0, MAX_COUNT)}
+_KINDS = {"base": Entry, "delta": Entry, "history": HistoryFile}
 
 
 def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> None:
@@ -272,8 +268,8 @@ def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> 
             raise damaged(where, f"`{name}` of {subject} to be {check.expected}", reprlib.repr(values[name]))
 
 
-def _entry(values: Any, kind: Callable[..., Any], checks: dict[str, _Check], where: str, key: str) -> Any:
-    _check(values, checks, where, f"an entry of `{key}`")
+def _entry(values: Any, kind: type, where: str, key: str) -> Any:
+    _check(values, _HISTORY if kind is HistoryFile else _ENTRY, where, f"an entry of `{key}`")
     if not values["file"].startswith(f"{key}/"):
         raise damaged(where, f"a file of `{key}` below {key}/", values["file"])
     return kind(**values)

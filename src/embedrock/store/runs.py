@@ -10,7 +10,7 @@ import errno
 import struct
 import zlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +29,12 @@ _PIECE = 1 << 20
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
 
 
-class Entry(NamedTuple):
+class MissingFileError(CorruptTableError, FileNotFoundError):
+    """A file that a commit needs is not there: lost, or removed by the writer while a reader was opening the commit."""
+
+
+@dataclass(frozen=True)
+class Entry:
     """How a manifest describes a run. Ids lie in ``[lo, hi)``.
 
     Attributes:
@@ -120,7 +125,7 @@ class Run:
         try:
             file = open_file(system, where, direct)
         except FileNotFoundError as error:
-            raise CorruptTableError(
+            raise MissingFileError(
                 f"{where} is missing: the commit needs its {entry.count} records. {REMEDY}"
             ) from error
         try:
@@ -174,8 +179,8 @@ class Log(Run):
     """A run that grows until it is sealed. Its records can be read from the start.
 
     Attributes:
-        broken: whether a sync failed. Nobody can tell then what is on the disk, so the file is never sealed; its
-            records, which can be read as long as it is open, must be written to another one.
+        broken: whether a write-back failed, so that nobody can tell what is on the disk, or left bytes behind the end.
+            Such a file is never sealed: its records, which can still be read, must be written to another one.
     """
 
     def __init__(self, system: System, file: File, path: str, record_bytes: int, number: int) -> None:
@@ -195,7 +200,7 @@ class Log(Run):
         return cls(system, file, path, record_bytes, number)
 
     def append(self, sealed: np.ndarray, ids: np.ndarray) -> int:
-        """Append stored records, and return the index of the first.
+        """Append stored records, and return the index of the first. One thread at a time may do so.
 
         Args:
             sealed: records with their CRC, uint8 (n, stride), contiguous.
@@ -226,15 +231,13 @@ class Log(Run):
     def seal_as(self, kind: str, lo: int, hi: int) -> Entry:
         """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
         assert self.count  # a run without records has no entry
-        if self.broken:
-            raise OSError(
-                errno.EIO, "a sync of this file failed: its records must be written to another", self.file.path
-            )
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
         crc = 0
         for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": self._ids}[kind]:
             self._append(piece)
             crc = zlib.crc32(piece, crc)
+        # Of an append that failed, more may have been written than was since; files are never cut off.
+        self.broken = self.broken or self._system.size(self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
         self.entry = Entry(self.path, self.file.size, self.count, kind, lo, hi, crc)
@@ -247,12 +250,17 @@ class Log(Run):
         return sum(ids.nbytes for ids in self._ids)
 
     def _append(self, data: np.ndarray) -> None:
-        self.file.append(data.reshape(-1).view(np.uint8).data)
+        self.file.append(data.data)
         if self.file.size - self._behind >= _BEHIND_BYTES:
-            self._system.behind(self.file.fd, self._behind, self.file.size)
-            self._behind = self.file.size
+            start, self._behind = self._behind, self.file.size
+            try:
+                self.file.behind(start)
+            except OSError:  # the bytes are there, so this is no error of appending: it is one of `seal`
+                self.broken = True
 
     def _sync(self) -> None:
+        if self.broken:
+            raise OSError(errno.EIO, "a write failed before: its records must be written to another", self.file.path)
         try:
             self.file.sync()
         except OSError:

@@ -2,13 +2,14 @@
 
 `KernelSuite` compares kernels with the NumPy reference on poisoned memory; `RuleSuite` drives every rule of a table
 through its oracle; `TableMachine` is a stateful property test of whole tables against a dict. A new backend or tier
-passes by subclassing them.
+passes by subclassing them. `FaultFS` is a disk that fails and loses power on demand.
 """
 
 from __future__ import annotations
 
+from embedrock.testing.faultfs import FaultFS
 from embedrock.testing.kernels import KernelSuite
 from embedrock.testing.rules import RULE_CASES, DenseOracle, RuleSuite
 from embedrock.testing.tables import ModelTable, TableMachine
 
-__all__ = ["RULE_CASES", "DenseOracle", "KernelSuite", "ModelTable", "RuleSuite", "TableMachine"]
+__all__ = ["RULE_CASES", "DenseOracle", "FaultFS", "KernelSuite", "ModelTable", "RuleSuite", "TableMachine"]

@@ -12,6 +12,7 @@ import numpy as np
 from embedrock.arena import reserve
 from embedrock.cache import DIRTY, Cache, Whole
 from embedrock.errors import CacheTooSmallError, MemoryBudgetError
+from embedrock.interrupts import held_back
 from embedrock.plan import make_plan
 from embedrock.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
@@ -50,14 +51,13 @@ def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
     """
     budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
     overlay, buffers = budget // SMALL_SHARE, min(BUFFER_BYTES, budget // SMALL_SHARE)
-    rows = spec.rows
-    index = 0 if rows is None else rows // 8 + rows // 128  # a bit for each row that lies in base chunks, and ranks
+    rows, index = spec.rows, _index_bytes(spec)
     room = budget - overlay - buffers - index
     if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
         return Room(budget, rows, True, overlay)
     slots = _slots_in(room, spec.record_bytes)
     if slots < 1:
-        least = index + _least_bytes(spec.record_bytes, 1)
+        least = memory_for(spec, 1)
         raise MemoryBudgetError(
             f"{subject} needs at least {format_bytes(least)} of RAM on top of its disk ({format_bytes(index)} of it "
             f"tells which rows are there): memory={format_bytes(budget)}. Raise memory=."
@@ -75,10 +75,15 @@ def _slots_in(nbytes: int, record_bytes: int) -> int:
     return low
 
 
-def _least_bytes(record_bytes: int, slots: int) -> int:
-    """Return a budget, without the index of rows, that gives at least so many slots."""
-    used = slots * record_bytes + Cache.bytes_for(slots)
+def memory_for(spec: Spec, slots: int) -> int:
+    """Return a budget in bytes whose cache holds at least so many rows."""
+    used = slots * spec.record_bytes + Cache.bytes_for(slots) + _index_bytes(spec)
     return used * SMALL_SHARE // (SMALL_SHARE - 2) + SMALL_SHARE
+
+
+def _index_bytes(spec: Spec) -> int:
+    """Return the RAM that tells which rows lie in base chunks: a bit for each row, and ranks."""
+    return 0 if spec.rows is None else spec.rows // 8 + spec.rows // 128
 
 
 class Disk(Tier):
@@ -110,6 +115,7 @@ class Disk(Tier):
         self.store, self.room, self.turn, self._subject = store, room, turn, subject
         self.cache = Whole(room.slots) if room.whole else Cache(room.slots, policy)
         self.commit: Commit | None = None
+        self.brings = 0  # calls of bring_ahead under way
         self.batch_rows = max(1, room.slots // 4)
         self._count = store.manifest.count
         self._batch: weakref.ref[np.ndarray] | None = None  # ids of the batch that the cache was last told of
@@ -263,10 +269,7 @@ class Disk(Tier):
         self.commit.wait()
 
     def _refuse(self, count: int) -> NoReturn:
-        slots = self.cache.capacity - self.cache.free + count
-        rows = self.spec.rows
-        index = 0 if rows is None else rows // 8 + rows // 128
-        least = _least_bytes(self.spec.record_bytes, slots) + index
+        least = memory_for(self.spec, self.cache.capacity - self.cache.free + count)
         raise CacheTooSmallError(
             f"the cache of {self._subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
             f"{self.cache.capacity - self.cache.free} are in use by unfinished ones. memory={format_bytes(least)} "
@@ -299,7 +302,15 @@ class Disk(Tier):
         except BaseException:
             ticket.release()
             raise
+        finally:
+            with self.turn.lock:
+                self.brings -= 1
+                self.turn.notify()
         return ticket
+
+    def begin_bring(self) -> None:
+        """Announce a call of `bring_ahead`, so that the files stay open for it. The caller holds the table's lock."""
+        self.brings += 1
 
     def _bring_part(self, ids: np.ndarray, ticket: Ticket) -> np.ndarray:
         """Bring up what can be; return the ids that moved meanwhile."""
@@ -322,9 +333,10 @@ class Disk(Tier):
 
     def release(self, held: list[np.ndarray]) -> None:
         """Let the rows of a ticket go."""
-        with self.turn.lock:
+        with held_back(), self.turn.lock:
             for slots in held:
                 self.cache.unpin(slots)
+            held.clear()
 
 
 class Ticket:
@@ -342,6 +354,5 @@ class Ticket:
 
     def release(self) -> None:
         """Let the rows go."""
-        tier, self._tier = self._tier, None
-        if tier is not None:
-            tier.release(self._slots)
+        if self._tier is not None:
+            self._tier.release(self._slots)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ class TableSize:
         seed: of the first values.
         memory: the most bytes of RAM for a table of Embedrock, which then follow the rows touched (a hashed
             directory); None: Embedrock's own choice.
+        path: where a table of Embedrock lies on disk; None: in RAM.
     """
 
     rows: int
@@ -33,6 +36,7 @@ class TableSize:
     std: float
     seed: int
     memory: int | None
+    path: Path | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -71,9 +75,10 @@ def first_values(size: TableSize) -> torch.Tensor:
 
 
 def _our_embedding(size: TableSize) -> nn.Module:
-    directory = "auto" if size.memory is None else "hashed"
-    init = er.Normal(std=size.std)
-    return ert.Embedding(size.rows, size.dim, init=init, seed=size.seed, memory=size.memory, directory=directory)
+    where: dict[str, Any] = {"path": size.path, "memory": size.memory}
+    if size.path is None and size.memory is not None:
+        where["directory"] = "hashed"
+    return ert.Embedding(size.rows, size.dim, init=er.Normal(std=size.std), seed=size.seed, **where)
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -18,12 +18,14 @@ import embedrock as er
 from embedrock.bench.counts import count
 from embedrock.bench.workload import MAX_ROWS
 from embedrock.cli.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
-from embedrock.errors import EmbedrockError
+from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.sizes import parse_bytes
 
 DESCRIPTION = """
 Train a recommender whose embeddings are Embedrock tables.
 
-Without --data, on clicks drawn from planted factors: 20 million users and 2 million items, and a known best AUC.
+Without --data, on clicks drawn from planted factors: 20 million users and 2 million items, and a known best AUC. Its
+tables lie on disk, behind RAM for a tenth of the rows that it trains. Killed and started again, it goes on.
 With --data FILE, on a log of your own, one interaction per line: user item [rating] [timestamp], separated by tabs,
 commas or whitespace, with or without a header line. The last item of each user is held out and ranked among 100
 items that the user never touched (HR@10, NDCG@10); the same model on nn.Embedding + SparseAdam runs beside.
@@ -53,6 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_option(parser, "steps", type=count, metavar="N", text="batches")
     _add_option(parser, "users", type=_rows, metavar="N", text="users, such as 20M")
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
+    text = "folder of the tables, which is kept (default: one in the user's cache, removed at the end)"
+    parser.add_argument("--path", type=Path, metavar="FOLDER", help=f"{text}, only without --data")
+    text = "RAM of the tables, such as 512MiB (default: a tenth of what the rows trained take)"
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=f"{text}, only without --data")
+    parser.add_argument("--in-ram", action="store_true", help="no disk: tables in RAM, only without --data")
     _add_option(parser, "seed", type=_seed, metavar="N", text="of data, first values and negatives")
     parser.add_argument("--threads", type=count, metavar="N", help="threads of PyTorch and of Embedrock each")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave PyTorch's own embeddings out")
@@ -116,8 +123,10 @@ def _options(arguments: Namespace) -> ClickOptions | LogOptions:
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "parser", "json")}
     for name in given.keys() - names:
         when = "without" if kind is LogOptions else "with"
-        arguments.parser.error(f"argument --{name}: only goes {when} --data FILE")
+        arguments.parser.error(f"argument --{name.replace('_', '-')}: only goes {when} --data FILE")
     options = kind(**given)
+    if isinstance(options, ClickOptions) and options.in_ram and (options.path or options.memory):
+        arguments.parser.error("argument --in-ram: does not go with --path or --memory, which are of tables on disk")
     _check_dim(options, arguments.parser)
     return options
 
@@ -133,6 +142,13 @@ def _rows(text: str) -> int:
     if rows > MAX_ROWS:
         raise ArgumentTypeError(f"must be at most {MAX_ROWS:,}: got {text!r}")
     return rows
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ArgumentError:
+        raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
 
 
 def _seed(text: str) -> int:

@@ -39,6 +39,9 @@ class ClickOptions(Options):
     Attributes:
         users, items: rows of the two tables.
         steps: batches to train on.
+        path: folder of tables and checkpoints, which stays; None: one that is removed when the training is done.
+        memory: RAM of both tables together, bytes; None: a tenth of what the rows trained take.
+        in_ram: keep the tables in RAM.
     """
 
     model: str = "mf"
@@ -46,6 +49,9 @@ class ClickOptions(Options):
     users: int = 20_000_000
     items: int = 2_000_000
     steps: int = 3000
+    path: Path | None = None
+    memory: int | None = None
+    in_ram: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

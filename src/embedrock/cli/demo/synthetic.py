@@ -56,10 +56,14 @@ class PlantedLog:
 
     def clicks(self, random: np.random.Generator, count: int) -> Clicks:
         """Draw `count` impressions."""
-        users, items = self._ids(random, count, self.users), self._ids(random, count, self.items)
+        users, items = self.pairs(random, count)
         planted = self.planted(users, items)
         chances = 1 / (1 + np.exp(-planted.astype(np.float64)))
         return Clicks(users, items, (random.random(count) < chances).astype(np.float32), planted)
+
+    def pairs(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the users and items of `count` impressions, as `clicks` does."""
+        return self._ids(random, count, self.users), self._ids(random, count, self.items)
 
     def planted(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
         """Return the logits of a click of pairs: float32 (n,)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ import embedrock as er
 from embedrock.cli.demo.backends import Backend, TableSize
 from embedrock.cli.demo.models import MODELS
 
-SCORE_PAIRS = 1 << 18  # pairs that are scored at a time
+SCORE_PAIRS = 1 << 18  # pairs that are scored at a time ...
+DISK_SCORE_PAIRS = 1 << 12  # ... and where their rows have to fit a cache
 WARM_UP_STEPS = 3
 FIRST_STD = 0.01  # of the rows' first values, as in the paper
 
@@ -28,7 +30,8 @@ class ModelPlan:
         dim: width of their rows.
         lr: learning rate of Adam, for rows and dense weights.
         seed: of all first values.
-        memory: as for `TableSize`.
+        budgets: RAM of the two tables, as for `TableSize`.
+        folder: where the tables of Embedrock lie on disk; None: in RAM.
     """
 
     model: str
@@ -37,15 +40,17 @@ class ModelPlan:
     dim: int
     lr: float
     seed: int
-    memory: int | None = None
+    budgets: tuple[int | None, int | None] = (None, None)
+    folder: Path | None = None
 
     @property
     def sizes(self) -> tuple[TableSize, TableSize]:
         """The user and the item table."""
         user_seed, item_seed = np.random.SeedSequence(self.seed).generate_state(2).tolist()
+        user_path, item_path = (self.folder and self.folder / name for name in ("users.rock", "items.rock"))
         return (
-            TableSize(self.users, self.dim, FIRST_STD, user_seed, self.memory),
-            TableSize(self.items, self.dim, FIRST_STD, item_seed, self.memory),
+            TableSize(self.users, self.dim, FIRST_STD, user_seed, self.budgets[0], user_path),
+            TableSize(self.items, self.dim, FIRST_STD, item_seed, self.budgets[1], item_path),
         )
 
 
@@ -58,7 +63,7 @@ def use_threads(count: int | None) -> None:
 
 def warm_up(plan: ModelPlan, backend: Backend) -> None:
     """Compile and load what the first steps of a process need, on a small copy of the model."""
-    trainer = Trainer(replace(plan, users=64, items=64), backend)
+    trainer = Trainer(replace(plan, users=64, items=64, folder=None, budgets=(None, None)), backend)
     ids = np.arange(64)
     for _ in range(WARM_UP_STEPS):
         trainer.step(ids, ids, np.zeros(64, np.float32))
@@ -76,6 +81,7 @@ class Trainer:
         torch.manual_seed(plan.seed)  # of the dense weights, which are drawn next
         self.model: nn.Module = MODELS[plan.model](users, items, plan.dim)
         self.optimizers = backend.optimizers(self.model, plan.lr)
+        self._score_pairs = SCORE_PAIRS if plan.folder is None else DISK_SCORE_PAIRS
 
     def step(self, users: np.ndarray, items: np.ndarray, labels: np.ndarray) -> float:
         """Train on a batch, int64 (n,), int64 (n,), float32 (n,), and return its mean loss of before."""
@@ -96,7 +102,7 @@ class Trainer:
             users: int64 (n, 1).
             items: int64 (n, m).
         """
-        rows = max(1, SCORE_PAIRS // items.shape[1])
+        rows = max(1, self._score_pairs // items.shape[1])
         parts = [
             self.model(torch.from_numpy(users[start : start + rows]), torch.from_numpy(items[start : start + rows]))
             for start in range(0, len(items), rows)

@@ -3,9 +3,10 @@
 import numpy as np
 
 from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
-from embedrock.kernels.cpu.runtime import kernel, prefetch_to_write
+from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch_to_write
 from embedrock.kernels.reference.cache import FREE, LEVEL_BITS, MARKS, NO_SLOT, PROTECTED
 
+BLOCK = 64  # slots looked at together
 LEVELS, MARKS = np.int32((1 << LEVEL_BITS) - 1), np.int32(MARKS)
 
 
@@ -157,23 +158,34 @@ def unpin(scores, pins, histogram, slots):
             histogram[scores[slot]] += 1
 
 
+@inlined
+def _lowest(scores, start):
+    # Of one block.
+    lowest = scores[start]
+    for i in range(start, start + BLOCK):
+        lowest = scores[i] if scores[i] < lowest else lowest
+    return lowest
+
+
 @kernel
 def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
-    found = 0
-    for _ in range(used):
-        if found == slots.shape[0]:
-            break
+    found, left = 0, used
+    while left > 0 and found < slots.shape[0]:
         slot = hand
-        hand = hand + 1 if hand + 1 < used else 0
-        if pins[slot] != 0:
+        whole = loss == 0 and slot % BLOCK == 0 and slot + BLOCK <= used and left >= BLOCK
+        if whole and _lowest(scores, slot) > threshold:  # nobody here: seen much faster than one by one
+            left -= BLOCK
+            hand = slot + BLOCK if slot + BLOCK < used else 0
             continue
+        left -= 1
+        hand = slot + 1 if slot + 1 < used else 0
         now = scores[slot]
         if now > threshold:
-            if loss:
+            if loss != 0 and pins[slot] == 0:
                 histogram[now] -= 1
                 scores[slot] = now - 1
                 histogram[now - 1] += 1
-        elif (flags[slot] & PROTECTED) == 0:
+        elif pins[slot] == 0 and (flags[slot] & PROTECTED) == 0:
             slots[found] = slot
             found += 1
             histogram[now] -= 1

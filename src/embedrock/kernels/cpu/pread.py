@@ -1,13 +1,76 @@
-"""Reads of many pieces of files, without the GIL and without Python between two reads."""
+"""Reads of pieces of files, many at once, by threads that need neither the GIL nor Python between two reads.
+
+A *desk* is where readers find work: a job for each caller that waits, with a counter from which readers take the
+next piece. Callers read along. Python threads that made the calls one by one were rejected: where another thread keeps
+the GIL busy each hand-over costs up to 5 ms.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from embedrock.kernels.cpu.runtime import kernel
 
 # By name, so that the machine code can be kept on disk: an address (ctypes) would be one of this process.
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
+_sem_init = types.ExternalFunction("sem_init", types.int32(types.uintp, types.int32, types.uint32))
+_sem_post = types.ExternalFunction("sem_post", types.int32(types.uintp))
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.uintp))
+
+JOBS = 16
+# Words of a desk: a row for each job, in cache lines of its own, then one with the semaphore that readers wait at.
+_NEXT, _COUNT, _FDS, _OFFSETS, _SIZES, _OUT, _STARTS, _GOT, _DONE, _SEMAPHORE, WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32
+_IDLE = 1 << 60  # a counter that no count reaches
+
+
+def _word_at(builder: Any, args: Any) -> Any:
+    address = builder.add(args[0], builder.mul(args[1], ir.Constant(ir.IntType(64), 8)))
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def _load(typingctx: Any, address: Any, index: Any) -> Any:
+    """Return an int64 of an array that is known by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_word_at(builder, args))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Set an int64 of an array that is known by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _word_at(builder, args))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _add(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Add to an int64 that other threads add to as well; return what it was. Orders memory, as the next one does."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _word_at(builder, args), args[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _exchange(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Set an int64 that other threads add to; return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _word_at(builder, args), args[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), generate
 
 
 @kernel
@@ -16,3 +79,73 @@ def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
     address = out.ctypes.data
     for i in range(lo, hi):
         got[i] = _pread(fds[i], address + starts[i], sizes[i], offsets[i])
+
+
+@kernel
+def set_up(desk):
+    """Prepare a desk, int64 (JOBS + 1, WORDS). Return whether the system has the semaphores that it needs."""
+    address = desk.ctypes.data
+    for job in range(JOBS + 1):
+        desk[job, _NEXT], desk[job, _COUNT] = _IDLE, 0
+        if _sem_init(address + (job * WORDS + _SEMAPHORE) * 8, 0, 0) != 0:
+            return False
+    return True
+
+
+@kernel
+def _read_one(job):
+    """Make one read of a job, and tell whether there was one to make."""
+    # A job is set up anew only after its last read, and a reader that comes late finds a counter beyond any count.
+    i = _add(job, _NEXT, 1)
+    count = _load(job, _COUNT)
+    if i >= count:
+        return False
+    memory = _load(job, _OUT) + _load(_load(job, _STARTS), i)
+    done = _pread(_load(_load(job, _FDS), i), memory, _load(_load(job, _SIZES), i), _load(_load(job, _OFFSETS), i))
+    _store(_load(job, _GOT), i, done)
+    if _add(job, _DONE, 1) == count - 1:
+        _sem_post(job + _SEMAPHORE * 8)
+    return True
+
+
+@kernel
+def serve(desk):
+    """Read for others, for ever. Of several jobs each gets a read in turn: a short one does not wait for a long one."""
+    first = desk.ctypes.data
+    waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
+    found = True
+    while True:
+        if not found:
+            _sem_wait(waiting)
+        found = False
+        for number in range(JOBS):
+            job = first + number * WORDS * 8
+            if _load(job, _NEXT) < _load(job, _COUNT):
+                found |= _read_one(job)
+
+
+@kernel
+def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
+    """Read pieces as `read_pieces` does, all of them, with up to `readers` of those who serve at the desk.
+
+    Job `number` is the caller's alone until this returns.
+    """
+    count, first = len(fds), desk.ctypes.data
+    job = first + number * WORDS * 8
+    waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
+    _store(job, _COUNT, count)
+    _store(job, _FDS, fds.ctypes.data)
+    _store(job, _OFFSETS, offsets.ctypes.data)
+    _store(job, _SIZES, sizes.ctypes.data)
+    _store(job, _OUT, out.ctypes.data)
+    _store(job, _STARTS, starts.ctypes.data)
+    _store(job, _GOT, got.ctypes.data)
+    _store(job, _DONE, 0)
+    _exchange(job, _NEXT, 0)
+    for _ in range(min(readers, count - 1)):
+        _sem_post(waiting)
+    while _read_one(job):
+        pass
+    while _sem_wait(job + _SEMAPHORE * 8) != 0:  # a signal
+        pass
+    _exchange(job, _NEXT, _IDLE)

@@ -138,32 +138,35 @@ def count_overlay(entries, first_run):
 
 
 @inlined
-def _squeeze(entries, first_run):
-    count = 0
+def _squeeze(entries, first_run, homes):
+    # Move what is kept to the front; also return where its last entry would stand. Without branches, of which every
+    # fourth would be mispredicted.
+    count, last = 0, -1
     for position in range(entries.shape[0]):
-        if entries[position, 1] != 0 and _run_of(entries[position, 1]) >= first_run:
-            entries[count, 0], entries[count, 1] = entries[position, 0], entries[position, 1]
-            count += 1
-    return count
+        key, value = entries[position, 0], entries[position, 1]
+        kept = value != 0 and _run_of(value) >= first_run
+        entries[count, 0], entries[count, 1] = key, value
+        last = max(_home(key, homes), last + 1) if kept else last
+        count += 1 if kept else 0
+    return count, last
 
 
 @inlined
-def _fitting_homes(entries, count, total):
-    tail = max(min(total // 16, 4096), 4)
-    homes = total - tail
-    while True:
-        last = -1
-        for k in range(count):
-            last = max(_home(entries[k, 0], homes), last + 1)
-        if last + tail // 2 < total:
-            return homes
-        homes -= homes // 8 + 1
+def _last_place(entries, count, homes):
+    last = -1
+    for k in range(count):
+        last = max(_home(entries[k, 0], homes), last + 1)
+    return last
 
 
 @kernel
 def rebuild_overlay(entries, total, first_run):
-    count = _squeeze(entries, first_run)
-    homes = _fitting_homes(entries, count, total)
+    tail = max(min(total // 16, 4096), 4)
+    homes = total - tail
+    count, last = _squeeze(entries, first_run, homes)
+    while last + tail // 2 >= total:
+        homes -= homes // 8 + 1
+        last = _last_place(entries, count, homes)
     ahead = total - count
     for k in range(count - 1, -1, -1):
         entries[ahead + k, 0], entries[ahead + k, 1] = entries[k, 0], entries[k, 1]

@@ -1,0 +1,176 @@
+"""``embedrock export``: rows of a table become a file. What was cut off is continued by the same command."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import embedrock as er
+from embedrock.cli.files import (
+    CHECKED_ROWS,
+    PART,
+    Format,
+    Sink,
+    Writing,
+    fail,
+    format_to_write,
+    part_of,
+    rows_at_once,
+)
+from embedrock.cli.imports import words_of
+from embedrock.cli.journal import RESTART, Journal
+from embedrock.cli.progress import progress
+
+SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
+
+Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One export.
+
+    Attributes:
+        table: where rows come from, a snapshot.
+        format: of the file.
+        writing: what is written.
+        journal: how far it has come.
+    """
+
+    table: er.Table
+    format: Format
+    writing: Writing
+    journal: Journal
+
+
+def run_export(arguments: Namespace) -> dict[str, Any]:
+    """Export; return what was done."""
+    path = Path(arguments.file).absolute()
+    kind = format_to_write(path, arguments.format)
+    if path.exists():
+        fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
+    with er.open(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
+        job = _job(table, kind, path, arguments)
+        kept = None if arguments.restart else job.journal.load()
+        _check_part(job, kept, arguments.restart)
+        start = 0 if kept is None else kept["rows"]
+        made = _write(job, start)
+        job.journal.remove()
+        return {
+            "table": str(table.path),
+            "commit": table.last_commit,
+            "files": [str(one) for one in made],
+            "format": kind.name,
+            "rows": job.writing.rows,
+            "continued_at": start,
+            "dim": table.dim,
+            "all": not job.writing.has_ids,
+            "words": None if job.writing.words is None else str(job.writing.words),
+        }
+
+
+def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Job:
+    count = int(table.stats()["rows_touched"])
+    if arguments.all and table.rows is None:
+        fail(Path(arguments.table), "a table with a number of rows", "one of open ids", "Leave --all out.")
+    whole = arguments.all or count == table.rows
+    rows = table.rows if whole and table.rows is not None else count
+    if not rows:
+        remedy = "Pass --all to write first values too." if table.rows is not None else "Train it first."
+        fail(Path(arguments.table), "rows that were stepped or assigned", "none", remedy)
+    words = _words(Path(arguments.table), kind, arguments.words)
+    described = {
+        "table": table.uuid,
+        "commit": table.last_commit,
+        "format": kind.name,
+        "rows": rows,
+        "dim": table.dim,
+        "all": whole,
+        "words": None if words is None else str(words),
+    }
+    journal = Journal(path.with_name(f"{path.name}{PART}.json"), described)
+    return Job(table, kind, Writing(path, rows, table.dim, not whole, words), journal)
+
+
+def _words(table: Path, kind: Format, given: str | None) -> Path | None:
+    """Return the file of words that the user named, or else the one beside the table, if the format has words."""
+    if given:
+        if not kind.has_words:
+            fail(Path(given), "a format with words: glove or word2vec", kind.name, "Leave --words out.")
+        return Path(given).absolute()
+    default = words_of(table.absolute())
+    return default if kind.has_words and given is None and default.exists() else None
+
+
+def _check_part(job: Job, kept: dict[str, Any] | None, restart: bool) -> None:
+    part = part_of(job.writing.path)
+    if kept is None:
+        if part.exists() and not job.journal.path.exists() and not restart:
+            fail(part, "no such file", "one that this command did not begin", "Move it away, or pass --restart.")
+        job.journal.save({"rows": 0})
+    elif kept["rows"] > job.writing.rows:
+        fail(job.journal.path, f"at most {job.writing.rows} rows", f"{kept['rows']}", RESTART)
+
+
+def _write(job: Job, start: int) -> list[Path]:
+    assert job.format.sink is not None  # it is a format to write
+    sink = job.format.sink(job.writing, start)
+    sync_rows = max(1, SYNC_BYTES // (4 * job.writing.dim))
+    saved = start
+    try:
+        with progress(f"export {job.writing.path.name}", job.writing.rows, start) as advance:
+            for ids, vectors in _rest(job, sink, start):
+                sink.write(ids, vectors)
+                advance(len(ids))
+                if sink.done - saved >= sync_rows:
+                    sink.sync()
+                    saved = sink.done
+                    job.journal.save({"rows": saved})
+        if sink.done != job.writing.rows:
+            fail(job.writing.path, f"{job.writing.rows} rows", f"{sink.done}", "This is a bug: please report it.")
+        return sink.finish()
+    finally:
+        sink.close()
+
+
+def _rest(job: Job, sink: Sink, start: int) -> Iterator[Rows]:
+    """Go through the rows from number `start` on, after a look at whether the file ends with those before them."""
+    first = max(0, start - CHECKED_ROWS)
+    before: list[Rows] = []
+    for ids, vectors in _rows_from(job, first):
+        known = max(0, min(len(ids), start - first))
+        first += len(ids)
+        if known:
+            before.append((ids[:known], vectors[:known]))
+        if before and first >= start:
+            _check_before(job, sink, before)
+            before = []
+        if known < len(ids):
+            yield ids[known:], vectors[known:]
+
+
+def _check_before(job: Job, sink: Sink, rows: list[Rows]) -> None:
+    ids, vectors = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    if not sink.holds(ids, vectors):
+        expected = f"the table's rows up to number {sink.done}, as an earlier run wrote them"
+        fail(part_of(job.writing.path), expected, "something else", RESTART)
+
+
+def _rows_from(job: Job, first: int) -> Iterator[Rows]:
+    """Go through the rows in the order in which they are written; that of one commit is always the same."""
+    table, at_once = job.table, rows_at_once(job.table.dim)
+    if not job.writing.has_ids:
+        for start in range(first, job.writing.rows, at_once):
+            ids = np.arange(start, min(job.writing.rows, start + at_once))
+            yield ids, table.lookup(ids)
+        return
+    for ids, vectors in table.export_batches(at_once):
+        skipped = min(first, len(ids))
+        first -= skipped
+        if skipped < len(ids):
+            yield ids[skipped:], vectors[skipped:]

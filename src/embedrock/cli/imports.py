@@ -1,0 +1,228 @@
+"""``embedrock import``: rows of a file become rows of a table. What was cut off is continued by the same command."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import embedrock as er
+from embedrock.cli.files import Batch, Format, Reading, Source, fail, format_to_read, part_of, sync_folder
+from embedrock.cli.files.vocabulary import VocabularyWriter
+from embedrock.cli.journal import RESTART, Journal
+from embedrock.cli.progress import progress
+from embedrock.rules import RULES
+
+COMMIT_BYTES = 256 << 20  # of vectors, between commits
+RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
+OPEN = "open"  # in place of a number of rows: ids are any int64
+NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed")  # options that say what a new table is
+
+
+@dataclass(frozen=True)
+class Job:
+    """One import.
+
+    Attributes:
+        source: rows.
+        format: of their file.
+        table: path of the table.
+        journal: how far it has come.
+        into: the table was there before.
+        restart: forget an earlier run.
+        commit_rows: rows between commits.
+    """
+
+    source: Source
+    format: Format
+    table: Path
+    journal: Journal
+    into: bool
+    restart: bool
+    commit_rows: int
+
+    @property
+    def words(self) -> Path:
+        """Where words go."""
+        return words_of(self.table)
+
+
+def words_of(table: Path) -> Path:
+    """Return the file with the words of a table's rows: ``users.rock.words.txt`` beside ``users.rock``."""
+    return table.with_name(table.name + ".words.txt")
+
+
+def run_import(arguments: Namespace) -> dict[str, Any]:
+    """Import; return what was done."""
+    job = _job(arguments)
+    kept = None if job.restart else job.journal.load()
+    _check_table(job, kept)
+    if not job.into and kept is None:
+        job.journal.save({"rows": 0, "table": None})
+    with _opened(job, arguments) as table:
+        _check_fit(job, table)
+        start = _start(job, table, kept)
+        repeated = _fill(job, table, start, 0 if kept is None else kept.get("repeated", 0))
+        job.journal.remove()
+        return {
+            "table": str(job.table),
+            "source": str(job.source.path),
+            "format": job.format.name,
+            "rows": job.source.rows,
+            "continued_at": start,
+            "repeated": repeated,
+            "dim": job.source.dim,
+            "commit": table.last_commit,
+            "words": str(job.words) if job.source.has_words else None,
+        }
+
+
+def _job(arguments: Namespace) -> Job:
+    path, table = Path(arguments.source).absolute(), Path(arguments.table).absolute()
+    kind = format_to_read(path, arguments.format)
+    reading = Reading(ids=arguments.ids, vectors=arguments.vectors, dim=arguments.dim, dtype=arguments.dtype)
+    source = kind.read(path, reading)
+    if arguments.dim not in (None, source.dim):
+        fail(path, f"vectors of {arguments.dim} numbers, as --dim says", f"{source.dim}", "Leave --dim out.")
+    status = os.stat(path)
+    described = {
+        "source": str(path),
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "format": kind.name,
+        "ids": arguments.ids,
+        "vectors": arguments.vectors,
+        "dim": source.dim,
+        "dtype": arguments.dtype,
+        "into": arguments.into,
+    }
+    journal = Journal(table.with_name(table.name + ".import.json"), described)
+    commit_rows = arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
+    return Job(source, kind, table, journal, arguments.into, arguments.restart, commit_rows)
+
+
+def _check_table(job: Job, kept: dict[str, Any] | None) -> None:
+    """Refuse to take a table for one that this import made."""
+    known = kept is not None or (job.restart and job.journal.path.exists())
+    if not known and not job.into and job.table.exists():
+        fail(job.table, "a table that is not there yet", "one that is", "Pass --into to overwrite rows of it.")
+    if not known and not job.restart and job.source.has_words and job.words.exists():
+        fail(job.words, "no words of rows yet", "this file", "Move it away, or pass --restart to replace it.")
+
+
+@contextmanager
+def _opened(job: Job, arguments: Namespace) -> Iterator[er.Table]:
+    table = er.open(job.table, memory=arguments.memory) if job.into else _made(job, arguments)
+    try:
+        yield table
+    except BaseException:
+        _forget(table)
+        raise
+    table.close()
+
+
+def _made(job: Job, arguments: Namespace) -> er.Table:
+    """Return the table that this import makes, or has made in an earlier run."""
+    rows = arguments.rows or (OPEN if job.source.has_ids else job.source.rows)
+    std = arguments.std or 0.0
+    return er.Table(
+        None if rows == OPEN else rows,
+        job.source.dim,
+        path=job.table,
+        rule=RULE_NAMES[arguments.rule]() if arguments.rule else None,
+        init=er.Normal(std=std) if std else er.Zeros(),
+        seed=arguments.seed or 0,
+        dtype=arguments.table_dtype or "float32",
+        memory=arguments.memory,
+    )
+
+
+def _forget(table: er.Table) -> None:
+    """Close a table whose last rows are imported again by the next run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", er.UncommittedWarning)
+        table.close()
+
+
+def _check_fit(job: Job, table: er.Table) -> None:
+    source, rows = job.source, table.rows
+    if source.dim != table.dim:
+        fail(
+            source.path, f"vectors of {table.dim} numbers, as {job.table} has", f"{source.dim}", "Choose another table."
+        )
+    if rows is not None and not source.has_ids and source.rows > rows:
+        remedy = "Choose another table, or a larger --rows."
+        fail(source.path, f"at most {rows} rows, as {job.table} has", f"{source.rows}", remedy)
+
+
+def _start(job: Job, table: er.Table, kept: dict[str, Any] | None) -> int:
+    """Return how many rows of the source the table has."""
+    if kept is None or (kept["table"] is None and table.last_commit == 0):
+        return 0
+    # The journal is written after the commit: a table that is one commit ahead has rows twice, which changes nothing.
+    same = kept["table"] == table.uuid and kept.get("steps") == table.steps
+    if not same or table.last_commit not in (kept.get("commit"), kept.get("commit", 0) + 1):
+        fail(
+            job.table,
+            f"the table as the earlier import left it, at commit {kept.get('commit')}",
+            f"commit {table.last_commit}, after {table.steps} steps",
+            RESTART,
+        )
+    return min(kept["rows"], job.source.rows)
+
+
+def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
+    """Assign rows from number `start` on; return how many ids came again in the same batch."""
+    part = part_of(job.words)
+    words = VocabularyWriter(part, start) if job.source.has_words else None
+    done = saved = start
+    with progress(f"import {job.source.path.name}", job.source.rows, start) as advance:
+        for batch in job.source.batches(start):
+            ids, vectors = _last_of_each(batch) if job.source.has_ids else (batch.ids, batch.vectors)
+            _check_range(job, table, batch, done)
+            table.assign(ids, vectors)
+            repeated += len(batch.ids) - len(ids)
+            if words is not None and batch.words is not None:
+                words.write(batch.words)
+            done += len(batch.ids)
+            advance(len(batch.ids))
+            if done - saved >= job.commit_rows:
+                _save(job, table, words, done, repeated)
+                saved = done
+    _save(job, table, words, done, repeated)
+    if words is not None:
+        words.close()
+        os.replace(part, job.words)
+        sync_folder(job.words.parent)
+    return repeated
+
+
+def _save(job: Job, table: er.Table, words: VocabularyWriter | None, rows: int, repeated: int) -> None:
+    """Make durable what was imported so far."""
+    if words is not None:
+        words.sync()
+    commit = table.commit(step=table.last_step)
+    job.journal.save({"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated})
+
+
+def _last_of_each(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return each id once, with its last vector."""
+    ids, last = np.unique(batch.ids[::-1], return_index=True)
+    return ids, batch.vectors[::-1][last]
+
+
+def _check_range(job: Job, table: er.Table, batch: Batch, done: int) -> None:
+    if table.rows is None:
+        return
+    outside = (batch.ids < 0) | (batch.ids >= table.rows)
+    if outside.any():
+        row = int(np.argmax(outside))
+        place = job.source.place(done + row)
+        fail(job.source.path, f"ids in [0, {table.rows})", f"{batch.ids[row]}", "Pass a larger --rows.", place)

@@ -1,0 +1,314 @@
+"""Commands on tables on disk: ``embedrock info | verify | commits | rollback | compact | export | import``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import embedrock as er
+from embedrock.bench.counts import count
+from embedrock.cli import exports, imports
+from embedrock.cli.files import FLOATS, FORMATS, NAMES, ROW_NUMBERS
+from embedrock.descriptions import describe_spec
+from embedrock.durability import now
+from embedrock.errors import CorruptTableError
+from embedrock.sizes import format_bytes, parse_bytes
+from embedrock.spec import STORAGES
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.verify import Verdict, verify
+from embedrock.vfs import OS_SYSTEM
+
+DAMAGED = 3  # exit status of `verify` where it found damage
+MEMORY = "1GiB"  # of RAM, unless the user says otherwise
+
+Told = tuple[dict[str, Any], str]  # the same as data and for people
+
+
+def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
+    """Add the commands to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
+    parser = _add(subparsers, "info", _info, "what a table is: rows, rule, sizes, last commit")
+    parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
+    _add(subparsers, "verify", _verify, "check every checksum of every commit; exit status 3 where one does not fit")
+    _add(subparsers, "commits", _commits, "the commits that there are")
+    parser = _add(subparsers, "rollback", _rollback, "make the content of an earlier commit the newest")
+    parser.add_argument("commit", type=_commit, help="its number")
+    parser = _add(subparsers, "compact", _compact, "fold the changes of past commits into the base of the table")
+    _add_memory(parser)
+    _add_export(subparsers)
+    _add_import(subparsers)
+
+
+def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str, **options: Any) -> ArgumentParser:
+    description = text[0].upper() + text[1:] + "."
+    parser = subparsers.add_parser(name, help=text, description=options.pop("description", description), **options)
+    parser.add_argument("table", metavar="TABLE", help="folder of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_export(subparsers: Any) -> None:
+    parser = _add(subparsers, "export", _export, "write the rows of a table to a file")
+    parser.add_argument("file", metavar="FILE", help="to write; what it is called says its format")
+    parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
+    parser.add_argument("--all", action="store_true", help="rows without a record too, with their first values")
+    parser.add_argument("--words", metavar="FILE", help="a word per row, for text; '': ids (default: TABLE.words.txt)")
+    _add_format(parser, [one.name for one in FORMATS if one.sink is not None])
+
+
+def _add_import(subparsers: Any) -> None:
+    parser = subparsers.add_parser("import", help="make a table of a file, or fill one", description=imports.__doc__)
+    parser.add_argument("source", metavar="FILE", help="to read")
+    parser.add_argument("table", metavar="TABLE", help="folder of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--into", action="store_true", help="overwrite rows of a table that is there")
+    ids = f"name of the array or column of ids, or a .npy file of them; {ROW_NUMBERS}; or, for text, word"
+    parser.add_argument("--ids", metavar="NAME", help=ids)
+    parser.add_argument("--vectors", metavar="NAME", help="name of the array or column of vectors")
+    parser.add_argument("--dim", type=count, metavar="N", help="numbers in a row, where the file does not say")
+    parser.add_argument("--dtype", choices=FLOATS, help="of raw numbers (default: float32)")
+    parser.add_argument("--commit-every", type=count, metavar="N", help="rows (default: 256 MiB of them)")
+    _add_format(parser, list(NAMES))
+    new = parser.add_argument_group("a new table")
+    rows = f"rows of the table, or '{imports.OPEN}' (default: those of the file, or open where it has ids)"
+    new.add_argument("--rows", type=_rows, metavar="N", help=rows)
+    new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
+    new.add_argument(
+        "--std", type=_std, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
+    )
+    new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
+    new.add_argument("--seed", type=int, metavar="N", help="of first values (default: 0)")
+    parser.set_defaults(run=_import, parser=parser)
+
+
+def _add_format(parser: ArgumentParser, names: list[str]) -> None:
+    parser.add_argument("--format", choices=names, help="of the file (default: what it is called says it)")
+    parser.add_argument("--restart", action="store_true", help="begin anew instead of continuing an earlier run")
+    _add_memory(parser)
+
+
+def _add_memory(parser: ArgumentParser) -> None:
+    text = f"RAM of the table (default: {MEMORY})"
+    parser.add_argument("--memory", type=_size, default=parse_bytes(MEMORY), metavar="SIZE", help=text)
+
+
+# ---------------------------------------------------------------- looking
+
+
+def _info(arguments: Namespace) -> int:
+    path = arguments.table
+    with er.open(path, mode="r", at=arguments.at) as table:
+        stats, last = table.stats(), _commit_of(table)
+        told = describe_spec(table.spec) | {
+            "path": table.path,
+            "uuid": table.uuid,
+            "record_bytes": table.spec.record_bytes,
+            "rows_touched": stats["rows_touched"],
+            "steps": table.steps,
+            "skipped_steps": stats["skipped_steps"],
+            "commit": last,
+            "commits": len(table.commits()),
+            "bytes": _bytes_by_kind(path),
+        }
+    return _tell(arguments, told, _info_text(told))
+
+
+def _commit_of(table: er.Table) -> dict[str, Any]:
+    return next(one for one in table.commits() if one["commit"] == table.last_commit)
+
+
+def _bytes_by_kind(path: str) -> dict[str, int]:
+    """Return the bytes of the files in each folder of a table, and of those at its top."""
+    kinds: dict[str, int] = defaultdict(int, dict.fromkeys(folders.FOLDERS, 0))
+    for parent, _, names in os.walk(path):
+        kind = os.path.relpath(parent, path).split(os.sep)[0]
+        for name in names:
+            try:
+                kinds["other" if kind == "." else kind] += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # a writer has just removed it
+                continue
+    return dict(kinds)
+
+
+def _info_text(told: dict[str, Any]) -> str:
+    last, kinds = told["commit"], told["bytes"]
+    rows = "any int64 as id" if told["rows"] is None else f"{told['rows']:,}"
+    lines = {
+        "table": told["path"],
+        "uuid": told["uuid"],
+        "rows": f"{rows}; {told['rows_touched']:,} have records",
+        "record": f"{told['record_bytes']} bytes: {told['dim']} {told['dtype']} weights, and state",
+        "rule": _call(told["rule"]),
+        "first values": f"{_call(told['init'])}, seed {told['seed']}",
+        "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
+        "commit": _commit_text(last),
+        "commits": f"{told['commits']}",
+        "on disk": f"{format_bytes(sum(kinds.values()))}: "
+        + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items()),
+    }
+    return "\n".join(f"{name:13} {value}" for name, value in lines.items())
+
+
+def _call(described: dict[str, Any] | None) -> str:
+    if described is None:
+        return "none"
+    arguments = ", ".join(f"{key}={value}" for key, value in described.items() if key != "name")
+    return f"{described['name']}({arguments})"
+
+
+def _commits(arguments: Namespace) -> int:
+    with er.open(arguments.table, mode="r") as table:
+        found = table.commits()
+    text = "\n".join(_commit_text(one) for one in found)
+    return _tell(arguments, {"commits": found}, text)
+
+
+def _commit_text(commit: dict[str, Any]) -> str:
+    step = "" if commit["step"] is None else f"  step {commit['step']}"
+    name = "" if commit["name"] is None else f"  {commit['name']!r}"
+    size = format_bytes(commit["bytes"])
+    return f"{commit['commit']:>6}  {commit['time'][:19]}Z  {commit['rows']:>13,} rows  {size:>10}{step}{name}"
+
+
+def _verify(arguments: Namespace) -> int:
+    folder = os.path.abspath(arguments.table)
+    _check_format(folder)
+    verdict = _verdict(folder)
+    told = {"path": folder, **verdict._asdict()}
+    good = "there is no good commit" if verdict.newest_good is None else f"newest good commit: {verdict.newest_good}"
+    summary = f"{verdict.files:,} files, {verdict.records:,} records: " + (
+        f"{len(verdict.problems)} problems; {good}"
+        if verdict.problems
+        else f"all good, up to commit {verdict.newest_good}"
+    )
+    _tell(arguments, told, "\n".join([*verdict.problems, summary]))
+    return DAMAGED if verdict.problems else 0
+
+
+def _check_format(folder: str) -> None:
+    """Raise what `er.open` would, but for damage."""
+    folders.check_table(OS_SYSTEM, folder)
+    try:
+        folders.newest(OS_SYSTEM, folder)
+    except CorruptTableError:
+        return
+
+
+def _verdict(folder: str) -> Verdict:
+    while True:
+        before = manifests.numbers(OS_SYSTEM, folder)
+        verdict = verify(OS_SYSTEM, folder)
+        # A writer may have dropped commits, and their files, meanwhile.
+        if not verdict.problems or set(before) <= set(manifests.numbers(OS_SYSTEM, folder)):
+            return verdict
+
+
+# ---------------------------------------------------------------- changing
+
+
+def _rollback(arguments: Namespace) -> int:
+    try:
+        with er.open(arguments.table, keep=_keep_all(arguments.table)) as table:
+            made = table.rollback(arguments.commit)
+    except CorruptTableError:
+        made = _rescue(os.path.abspath(arguments.table), arguments.commit)
+    told = {"commit": made, "content_of": arguments.commit}
+    return _tell(arguments, told, f"commit {made} has the content of commit {arguments.commit}")
+
+
+def _keep_all(table: str) -> int:
+    """Return a number of commits that drops none."""
+    return 2 + len(manifests.numbers(OS_SYSTEM, os.path.abspath(table)))
+
+
+def _rescue(folder: str, commit: int) -> int:
+    """Roll back where the last commit is too damaged to be opened."""
+    held = folders.lock(OS_SYSTEM, folder, locked=True)
+    try:
+        target = folders.manifest_at(OS_SYSTEM, folder, commit)
+        last = manifests.numbers(OS_SYSTEM, folder)[-1]
+        made = replace(target, commit=last + 1, parent=last, name=None, time=now())
+        manifests.publish(OS_SYSTEM, folder, made)
+        return made.commit
+    finally:
+        folders.unlock(OS_SYSTEM, held)
+
+
+def _compact(arguments: Namespace) -> int:
+    before = sum(_bytes_by_kind(arguments.table).values())
+    with er.open(arguments.table, memory=arguments.memory) as table:
+        commit = table.compact()
+    after = sum(_bytes_by_kind(arguments.table).values())
+    told = {"commit": commit, "bytes_before": before, "bytes": after}
+    return _tell(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
+
+
+def _export(arguments: Namespace) -> int:
+    told = exports.run_export(arguments)
+    kind = "all rows in order" if told["all"] else "rows with records"
+    text = (
+        f"{told['rows']:,} {kind}, {told['dim']} float32 each, of commit {told['commit']}: {', '.join(told['files'])}"
+    )
+    return _tell(arguments, told, text + _continued(told))
+
+
+def _import(arguments: Namespace) -> int:
+    given = [name for name in imports.NEW_TABLE if getattr(arguments, name) is not None]
+    if arguments.into and given:
+        arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
+    told = imports.run_import(arguments)
+    text = (
+        f"{told['rows']:,} rows of {told['dim']} numbers ({told['format']}), commit {told['commit']}: {told['table']}"
+    )
+    if told["words"]:
+        text += f"; words: {told['words']}"
+    if told["repeated"]:
+        text += f"; {told['repeated']:,} ids came again, and their last vectors hold"
+    return _tell(arguments, told, text + _continued(told))
+
+
+def _continued(told: dict[str, Any]) -> str:
+    return f" (continued at row {told['continued_at']:,})" if told["continued_at"] else ""
+
+
+def _tell(arguments: Namespace, told: dict[str, Any], text: str) -> int:
+    print(json.dumps(told, indent=1) if arguments.json else text)
+    return 0
+
+
+# ---------------------------------------------------------------- options
+
+
+def _commit(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise ArgumentTypeError(f"must be the number of a commit: got {text!r}")
+    return int(text)
+
+
+def _rows(text: str) -> int | str:
+    return text if text == imports.OPEN else count(text)
+
+
+def _std(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"must be a number of at least 0: got {text!r}")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text, "--memory")
+    except er.ArgumentError as error:
+        raise ArgumentTypeError(str(error)) from error

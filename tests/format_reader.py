@@ -1,0 +1,82 @@
+"""A reader of tables on disk, written from docs/format.md alone: no line of Embedrock takes part.
+
+python tests/format_reader.py users.rock
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
+    """Return a commit, the newest one by default."""
+    newest = max((folder / "manifest").glob("[0-9]*.json")).name
+    name = newest if commit is None else f"{commit:010d}.json"
+    line, checksum, rest = (folder / "manifest" / name).read_bytes().split(b"\n")
+    assert checksum.decode() == hashlib.sha256(line).hexdigest() and not rest, f"{name} is damaged"
+    manifest = json.loads(line)
+    assert manifest["format"] == 1, f"{name} is of format {manifest['format']}"
+    return manifest
+
+
+def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids int64 (count,) and records uint8 (count, record_bytes) of a base chunk or log."""
+    data, width = (folder / entry["file"]).read_bytes(), manifest["record_bytes"]
+    assert len(data) == entry["size"], f"{entry['file']} has {len(data)} bytes"
+    check_header(data, width, manifest)
+    end = 4096 + entry["count"] * (width + 4)
+    stored = np.frombuffer(data[4096:end], np.uint8).reshape(entry["count"], width + 4)
+    index, (lo, hi) = data[end:], (entry["lo"], entry["hi"])
+    assert zlib.crc32(index) == entry["index_crc"], f"the index of {entry['file']} is damaged"
+    ids = np.frombuffer(index, "<i8")
+    if entry["index"] == "full":
+        ids = np.array(range(lo, hi), np.int64)
+    elif entry["index"] == "bits":
+        ids = lo + np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), bitorder="little"))
+    assert len(ids) == entry["count"] and lo <= ids.min() and ids.max() < hi
+    for row, record in zip(ids.tolist(), stored, strict=True):
+        crc = zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes())
+        assert struct.pack("<I", crc) == record[-4:].tobytes(), f"row {row} in {entry['file']} is damaged"
+    return ids, stored[:, :-4]
+
+
+def check_header(data: bytes, width: int, manifest: dict[str, Any]) -> None:
+    """Check the first page of a file."""
+    header = b"EMBROCK1" + struct.pack("<4I", 1, width, width + 4, 0) + bytes.fromhex(manifest["uuid"])
+    page = header.ljust(4092, b"\0")
+    assert data[:4096] == page + struct.pack("<I", zlib.crc32(page)), "the header is not that of this table"
+
+
+def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any], dict[int, bytes]]:
+    """Return a commit, and the record of each row that has one."""
+    manifest, records = read_manifest(folder, commit), {}
+    for entry in (*manifest["base"], *manifest["delta"]):
+        ids, stored = read_run(folder, entry, manifest)
+        records |= zip(ids.tolist(), map(bytes, stored), strict=True)
+    assert len(records) == manifest["count"]
+    return manifest, records
+
+
+def read_history(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the arrays that the rule remembers; none for most rules."""
+    arrays = {}
+    for part in manifest["history"]:
+        data = (folder / part["file"]).read_bytes()
+        assert (len(data), zlib.crc32(data)) == (part["size"], part["crc"]), f"{part['file']} is damaged"
+        check_header(data, 0, manifest)
+        arrays |= np.load(io.BytesIO(data[4096:]), allow_pickle=False)
+    return arrays
+
+
+if __name__ == "__main__":
+    described, rows = read_table(Path(sys.argv[1]))
+    print(f"commit {described['commit']}: {len(rows)} rows of {described['record_bytes']} bytes, {described['spec']}")
