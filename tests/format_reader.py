@@ -21,8 +21,8 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     """Return a commit, the newest one by default."""
     newest = max((folder / "manifest").glob("[0-9]*.json")).name
     name = newest if commit is None else f"{commit:010d}.json"
-    line, checksum, rest = (folder / "manifest" / name).read_bytes().split(b"\n")
-    assert checksum.decode() == hashlib.sha256(line).hexdigest() and not rest, f"{name} is damaged"
+    line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
+    assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
     assert manifest["format"] == 1, f"{name} is of format {manifest['format']}"
     return manifest
@@ -42,7 +42,7 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
         ids = np.array(range(lo, hi), np.int64)
     elif entry["index"] == "bits":
         ids = lo + np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), bitorder="little"))
-    assert len(ids) == entry["count"] and lo <= ids.min() and ids.max() < hi
+    assert len(ids) == entry["count"] == np.count_nonzero((lo <= ids) & (ids <= hi - 1))
     for row, record in zip(ids.tolist(), stored, strict=True):
         crc = zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes())
         assert struct.pack("<I", crc) == record[-4:].tobytes(), f"row {row} in {entry['file']} is damaged"

@@ -43,12 +43,16 @@ def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
 
 def content(cache: Cache) -> dict[str, Any]:
     """Everything that a cache knows."""
-    return {name: value for name, value in vars(cache).items() if name != "_policy"}
+    parts = {name: value for name, value in vars(cache).items() if name not in ("_policy", "_trials")}
+    trials = {name: value for name, value in vars(cache._trials).items() if name not in ("_policy", "_caches")}
+    return parts | trials
 
 
 def assert_same(first: Cache, second: Cache) -> None:
     for name, value in content(first).items():
         np.testing.assert_array_equal(value, content(second)[name], err_msg=name)
+    for trials in zip(first._trials._caches, second._trials._caches, strict=True):
+        assert_same(*trials)
 
 
 # ---------------------------------------------------------------- against a dict
@@ -287,6 +291,21 @@ def test_lfu_misses_little_more_than_the_oracle() -> None:
     assert misses_over_the_oracle("lfu") < 1.12 < 1.25 < min(map(misses_over_the_oracle, ("lru", "clock")))
 
 
+def misses_of_rows_that_come_and_go(policy: str) -> int:
+    """Each of 1,400 rows is in use for 100 steps, and never again."""
+    cache, random, misses = Cache(2000, policy), np.random.default_rng(0), 0
+    for step in range(1200):
+        ids = np.unique(step * 14 + random.integers(0, 1400, 100))
+        misses += np.count_nonzero(cache.find(ids) < 0) if step >= 600 else 0
+        use(cache, ids)
+    return misses
+
+
+def test_lfu_finds_out_that_rows_come_and_go() -> None:
+    least = misses_of_rows_that_come_and_go("lru")
+    assert misses_of_rows_that_come_and_go("lfu") < 1.1 * least
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(er.ArgumentError, match="`policy` must be one of lru, clock, lfu: got 'belady'"):
         Cache(10, "belady")
@@ -295,8 +314,11 @@ def test_an_unknown_policy_is_refused() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("capacity", [1, 800, 100_000, 1_300_000])
 def test_its_bytes_are_counted(policy: str, capacity: int) -> None:
-    arrays = (value for value in vars(Cache(capacity, policy)).values() if isinstance(value, np.ndarray))
-    assert sum(a.nbytes for a in arrays) - 256 * 8 == Cache.bytes_for(capacity, policy)
+    def arrays(cache: Cache) -> int:
+        own = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
+        return own - 256 * 8 + sum(map(arrays, cache._trials._caches))
+
+    assert arrays(Cache(capacity, policy)) == Cache.bytes_for(capacity, policy)
 
 
 # ---------------------------------------------------------------- a table that fits
@@ -414,6 +436,18 @@ def test_sweep(seed: int, used: int, count: int, threshold: int) -> None:
         states.append((*state, backend.sweep(*head, *state[3:])))
     for got, expected in zip(*states, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("share", [1, 3, 50])
+@pytest.mark.parametrize("room", [5, 300])
+def test_sample(share: int, room: int) -> None:
+    random = np.random.default_rng(share)
+    slot_ids, slots = random.integers(-(2**63), 2**63 - 1, 500), kernels.cpu.runtime.read_only(random.permutation(300))
+    expected, got = np.full(room, -1), np.full(room, -1)
+    result = REFERENCE.sample(slot_ids, slots, share, expected)
+    assert kernels.cpu.cache.sample(slot_ids, slots, share, got) == result
+    np.testing.assert_array_equal(got, expected)
+    assert abs(result[1] - min(room, 300 / share)) <= 6
 
 
 def test_ageing() -> None:

@@ -27,7 +27,7 @@ from embedrock.plan import Plan
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
 from embedrock.table import Table, UncommittedWarning
-from embedrock.table import open_table as open
+from embedrock.table import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.threads import get_threads, set_threads
 
 __version__ = "0.1.0"

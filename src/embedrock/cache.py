@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,8 @@ SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
 SCORES = 256
 BUCKET_BYTES = 64  # of ghosts, see the kernels
 SCAN_SLOTS = 1 << 20  # looked through at a time
+TRIAL_SLOTS = 1 << 14  # of the caches that try a policy's epochs
+MUCH_BETTER = 0.97  # times the misses: what makes another epoch worth a change
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Policy:
     Args:
         rises: uint8 (256,), the score after a use, by the score before it.
         chances: int64 (256,), how often, in 2**32 uses, it rises by one more.
-        epoch: after so many uses for each slot, all scores fall by one; None: they never do.
+        epochs: after so many uses for each slot, all scores fall by one. Of several lengths, the one is used that
+            misses least on a sample of the ids; the first one at first. None given: they never fall.
         loss: what a row loses when the hand passes it: 0 or 1.
         candidates: the hand takes scores so low that at least this share of the slots has them.
         ghost_bytes: for each slot, to remember the scores of rows that left.
@@ -35,7 +38,7 @@ class Policy:
 
     rises: np.ndarray
     chances: np.ndarray
-    epoch: float | None = None
+    epochs: tuple[float, ...] = ()
     loss: int = 0
     candidates: float = 0.0
     ghost_bytes: int = 0
@@ -56,11 +59,12 @@ def _logarithmic(one: int, octave: int) -> tuple[np.ndarray, np.ndarray]:
 
 POLICIES = {
     # Least recently used, to a sixteenth of the capacity in uses.
-    "lru": Policy(*_same(SCORES - 1), epoch=1 / 16, candidates=1 / 64),
+    "lru": Policy(*_same(SCORES - 1), epochs=(1 / 16,), candidates=1 / 64),
     # One bit tells whether a row was used since the hand passed it.
     "clock": Policy(*_same(1), loss=1),
     # Least frequently used. Scores are logarithms of numbers of uses: to fall by one is to lose a fixed share of them.
-    "lfu": Policy(*_logarithmic(12, 4), epoch=4, candidates=1 / 64, ghost_bytes=4),
+    # Long epochs tell rows apart that are used about equally often; short ones are for rows that come and go.
+    "lfu": Policy(*_logarithmic(12, 4), epochs=(4, 1, 1 / 4), candidates=1 / 64, ghost_bytes=4),
 }
 
 
@@ -72,7 +76,7 @@ class Cache:
 
     Args:
         capacity: number of slots.
-        policy: a name of `POLICIES`.
+        policy: a name of `POLICIES`, or one that is not listed there.
 
     Attributes:
         ids: int64 (capacity,), the id in each slot; meaningless for free slots.
@@ -87,11 +91,9 @@ class Cache:
         [9]
     """
 
-    def __init__(self, capacity: int, policy: str = "lfu") -> None:
-        if policy not in POLICIES:
-            raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {policy!r}.")
+    def __init__(self, capacity: int, policy: str | Policy = "lfu") -> None:
         self.capacity, self.count = capacity, 0
-        self._policy = POLICIES[policy]
+        self._policy = _policy(policy)
         subject = "the directory of a cache"
         self._entries = reserve(_entries_for(capacity) * ENTRY_BYTES, subject).view(np.int64).reshape(-1, 2)
         self.ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
@@ -102,13 +104,16 @@ class Cache:
         self._histogram, self._candidates = np.zeros(SCORES, np.int64), self._policy.candidates
         self._first_free, self._used, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
+        self._trials = _Trials(capacity, self._policy)
         self._current = np.empty(0, np.int64)
 
     @staticmethod
-    def bytes_for(capacity: int, policy: str = "lfu") -> int:
+    def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
         """Return the bytes that a cache of `capacity` slots takes, records not included."""
-        ghosts = _buckets_for(capacity, POLICIES[policy]) * BUCKET_BYTES
-        return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts
+        policy = _policy(policy)
+        ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
+        trials = sum(Cache.bytes_for(*trial) for trial in _trials(capacity, policy))
+        return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
 
     @property
     def free(self) -> int:
@@ -177,7 +182,8 @@ class Cache:
         self._current = np.concatenate([self._current, slots])
         self._random = np.uint64(cpu.touch(self._scores, slots, policy.rises, policy.chances, self._random))
         self._touches += len(slots)
-        if policy.epoch is not None and self._touches >= policy.epoch * self.capacity:
+        self._trials.see(self.ids, slots)
+        if self._touches >= self._trials.epoch * self.capacity:
             self._touches, self._epoch = 0, self._epoch + 1
             cpu.age(self._scores[: self._used], self._histogram)
 
@@ -223,6 +229,57 @@ class Cache:
             for first in range(0, len(slots), size):
                 part = slots[first : first + size]
                 yield self.ids[part], part
+
+
+class _Trials:
+    """Finds out which of a policy's epochs misses least: small caches try them all on a sample of the ids."""
+
+    def __init__(self, capacity: int, policy: Policy) -> None:
+        self.epoch = policy.epochs[0] if policy.epochs else np.inf
+        self._policy, self._best = policy, 0
+        self._caches = [Cache(*trial) for trial in _trials(capacity, policy)]
+        if self._caches:
+            slots = self._caches[0].capacity
+            self._share, self._misses = -(-capacity // slots), np.zeros(len(self._caches))
+            self._ids, self._waiting, self._seen = np.empty(slots // 8, np.int64), 0, 0
+
+    def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Take a sample of the ids in slots that are used now."""
+        done = 0
+        while self._caches and done < len(slots):
+            args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
+            seen, more = kernels.cpu.cache.sample(*args)
+            done, self._waiting = done + seen, self._waiting + more
+            if self._waiting == len(self._ids):
+                self._try(np.unique(self._ids))
+                self._waiting = 0
+
+    def _try(self, ids: np.ndarray) -> None:
+        self._misses += [_use(cache, ids) for cache in self._caches]
+        self._seen += len(ids)
+        if self._seen >= self._caches[0].capacity:
+            best = int(np.argmin(self._misses))
+            if self._misses[best] < MUCH_BETTER * self._misses[self._best]:
+                self._best, self.epoch = best, self._policy.epochs[best]
+            self._misses, self._seen = self._misses * 0.75, 0
+
+
+def _use(cache: Cache, ids: np.ndarray) -> int:
+    """Have a batch use ids (sorted, without repeats), and return how many were missing."""
+    slots = cache.find(ids)
+    missing = ids[slots < 0]
+    cache.touch(slots[slots >= 0])
+    cache.remove(cache.victims(max(0, len(missing) - cache.free)))
+    cache.insert(missing)
+    return len(missing)
+
+
+def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
+    """Return the capacities and policies of the caches that try its epochs."""
+    slots = min(capacity // 8, TRIAL_SLOTS)
+    if len(policy.epochs) < 2 or slots < 64:
+        return []
+    return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
 
 
 class Whole:
@@ -299,6 +356,14 @@ class _Rows(Direct):
         """Free the slots of rows that have one."""
         kernels.cpu.cache.erase_direct(self._present, kernels.cpu.runtime.read_only(slots))
         self.count -= len(slots)
+
+
+def _policy(policy: str | Policy) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {policy!r}.")
+    return POLICIES[policy]
 
 
 def _entries_for(capacity: int) -> int:

@@ -24,7 +24,7 @@ from embedrock.store.history import read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.store import Store
 from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import Disk, Room, plan_room
+from embedrock.tiers.disk import INDEX_SHARE, Disk, Room, plan_room
 from embedrock.tiers.turn import Turn
 from embedrock.vfs import NO_SPACE, OS_SYSTEM, System
 
@@ -101,7 +101,7 @@ class Durability:
         self._stopping = threading.Event()
         self._commit: Commit | None = None
         self._process = os.getpid()
-        self.compactions_failed = 0
+        self.compactions_failed, self._told = 0, False
 
     @property
     def writes(self) -> bool:
@@ -149,7 +149,7 @@ class Durability:
 
     def after_fork(self) -> None:
         """Go on in a child process, which has none of the parent's threads."""
-        self.store.lock = threading.RLock()
+        self.store.lock, self.store.compacting = threading.RLock(), threading.Lock()
         self._compaction, self._process = None, os.getpid()
 
     def stats(self) -> dict[str, float]:
@@ -186,6 +186,20 @@ class Durability:
         crowded = self.store.overlay.nbytes > max(tier.room.overlay_bytes // 2, LEAST_OVERLAY_BYTES)
         if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
             self.compact_in_background(tier.spec.rows)
+        self._check_index(tier)
+
+    def _check_index(self, tier: Disk) -> None:
+        """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
+        index, kept = self.store.base.nbytes, tier.room.budget_bytes // INDEX_SHARE
+        if index > kept and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.settings.path}: the index of {self.store.base.count} rows takes {format_bytes(index)} of RAM, "
+                f"more than the {format_bytes(kept)} that memory={format_bytes(tier.room.budget_bytes)} leaves for it. "
+                f"Raise memory= to {format_bytes(index * INDEX_SHARE)} or more.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
 
     def check_name(self, step: Any, name: Any) -> None:
         """Raise `ArgumentError` where a commit cannot be called so."""

@@ -99,8 +99,8 @@ class Table:
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM; for
-            a table on disk, half of it.
+        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM, or
+            half of it for a table on disk.
         directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched, and hot rows lie
             together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory` only so.
         on_nonfinite: what a step with NaN or Inf in its gradients does: "raise", or "skip" the step and count it.
@@ -839,11 +839,9 @@ class Table:
         self._end_commit(tier)
         commit = durability.begin(tier, self._commit_fields(step, name))
         self._committed_changes = self._changes
+        commit.start()
         if wait:
-            commit.run()
             self._end_commit(tier)
-        else:
-            commit.start()
         return commit.number
 
     def _commit_fields(self, step: int | None, name: str | None) -> dict[str, Any]:

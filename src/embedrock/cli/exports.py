@@ -133,6 +133,8 @@ def _write(job: Job, start: int) -> list[Path]:
                     job.journal.save({"rows": saved})
         if sink.done != job.writing.rows:
             fail(job.writing.path, f"{job.writing.rows} rows", f"{sink.done}", "This is a bug: please report it.")
+        sink.sync()
+        job.journal.save({"rows": sink.done})
         return sink.finish()
     finally:
         sink.close()

@@ -216,17 +216,12 @@ def _verdict(folder: str) -> Verdict:
 
 def _rollback(arguments: Namespace) -> int:
     try:
-        with er.open(arguments.table, keep=_keep_all(arguments.table)) as table:
+        with er.open(arguments.table) as table:
             made = table.rollback(arguments.commit)
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
     told = {"commit": made, "content_of": arguments.commit}
     return _tell(arguments, told, f"commit {made} has the content of commit {arguments.commit}")
-
-
-def _keep_all(table: str) -> int:
-    """Return a number of commits that drops none."""
-    return 2 + len(manifests.numbers(OS_SYSTEM, os.path.abspath(table)))
 
 
 def _rescue(folder: str, commit: int) -> int:

@@ -67,6 +67,20 @@ def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[
         Stopped: `stops` said so.
         OSError: the disk. Nothing has changed.
     """
+    with store.compacting:
+        _compact(store, rows, rate, stops)
+
+
+def relieve(store: Store, rows: int | None) -> None:
+    """Have the overlay as small as compaction can make it, without a limit of rate, and return when it is."""
+    store.hurry = True  # to one that is under way
+    try:
+        compact(store, rows, None, lambda: False)
+    finally:
+        store.hurry = False
+
+
+def _compact(store: Store, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
     source = _source(store)
     if not len(source.ids):
         return
@@ -170,7 +184,7 @@ class _Writer:
         self._pause()
 
     def _pause(self) -> None:
-        if self._rate is not None:
+        if self._rate is not None and not self._store.hurry:
             early = self._written / self._rate - (time.monotonic() - self._started)
             if early > 0:
                 time.sleep(early)

@@ -101,7 +101,8 @@ class Manifest:
         version = body.pop("format", None)
         if type(version) is int and version > FORMAT:
             raise NewerFormatError(
-                f"{where} is of format {version}: this release reads formats up to {FORMAT}. Install a newer embedrock."
+                f"{where} is of format {reprlib.repr(version)}: this release reads formats up to {FORMAT}. "
+                "Install a newer embedrock."
             )
         if type(version) is not int or version != FORMAT:
             raise damaged(where, f"`format` {FORMAT}", reprlib.repr(version))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedrock.errors import CorruptTableError, NewerFormatError
-from embedrock.vfs import File, System, create, open_file
+from embedrock.vfs import File, System, create, open_file, retried
 
 FORMAT = 1
 MAGIC = b"EMBROCK1"
@@ -237,7 +237,7 @@ class Log(Run):
             self._append(piece)
             crc = zlib.crc32(piece, crc)
         # Of an append that failed, more may have been written than was since; files are never cut off.
-        self.broken = self.broken or self._system.size(self.file.fd) > self.file.size
+        self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
         self.entry = Entry(self.path, self.file.size, self.count, kind, lo, hi, crc)
@@ -263,10 +263,10 @@ class Log(Run):
             raise OSError(errno.EIO, "a write failed before: its records must be written to another", self.file.path)
         try:
             self.file.sync()
+            retried(self._system.fsync_folder, self.file.path.rpartition("/")[0])
         except OSError:
             self.broken = True
             raise
-        self._system.fsync_folder(self.file.path.rpartition("/")[0])
         self._system.drop(self.file.fd)
 
 

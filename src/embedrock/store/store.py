@@ -73,6 +73,8 @@ class Store:
     Attributes:
         lock: held wherever its attributes change.
         manifest: the last commit.
+        compacting: held by the one compaction under way.
+        hurry: it is not to mind its limit of rate.
         broken: why no further commit is taken; None where all is well.
         counts: records and bytes read and written since it was opened.
     """
@@ -80,6 +82,7 @@ class Store:
     def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
         self.system, self.folder, self._held = system, folder, lock
         self.lock = threading.RLock()
+        self.compacting, self.hurry = threading.Lock(), False
         self.broken: OSError | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0, "collections_failed": 0}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embedrock.cache import DIRTY, FROZEN, WRITING
+from embedrock.kernels.cpu.runtime import Call
 
 if TYPE_CHECKING:
     from embedrock.tiers.disk import Disk
@@ -41,7 +42,7 @@ class Commit:
         self.number = tier.store.manifest.commit + 1
         self._writing = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_done = False
+        self.is_done = self._failed = False
         self.error: BaseException | None = None
         flags = tier.cache.flags
         self._slots = np.flatnonzero(flags & DIRTY)
@@ -61,7 +62,7 @@ class Commit:
 
     def start(self) -> None:
         """Do the rest in the background."""
-        self._thread = threading.Thread(target=self.run, name="embedrock-commit", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -69,13 +70,11 @@ class Commit:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
         tier = self._tier
         try:
-            slots = self._slots[np.argsort(tier.cache.ids[self._slots])]  # frozen rows stay where they are
-            for start in range(0, len(slots), PIECE_ROWS):
-                self._write(slots[start : start + PIECE_ROWS])
+            self._write_all()
             tier.store.publish(self._freeze, self._changes, self._keep)
             self._after(tier)
         except BaseException as error:
@@ -84,6 +83,31 @@ class Commit:
         finally:
             self.is_done = True
             tier.turn.notify()
+
+    def _write_all(self) -> None:
+        slots = self._slots[np.argsort(self._tier.cache.ids[self._slots])]  # frozen rows stay where they are
+        pieces = iter([slots[start : start + PIECE_ROWS] for start in range(0, len(slots), PIECE_ROWS)])
+        if len(slots) <= PIECE_ROWS:
+            return self._write_pieces(pieces)
+        # Two threads, so that one seals a piece while the other's is written.
+        helper = Call(self._write_pieces, (pieces,))
+        threading.Thread(target=helper.run_once, name="embedrock-commit-2", daemon=True).start()
+        try:
+            self._write_pieces(pieces)
+        finally:
+            error = helper.wait()
+        if error is not None:
+            raise error
+
+    def _write_pieces(self, pieces: Iterator[np.ndarray]) -> None:
+        for slots in pieces:
+            if self._failed:
+                return
+            try:
+                self._write(slots)
+            except BaseException:
+                self._failed = True
+                raise
 
     def _write(self, slots: np.ndarray) -> None:
         tier = self._tier
@@ -97,16 +121,16 @@ class Commit:
             with self._writing:
                 tier.store.append_sealed(self._freeze.log, sealed, ids)
         except BaseException:
-            with tier.turn.alone():
+            with tier.turn.lock:
                 flags[slots] |= DIRTY
             raise
         finally:
-            with tier.turn.alone():
+            with tier.turn.lock:
                 flags[slots] &= ~np.uint8(WRITING)
 
     def _thaw(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
-        with self._tier.turn.alone():
+        with self._tier.turn.lock:
             flags = self._tier.cache.flags
             frozen = np.flatnonzero(flags & FROZEN)
             flags[frozen] ^= FROZEN | DIRTY

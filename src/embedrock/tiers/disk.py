@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
@@ -16,6 +17,7 @@ from embedrock.interrupts import held_back
 from embedrock.plan import make_plan
 from embedrock.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
+from embedrock.store.compaction import relieve
 from embedrock.store.store import Located, Store
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.records import Records
@@ -24,6 +26,9 @@ from embedrock.tiers.turn import Turn
 
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
 BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
+INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
+OVERLAY_SHARE = 4  # one part in so many of the budget is the most that the overlay may take ...
+LEAST_OVERLAY_BYTES = 1 << 20  # ... but so much always
 SMALL_SHARE = 16  # one part in so many of the budget is kept for buffers, and one for the overlay
 
 
@@ -51,16 +56,15 @@ def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
     """
     budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
     overlay, buffers = budget // SMALL_SHARE, min(BUFFER_BYTES, budget // SMALL_SHARE)
-    rows, index = spec.rows, _index_bytes(spec)
+    rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
     if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
         return Room(budget, rows, True, overlay)
     slots = _slots_in(room, spec.record_bytes)
     if slots < 1:
-        least = memory_for(spec, 1)
         raise MemoryBudgetError(
-            f"{subject} needs at least {format_bytes(least)} of RAM on top of its disk ({format_bytes(index)} of it "
-            f"tells which rows are there): memory={format_bytes(budget)}. Raise memory=."
+            f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
+            f"memory={format_bytes(budget)}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
     return Room(budget, slots, False, overlay)
 
@@ -77,12 +81,13 @@ def _slots_in(nbytes: int, record_bytes: int) -> int:
 
 def memory_for(spec: Spec, slots: int) -> int:
     """Return a budget in bytes whose cache holds at least so many rows."""
-    used = slots * spec.record_bytes + Cache.bytes_for(slots) + _index_bytes(spec)
-    return used * SMALL_SHARE // (SMALL_SHARE - 2) + SMALL_SHARE
+    used = slots * spec.record_bytes + Cache.bytes_for(slots)
+    rest = 1 - 2 / SMALL_SHARE
+    return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + SMALL_SHARE
 
 
 def _index_bytes(spec: Spec) -> int:
-    """Return the RAM that tells which rows lie in base chunks: a bit for each row, and ranks."""
+    """Return the most RAM that tells which rows lie in base chunks: a bit for each row, and ranks."""
     return 0 if spec.rows is None else spec.rows // 8 + spec.rows // 128
 
 
@@ -280,11 +285,25 @@ class Disk(Tier):
     def _evict(self, victims: np.ndarray) -> None:
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
+            self._check_overlay(len(dirty))
             dirty = dirty[np.argsort(self.cache.ids[dirty])]
             self.store.append(self.records.bytes, dirty, self.cache.ids[dirty])
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()
+
+    def _check_overlay(self, more: int) -> None:
+        """See to it that the index of rows in logs stays within its part of the budget, if need be by waiting."""
+        overlay, most = self.store.overlay, max(self.room.budget_bytes // OVERLAY_SHARE, LEAST_OVERLAY_BYTES)
+        if overlay.bytes_with(more) > most:
+            relieve(self.store, self.spec.rows)
+        if overlay.bytes_with(more) > most:
+            raise MemoryBudgetError(
+                f"{self._subject} has {overlay.count} rows on disk that changed since commit "
+                f"{self.store.manifest.commit}, and may take {format_bytes(most)} of RAM to find them, a quarter of "
+                f"its {format_bytes(self.room.budget_bytes)}: it needs {format_bytes(overlay.bytes_with(more))}. Call "
+                "commit() more often, or raise memory=. Nothing was lost."
+            )
 
     # ---------------------------------------------------------------- ahead of the batch that uses them
 

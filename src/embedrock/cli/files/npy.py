@@ -65,19 +65,29 @@ class NpySink(Regions):
 
     def __init__(self, writing: Writing, done: int) -> None:
         super().__init__(writing, done)
+        self.ids = npy_region(self._ids_path(), "<i8", (writing.rows,)) if writing.has_ids else None
         self.vectors = self._vectors(part_of(writing.path))
-        self.ids = npy_region(part_of(beside(writing.path)), "<i8", (writing.rows,)) if writing.has_ids else None
+
+    def _ids_path(self) -> Path:
+        path = beside(self.writing.path)
+        if not path.exists():
+            return part_of(path)
+        if self.done and not part_of(path).exists():
+            return path  # an earlier run came as far as giving it its name
+        fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
 
     def _vectors(self, path: Path) -> Region:
         return npy_region(path, "<f4", (self.writing.rows, self.writing.dim))
 
     def finish(self) -> list[Path]:
-        path, made = self.writing.path, []
+        path = self.writing.path
         for region in self._regions():
             region.end()
-        if self.ids is not None:
-            made = [publish(self.ids.path, beside(path))]
-        return [publish(self.vectors.path, path), *made]
+        if self.ids is None:
+            return [publish(self.vectors.path, path)]
+        if self.ids.path != beside(path):
+            publish(self.ids.path, beside(path))
+        return [publish(self.vectors.path, path), beside(path)]
 
 
 def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:

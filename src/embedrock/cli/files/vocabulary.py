@@ -80,6 +80,8 @@ def keep_lines(path: Path, count: int) -> None:
         FileError: it has not so many.
     """
     seen = size = 0
+    if not path.exists():
+        fail(path, f"{count} lines from an earlier run", "no such file", "Begin anew: --restart.")
     with open(path, "r+b") as file:
         while seen < count and (block := file.read(BLOCK_BYTES)):
             here = block.count(b"\n")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
-from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch_to_write
+from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch, prefetch_to_write
 from embedrock.kernels.reference.cache import FREE, LEVEL_BITS, MARKS, NO_SLOT, PROTECTED
 
 BLOCK = 64  # slots looked at together
@@ -201,6 +201,21 @@ def age(scores, histogram):
     for level in range(1, histogram.shape[0] - 1):
         histogram[level] = histogram[level + 1]
     histogram[histogram.shape[0] - 1] = 0
+
+
+@kernel
+def sample(slot_ids, slots, share, ids):
+    found = 0
+    for i in range(slots.shape[0]):
+        if i + AHEAD < slots.shape[0]:
+            prefetch(slot_ids, slots[i + AHEAD], 8)
+        key = slot_ids[slots[i]]
+        if (mix(key) & np.uint64(0xFFFFFFFF)) * np.uint64(share) < np.uint64(1 << 32):
+            ids[found] = key
+            found += 1
+            if found == ids.shape[0]:
+                return i + 1, found
+    return slots.shape[0], found
 
 
 @kernel

@@ -23,8 +23,11 @@ _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.uintp))
 
 JOBS = 16
 # Words of a desk: a row for each job, in cache lines of its own, then one with the semaphore that readers wait at.
-_NEXT, _COUNT, _FDS, _OFFSETS, _SIZES, _OUT, _STARTS, _GOT, _DONE, _SEMAPHORE, WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32
-_IDLE = 1 << 60  # a counter that no count reaches
+_NEXT, _END, _FDS, _OFFSETS, _SIZES, _OUT, _STARTS, _GOT, _DONE, _SEMAPHORE, WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32
+# The next piece, and the end, are numbered from ``turn << _TURN`` on, so that a reader who comes late, with a number of
+# an earlier turn of the same job, takes nothing of this one. That is enough for 2**31 turns of each job.
+_TURN = 32
+_INDEX = (1 << _TURN) - 1
 
 
 def _word_at(builder: Any, args: Any) -> Any:
@@ -86,7 +89,7 @@ def set_up(desk):
     """Prepare a desk, int64 (JOBS + 1, WORDS). Return whether the system has the semaphores that it needs."""
     address = desk.ctypes.data
     for job in range(JOBS + 1):
-        desk[job, _NEXT], desk[job, _COUNT] = _IDLE, 0
+        desk[job, _NEXT] = desk[job, _END] = 0
         if _sem_init(address + (job * WORDS + _SEMAPHORE) * 8, 0, 0) != 0:
             return False
     return True
@@ -95,11 +98,11 @@ def set_up(desk):
 @kernel
 def _read_one(job):
     """Make one read of a job, and tell whether there was one to make."""
-    # A job is set up anew only after its last read, and a reader that comes late finds a counter beyond any count.
-    i = _add(job, _NEXT, 1)
-    count = _load(job, _COUNT)
-    if i >= count:
+    taken = _add(job, _NEXT, 1)
+    end = _load(job, _END)  # after the number was taken, or both could be of different turns and yet fit
+    if taken >= end or taken >> _TURN != end >> _TURN:
         return False
+    i, count = taken & _INDEX, end & _INDEX
     memory = _load(job, _OUT) + _load(_load(job, _STARTS), i)
     done = _pread(_load(_load(job, _FDS), i), memory, _load(_load(job, _SIZES), i), _load(_load(job, _OFFSETS), i))
     _store(_load(job, _GOT), i, done)
@@ -120,7 +123,7 @@ def serve(desk):
         found = False
         for number in range(JOBS):
             job = first + number * WORDS * 8
-            if _load(job, _NEXT) < _load(job, _COUNT):
+            if _load(job, _NEXT) < _load(job, _END):
                 found |= _read_one(job)
 
 
@@ -133,7 +136,8 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     count, first = len(fds), desk.ctypes.data
     job = first + number * WORDS * 8
     waiting = first + (JOBS * WORDS + _SEMAPHORE) * 8
-    _store(job, _COUNT, count)
+    turn = ((_load(job, _END) >> _TURN) + 1) << _TURN
+    _store(job, _END, turn + count)
     _store(job, _FDS, fds.ctypes.data)
     _store(job, _OFFSETS, offsets.ctypes.data)
     _store(job, _SIZES, sizes.ctypes.data)
@@ -141,11 +145,10 @@ def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     _store(job, _STARTS, starts.ctypes.data)
     _store(job, _GOT, got.ctypes.data)
     _store(job, _DONE, 0)
-    _exchange(job, _NEXT, 0)
+    _exchange(job, _NEXT, turn)  # from here on others take pieces: all the rest is written
     for _ in range(min(readers, count - 1)):
         _sem_post(waiting)
     while _read_one(job):
         pass
     while _sem_wait(job + _SEMAPHORE * 8) != 0:  # a signal
         pass
-    _exchange(job, _NEXT, _IDLE)

@@ -175,6 +175,22 @@ def age(scores: np.ndarray, histogram: np.ndarray) -> None:
     histogram[1:] = np.append(histogram[2:], 0)
 
 
+def sample(slot_ids: np.ndarray, slots: np.ndarray, share: int, ids: np.ndarray) -> tuple[int, int]:
+    """Write the ids in slots to ``ids`` whose hash makes them one of about ``share``, until it is full.
+
+    Returns:
+        How many slots were looked at, and how many ids were written.
+    """
+    found = 0
+    for i, key in enumerate(slot_ids[slots].tolist()):
+        if (mix(key) & 0xFFFFFFFF) * share < 1 << 32:
+            ids[found] = key
+            found += 1
+            if found == len(ids):
+                return i + 1, found
+    return len(slots), found
+
+
 def erase_direct(present: np.ndarray, ids: np.ndarray) -> None:
     """Clear the bits of ids."""
     np.bitwise_and.at(present, ids >> 3, ~(np.uint8(1) << (ids & 7).astype(np.uint8)))
