@@ -419,8 +419,8 @@ class TestLock:
 
     def test_between_processes(self, tmp_path):
         path = str(tmp_path / "LOCK")
-        program = f"from embedrock.vfs import OS_SYSTEM; OS_SYSTEM.lock({path!r}, 'other'); print('held', flush=True); input()"
-        command = [sys.executable, "-c", program]
+        program = f"from embedrock.vfs import OS_SYSTEM; OS_SYSTEM.lock({path!r}, 'other'); print('held', flush=True)"
+        command = [sys.executable, "-c", f"{program}; input()"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == b"held\n"

@@ -19,7 +19,7 @@ SCORES = 256
 BUCKET_BYTES = 64  # of ghosts, see the kernels
 SCAN_SLOTS = 1 << 20  # looked through at a time
 TRIAL_SLOTS = 1 << 14  # of the caches that try a policy's epochs
-MUCH_BETTER = 0.97  # times the misses: what makes another epoch worth a change
+DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Cache:
         """Go through all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
         for start in range(0, self._used, SCAN_SLOTS):
             pins = self._pins[start : min(start + SCAN_SLOTS, self._used)]
-            slots = np.flatnonzero(pins != kernels.reference.cache.FREE) + start
+            slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
             for first in range(0, len(slots), size):
                 part = slots[first : first + size]
                 yield self.ids[part], part
@@ -236,7 +236,7 @@ class _Trials:
 
     def __init__(self, capacity: int, policy: Policy) -> None:
         self.epoch = policy.epochs[0] if policy.epochs else np.inf
-        self._policy, self._best = policy, 0
+        self._policy = policy
         self._caches = [Cache(*trial) for trial in _trials(capacity, policy)]
         if self._caches:
             slots = self._caches[0].capacity
@@ -255,16 +255,15 @@ class _Trials:
                 self._waiting = 0
 
     def _try(self, ids: np.ndarray) -> None:
-        self._misses += [_use(cache, ids) for cache in self._caches]
+        self._misses += [_feed(cache, ids) for cache in self._caches]
         self._seen += len(ids)
         if self._seen >= self._caches[0].capacity:
-            best = int(np.argmin(self._misses))
-            if self._misses[best] < MUCH_BETTER * self._misses[self._best]:
-                self._best, self.epoch = best, self._policy.epochs[best]
+            doubts = 1 + DOUBT * np.arange(len(self._misses))
+            self.epoch = self._policy.epochs[int(np.argmin(self._misses * doubts))]
             self._misses, self._seen = self._misses * 0.75, 0
 
 
-def _use(cache: Cache, ids: np.ndarray) -> int:
+def _feed(cache: Cache, ids: np.ndarray) -> int:
     """Have a batch use ids (sorted, without repeats), and return how many were missing."""
     slots = cache.find(ids)
     missing = ids[slots < 0]

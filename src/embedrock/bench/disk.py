@@ -21,7 +21,7 @@ from typing import Any
 
 from embedrock.bench import raw_disk
 from embedrock.bench.cgroups import MemoryCgroup, confined, why_not
-from embedrock.bench.disk_contenders import RECORD_COLUMNS, DiskContender, Job, Session
+from embedrock.bench.disk_contenders import RECORD_COLUMNS, DiskContender, Job
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.raw_disk import Rate
 from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts, spread
@@ -35,6 +35,8 @@ SPACE = 2.6  # times the bytes of all records that must be free: a table while i
 WARM_UP_TIMES = 2  # the untimed steps end after so many times the seconds of the timed ones
 SPARE_BYTES = 300_000_000
 PROBE_FILES = 64
+SETTLE_STEPS = 64  # untimed, after another way to use a session
+EXTRA_STEPS = 10_000  # of the stream, for each extra measurement
 
 
 class SpaceError(EmbedrockError, OSError):
@@ -60,7 +62,7 @@ class DiskEffort(Effort):
     folder: Path = Path()
     memory: int = 1 << 30
     limit: int = 2 << 30
-    warmup: int = 1200
+    warmup: int = 2500
 
 
 @dataclass
@@ -90,7 +92,7 @@ def run(workload: Workload, chosen: Sequence[DiskContender], effort: DiskEffort)
     """Measure contenders, print a table, and return all that was found."""
     with scratch_folder(effort.folder, int(SPACE * RECORD_COLUMNS * workload.table_bytes)) as folder:
         bench = DiskBench(Job(workload, folder, effort.memory), effort)
-        measured = [one for group in _by_files(chosen) for one in bench.measure(group)]
+        measured = [one for group in _by(chosen, "write") for one in bench.measure(group)]
     report = Report(
         results=[*(one.summary() for one in measured), {"name": "raw-disk", **bench.raw_summary()}],
         verdicts=Judge(workload, effort, measured).verdicts(),
@@ -128,11 +130,11 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _by_files(chosen: Sequence[DiskContender]) -> list[list[DiskContender]]:
-    """Return the contenders in groups that share their files."""
+def _by(contenders: Sequence[DiskContender], attribute: str) -> list[list[DiskContender]]:
+    """Return contenders in groups of the same attribute."""
     groups: dict[Any, list[DiskContender]] = {}
-    for one in chosen:
-        groups.setdefault(one.write, []).append(one)
+    for one in contenders:
+        groups.setdefault(getattr(one, attribute), []).append(one)
     return list(groups.values())
 
 
@@ -151,7 +153,7 @@ class DiskBench:
         except ChildError as error:
             return [self._failed(one, error) for one in group]
         else:
-            return [self._measure(one) for one in group]
+            return [one for same in _by(group, "session") for one in self._measure(same)]
         finally:
             for path in self._job.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -165,28 +167,42 @@ class DiskBench:
         if not self.rates:
             self.rates = raw_disk.probe(self._paths())
 
-    def _measure(self, contender: DiskContender) -> Measured:
-        say(f"{contender.name}: {contender.label}")
+    def _measure(self, same: Sequence[DiskContender]) -> list[Measured]:
+        """Measure contenders that are ways to use one session, in one process, one after another."""
+        say(f"{', '.join(one.name for one in same)}: filling what caches there are")
         _forget_pages(self._files())
         try:
-            return Measured(contender, line=self._line(contender))
+            return [Measured(one, line=line) for one, line in zip(same, self._lines(same), strict=True)]
         except ChildError as error:
-            return self._failed(contender, error)
+            return [self._failed(one, error) for one in same]
 
-    def _line(self, contender: DiskContender) -> dict[str, Any]:
-        limit = self._effort.limit if contender.limited else None
-        options: dict[str, Any] = {"environment": self._effort.environment(), "timeout_s": self._effort.timeout_s}
-        with confined(limit, _make, contender, self._job, **options) as (child, cgroup):
-            warmed = child.call("warm_up", 0, self._effort.warmup, WARM_UP_TIMES * self._effort.seconds)
-            before = self._raw_now() if contender.probed else None
-            measured = child.call("measure", warmed, self._effort.steps, self._effort.seconds)
-            raw = mean((before, self._raw_now())) if before else None
-            line = _line(measured, warmed, raw)
-            say(f"{contender.name}: {format_number(line['mean_ms'])} ms/step, after {warmed} untimed ones")
-            line |= _peaks(child, cgroup)  # before what follows, which keeps tables of its own
-            for name, more in contender.extras:
-                line[name] = child.call(name, warmed + len(measured["steps_s"]), *more)
+    def _lines(self, same: Sequence[DiskContender]) -> list[dict[str, Any]]:
+        effort, lines = self._effort, list[dict[str, Any]]()
+        limit = effort.limit if same[0].limited else None
+        options: dict[str, Any] = {"environment": effort.environment(), "timeout_s": effort.timeout_s}
+        with confined(limit, same[0].session, self._job, **options) as (child, cgroup):
+            first = child.call("steps", 0, effort.warmup, WARM_UP_TIMES * effort.seconds)
+            say(f"{first} steps to warm up")
+            for one in same:
+                lines.append({"warmup": first, **self._turn(child, one, first)})
+                first += SETTLE_STEPS + lines[-1]["steps"]
+            peaks = _peaks(child, cgroup)  # before what follows, which keeps tables of its own
+            for one, line in zip(same, lines, strict=True):
+                line |= peaks
+                for name, more in one.extras:
+                    child.call("use", *one.how)
+                    line[name] = child.call(name, first, *more)
+                    first += EXTRA_STEPS
             child.call("close")
+        return lines
+
+    def _turn(self, child: Child, one: DiskContender, first: int) -> dict[str, Any]:
+        child.call("use", *one.how)
+        child.call("steps", first, SETTLE_STEPS, self._effort.seconds)
+        before = self._raw_now() if one.probed else None
+        measured = child.call("measure", first + SETTLE_STEPS, self._effort.steps, self._effort.seconds)
+        line = _line(measured, mean((before, self._raw_now())) if before else None)
+        say(f"{one.name}: {format_number(line['mean_ms'])} ms/step")
         return line
 
     def _raw_now(self) -> float:
@@ -241,21 +257,16 @@ class Writer:
         return self._write(self._job)
 
 
-def _make(contender: DiskContender, job: Job) -> Session:
-    return contender.session(job, **contender.options)
-
-
 def _peaks(child: Child, cgroup: MemoryCgroup | None) -> dict[str, int | None]:
     """Return the most that a contender's process held, without and with page cache."""
     rss_bytes, outside_bytes = child.call("ram")
     return {"peak_rss_bytes": rss_bytes, "peak_bytes": cgroup.peak_bytes + outside_bytes if cgroup else None}
 
 
-def _line(measured: dict[str, Any], warmed: int, raw: float | None) -> dict[str, Any]:
+def _line(measured: dict[str, Any], raw: float | None) -> dict[str, Any]:
     times, counted = measured["steps_s"], measured["counted"]
     low, middle, high = spread(times)
     line = {
-        "warmup": warmed,
         "steps": len(times),
         "mean_ms": mean(times) * 1e3,
         "median_ms": middle * 1e3,

@@ -7,8 +7,9 @@ them in a process of its own. Nothing heavier than NumPy is imported before.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ RECORD_COLUMNS = len(ARRAYS)  # of the width of a row
 TABLE = "table"  # name of the folder
 DENSE_SIZE = 768  # of the square matrices of a dense model
 RESIDENT_BATCHES = 8
+WARM_UP_DEPTH = 2  # batches that are looked ahead while our cache fills
 COUNTERS = ("hits", "misses", "reads", "read_requests", "bytes_read", "bytes_written", "evictions", "spilled")
 
 Batches = Iterable[npt.NDArray[np.int64]]
@@ -63,15 +65,12 @@ class Session:
         """Look up a batch, and train it."""
         raise NotImplementedError
 
-    def warm_up(self, first: int, steps: int, seconds: float) -> int:
+    def use(self, *how: int) -> None:
+        """Be used in some way from now on."""
+
+    def steps(self, first: int, count: int, seconds: float) -> int:
         """Make untimed steps, for at most so long; return how many."""
-        start, done = time.perf_counter(), 0
-        for ids in self._ahead(self.job.batches(first, steps)):
-            self.step(ids)
-            done += 1
-            if time.perf_counter() - start > seconds:
-                break
-        return done
+        return len(self._timed(self.job.batches(first, count), self.step, seconds))
 
     def measure(self, first: int, steps: int, seconds: float) -> dict[str, Any]:
         """Return the seconds of each step, for at most `seconds` together, and what was counted in them."""
@@ -117,19 +116,18 @@ class Session:
 
 
 class Ours(Session):
-    """`er.Table` with ``path=`` and ``memory=``.
+    """`er.Table` with ``path=`` and ``memory=``."""
 
-    Args:
-        job: what to do.
-        depth: batches to look ahead by `Table.prefetch`; 0: none.
-    """
-
-    def __init__(self, job: Job, depth: int = 0) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(job)
         import embedrock as er
 
         self.table = er.open(job.folder / TABLE, memory=job.memory)
-        self._depth = depth
+        self._depth = WARM_UP_DEPTH
+
+    def use(self, *how: int) -> None:
+        """Look so many batches ahead by `Table.prefetch`; 0: not at all."""
+        (self._depth,) = how
 
     def step(self, ids: npt.NDArray[np.int64]) -> None:
         train(self.table, ids, self._gradient)
@@ -144,7 +142,9 @@ class Ours(Session):
         return {name: stats[name] for name in names}
 
     def close(self) -> None:
-        self.table.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the last steps are committed by nobody
+            self.table.close()
 
     def overlap(self, first: int, steps: int) -> dict[str, float]:
         """Return the seconds of a step with prefetch alone, of a dense model alone, and of the two together."""
@@ -384,9 +384,9 @@ class DiskContender:
     Args:
         name: as on the command line and in the tables.
         label: what it is, for people.
-        session: its `Session`, called with a job and `options`.
-        options: keyword arguments of `session`.
+        session: its `Session`. Contenders with the same one take turns in one process, whose caches are filled once.
         write: writes its files, in a process of its own; contenders with the same one share them.
+        how: arguments of `Session.use`.
         limited: whether its RAM and page cache are bounded.
         probed: whether its reads are compared with the disk's own, which is measured before and after. (Not where
             files are dirty in the page cache: direct reads of them have to wait until they are written.)
@@ -395,16 +395,16 @@ class DiskContender:
 
     name: str
     label: str
-    session: Callable[..., Session]
+    session: type[Session]
     write: Callable[[Job], dict[str, float]] | None
-    options: dict[str, Any] = field(default_factory=dict)
+    how: tuple[int, ...] = ()
     limited: bool = True
     probed: bool = False
     extras: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def _ours(name: str, label: str, depth: int, *extras: tuple[str, tuple[int, ...]]) -> DiskContender:
-    return DiskContender(name, label, Ours, write_table, {"depth": depth}, probed=True, extras=extras)
+    return DiskContender(name, label, Ours, write_table, (depth,), probed=True, extras=extras)
 
 
 OVERLAP_STEPS, RESIDENT_ROUNDS, COMMITS, COMMIT_STEPS = 60, 12, 10, 100

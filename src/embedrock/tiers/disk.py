@@ -154,15 +154,13 @@ class Disk(Tier):
         return slots
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        missing = np.flatnonzero(slots < 0)
-        known = self._note_batch(ids, len(missing))
-        if known and not missing.size:
+        known = self._note_batch(ids, int(np.count_nonzero(slots < 0)))
+        if known and (slots >= 0).all():
             return slots
-        found = self.store.located(ids[missing])
-        if found.ids.size:
-            slots = self._bring(slots, missing[found.positions], found)
-        self.cache.touch(slots if not missing.size else slots[slots >= 0])
-        return slots
+        while (brought := self._bring(ids, slots)) is None:
+            slots = self.cache.find(ids)
+        self.cache.touch(brought[brought >= 0])
+        return brought
 
     def _note_batch(self, ids: np.ndarray, missing: int) -> bool:
         """Count a batch once, and tell whether it was known: a lookup and the step after it have the same ids."""
@@ -173,33 +171,43 @@ class Disk(Tier):
         self.cache.release_current()
         return False
 
-    def _bring(self, slots: np.ndarray, rows: np.ndarray, found: Located) -> np.ndarray:
-        """Bring up what was found, whose slots are ``slots[rows]``, without losing the rows that are here."""
+    def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+        """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
+        missing = np.flatnonzero(slots < 0)
+        found = self.store.located(ids[missing])
+        if not found.ids.size:
+            return slots
         here = slots[slots >= 0]
         self.cache.pin(here)
         try:
-            made = self._take(found.ids)
-            try:
-                self.store.read(found, self.records.bytes, made)
-            except BaseException:
-                self.cache.remove(made)
-                self.new_epoch()
-                raise
+            if self._make_free(len(found.ids)):
+                return None
         finally:
             self.cache.unpin(here)
         slots = slots.copy()
-        slots[rows] = made
+        slots[missing[found.positions]] = self._fill(found)
         return slots
+
+    def _fill(self, found: Located) -> np.ndarray:
+        """Read what was found into free slots, and return them."""
+        made = self.cache.insert(found.ids)
+        try:
+            self.store.read(found, self.records.bytes, made)
+        except BaseException:
+            self.cache.remove(made)
+            self.new_epoch()
+            raise
+        return made
 
     def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
-        if missing := int(np.count_nonzero(slots < 0)):
-            self._evict_for(missing)
+        while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
+            slots = self.bring(ids, self.cache.find(ids))
         return slots
 
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         missing = slots < 0
-        made = self._take(ids[missing])
+        made = self.cache.insert(ids[missing])
         self.records.begin(made, fresh, first_state)
         self.cache.flags[made] = DIRTY
         self._count += len(made)
@@ -253,25 +261,19 @@ class Disk(Tier):
 
     # ---------------------------------------------------------------- the cache
 
-    def _take(self, ids: np.ndarray) -> np.ndarray:
-        """Return slots for ids that have none."""
-        self._evict_for(len(ids))
-        return self.cache.insert(ids)
-
-    def _evict_for(self, count: int) -> None:
-        """See to it that `count` slots are free."""
+    def _make_free(self, count: int) -> bool:
+        """See to it that `count` slots are free; return whether others may have had the table meanwhile."""
+        waited = False
         while (needed := count - self.cache.free) > 0:
             victims = self.cache.victims(needed)
-            if len(victims) < needed:
-                self._await_victims(count)
-            else:
+            if len(victims) == needed:
                 self._evict(victims)
-
-    def _await_victims(self, count: int) -> None:
-        """Wait for the rows that a commit under way still has to write."""
-        if self.commit is None or self.commit.is_done:
-            self._refuse(count)
-        self.commit.wait()
+            elif self.commit is None or self.commit.is_done:
+                self._refuse(count)
+            else:
+                self.commit.wait()  # rows that it has not written yet cannot leave
+                waited = True
+        return waited
 
     def _refuse(self, count: int) -> NoReturn:
         least = memory_for(self.spec, self.cache.capacity - self.cache.free + count)
@@ -341,11 +343,12 @@ class Disk(Tier):
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self.store.read(found, staged, np.arange(len(staged)))
         with self.turn.alone():
+            self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
             ticket.hold(slots[slots >= 0])
             good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
             if good.any():
-                made = self._take(found.ids[good])
+                made = self.cache.insert(found.ids[good])
                 self.records.bytes[made] = staged[good]
                 ticket.hold(made)
             return found.ids[(slots < 0) & ~good]

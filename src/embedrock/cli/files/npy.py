@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO
 
 import numpy as np
@@ -14,6 +15,8 @@ from embedrock.cli.files._sink import Region, Regions, Writing, part_of, publish
 from embedrock.cli.files._source import ROW_NUMBERS, Reading, fail
 
 MAX_HEADER_BYTES = 10_000
+# What NumPy raises where a header is damaged: it has the parser and the tokenizer of Python look at it.
+BROKEN = (ValueError, TypeError, SyntaxError, RecursionError, TokenError, UserWarning)
 READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -53,7 +56,7 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
         if version not in READERS:
             raise ValueError(f"version {version} of the format")
         shape, fortran, dtype = READERS[version](file, max_header_size=MAX_HEADER_BYTES)
-    except ValueError as error:
+    except BROKEN as error:
         fail(path, "a .npy file of numbers", f"{error}", "Write it by numpy.save.", name)
     if dtype.kind not in "fiu":
         fail(path, "numbers", f"an array of {dtype}", "Nothing is unpickled. Convert it to float32.", name)

@@ -1,0 +1,109 @@
+"""Makes the golden tables: `python tests/golden/make.py [FOLDER]`. They are never made again, only added to.
+
+A release that cannot open them, or reads other bytes, has broken the format. Those in the repository were written by
+version 1 of the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import embedrock as er
+
+HERE = Path(__file__).resolve().parent
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+Change = Callable[[er.Table], None]
+
+
+class Golden(NamedTuple):
+    """A golden table.
+
+    Attributes:
+        arguments: of `Table`.
+        before: steps that end up in the base.
+        after: steps that end up in logs, a commit each.
+    """
+
+    arguments: dict[str, Any]
+    before: list[Change]
+    after: list[Change]
+
+
+def step(ids: Any, **changes: Any) -> Change:
+    """Return a step of rows whose gradients follow from their ids."""
+
+    def take(table: er.Table) -> None:
+        rows = np.array(ids, np.int64)
+        grads = np.sin((rows % 1000)[:, None] + np.arange(table.dim)).astype(np.float32)
+        table.update(rows, grads, **changes)
+
+    return take
+
+
+GOLDEN = {
+    "adam": Golden(
+        {"rows": 150, "dim": 3, "rule": er.Adam(lr=0.01, dense=True), "init": er.Normal(std=0.1), "seed": 7},
+        [step(range(0, 150, 6)), step([3, 3, 149, 0])],
+        [step([1, 2, 3]), step([3, 6], lr=0.5)],
+    ),
+    "sgd": Golden(
+        {"rows": 70, "dim": 2, "rule": er.SGD(lr=0.5), "init": er.Zeros(), "seed": 0},
+        [step(range(70))],
+        [step([0, 69])],
+    ),
+    "open": Golden(
+        {
+            "rows": None,
+            "dim": 2,
+            "dtype": "bfloat16",
+            "rule": er.RowwiseAdagrad(lr=0.1),
+            "init": er.Uniform(),
+            "seed": 5,
+        },
+        [step([LOWEST, -1, 0, 10**12, HIGHEST])],
+        [step([HIGHEST, 5]), step([LOWEST, 10**12])],
+    ),
+}
+
+
+def make(folder: Path, golden: Golden) -> None:
+    """Write a golden table, and what it holds as of each commit."""
+    table = er.Table(path=folder, **golden.arguments)
+    for change in golden.before:
+        change(table)
+    table.commit()
+    table.compact()
+    for number, change in enumerate(golden.after):
+        change(table)
+        table.commit(step=number, name=f"golden {number}")
+    table.close()
+
+
+def in_memory(golden: Golden, commits: int) -> er.Table:
+    """Return the same table in RAM, as of its last commits but some."""
+    table = er.Table(**golden.arguments)
+    for change in (*golden.before, *golden.after[:commits]):
+        change(table)
+    return table
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of all files of the golden tables."""
+    files = sorted(path for name in GOLDEN for path in (folder / name).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    for name, golden in GOLDEN.items():
+        if not (target / name).exists():
+            make(target / name, golden)
+            (target / name / "LOCK").unlink()
+    (target / "digests.json").write_text(json.dumps(digests(target), indent=1) + "\n")

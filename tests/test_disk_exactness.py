@@ -1,0 +1,332 @@
+"""The exactness gate: a table on disk has the bytes of one in RAM, whatever happened on the way."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import embedrock as er
+from embedrock.cache import POLICIES
+from embedrock.durability import Durability
+from embedrock.errors import CacheTooSmallError
+from embedrock.testing import FaultFS
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.memory import Memory
+from embedrock.vfs import OS_SYSTEM, OSSystem, System
+
+BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
+EVERY = ROWS + BATCH  # slots enough for all rows
+KEEP = 3
+
+RULES = (
+    er.SGD(lr=0.1),
+    er.Momentum(lr=0.1),
+    er.Adagrad(lr=0.1),
+    er.RowwiseAdagrad(lr=0.1),
+    er.RMSprop(lr=0.1),
+    er.Adam(lr=0.1),
+    er.AdamW(lr=0.1),
+    er.Ftrl(lr=0.1),
+    er.Adam(lr=0.1, dense=True),
+)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table, and how it is kept on disk."""
+
+    rule: er.Rule = RULES[5]
+    dtype: str = "float32"
+    rows: int | None = ROWS
+    policy: str = "lfu"
+    slots: int = BATCH
+    threads: int = 1
+    seed: int = 0
+
+
+# ---------------------------------------------------------------- traces
+
+
+def skewed(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
+    while True:
+        yield np.minimum(rng.zipf(1.2, BATCH) - 1, ROWS - 1)
+
+
+def uniform(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
+    while True:
+        yield rng.integers(0, ROWS, BATCH)
+
+
+def bursts(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
+    """Scan a little more than the cache holds, again and again, and between scans hammer on a few rows of them."""
+    period = min(slots + BATCH // 2, ROWS)
+    while True:
+        for start in range(0, 2 * period, BATCH):
+            yield np.arange(start, start + BATCH) % period
+        hot = rng.integers(0, period, 3)
+        for _ in range(3):
+            yield rng.choice(hot, BATCH)
+
+
+def all_new(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
+    for start in itertools.count(int(rng.integers(0, ROWS)), BATCH):
+        yield np.arange(start, start + BATCH) % ROWS
+
+
+TRACES: dict[str, Callable[[np.random.Generator, int], Iterator[np.ndarray]]] = {
+    "skewed": skewed,
+    "uniform": uniform,
+    "bursts": bursts,
+    "all new": all_new,
+}
+
+
+# ---------------------------------------------------------------- the pair
+
+
+class Pair:
+    """A table on disk, and one in RAM that is treated alike."""
+
+    def __init__(self, case: Case, folder: Any, system: System = OS_SYSTEM) -> None:
+        er.set_threads(case.threads)
+        self.case, self.folder, self.system = case, folder, system
+        self.rng = np.random.default_rng(case.seed)
+        arguments: dict[str, Any] = {"rule": case.rule, "dtype": case.dtype, "seed": case.seed, "init": er.Uniform(-1, 1)}
+        self.ram = er.Table(case.rows, DIM, **arguments)
+        self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
+        self.options["memory"] = self.ram.memory_for(case.slots)
+        self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
+        self.saved = {0: copy.deepcopy(self.ram)}
+
+    def ids(self, numbers: np.ndarray) -> np.ndarray:
+        """Return row numbers as ids of this table: the open ones lie far apart, negative ones among them."""
+        if self.case.rows is not None:
+            return numbers
+        with np.errstate(over="ignore"):
+            return numbers.astype(np.int64) * np.int64(-7046029254386353131)
+
+    def batches(self, trace: str, count: int) -> list[np.ndarray]:
+        found = itertools.islice(TRACES[trace](self.rng, self.case.slots), count)
+        return [self.ids(numbers) for numbers in found]
+
+    def grads(self, ids: np.ndarray) -> np.ndarray:
+        return self.rng.standard_normal((*ids.shape, DIM)).astype(np.float32)
+
+    # ---- what is done to both
+
+    def step(self, ids: np.ndarray) -> None:
+        """Look rows up, as a model would, and step them."""
+        np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
+        grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
+        for table in (self.table, self.ram):
+            table.update(ids, grads, lr=lr)
+
+    def assign(self) -> None:
+        """Overwrite some rows."""
+        if isinstance(self.ram.rule, er.Adam) and self.ram.rule.dense:
+            return
+        ids = self.ids(self.rng.permutation(ROWS)[:BATCH])
+        values = self.grads(ids)
+        for table in (self.table, self.ram):
+            table.assign(ids, values)
+
+    def set_rule(self) -> None:
+        """Lay records out anew."""
+        rule = RULES[int(self.rng.integers(len(RULES) - 1))]
+        for table in (self.table, self.ram):
+            table.set_rule(rule)
+
+    def read_all(self) -> None:
+        """Read more rows at once than the cache holds."""
+        ids = self.ids(self.rng.permutation(ROWS))
+        np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
+
+    # ---- what changes nothing, or goes back
+
+    def commit(self, wait: bool = True, name: str | None = None) -> None:
+        self.saved[self.table.commit(step=self.ram.steps, wait=wait, name=name)] = copy.deepcopy(self.ram)
+
+    def compact(self) -> None:
+        self.saved[self.table.compact()] = copy.deepcopy(self.ram)
+
+    def compact_behind(self) -> None:
+        durability = self.table._durability
+        assert isinstance(durability, Durability)
+        durability.compact_in_background(self.case.rows)
+
+    def rollback(self, newest: bool = True) -> None:
+        """Go back, to the last commit or to any."""
+        numbers = [commit["commit"] for commit in self.table.commits()]
+        if newest:
+            self.table.commit(wait=True) if self.rng.random() < 0 else None
+        number = max(self.saved) if newest else int(self.rng.choice(numbers))
+        made = self.table.rollback(number)
+        self.ram = copy.deepcopy(self.saved[number])
+        self.saved[made] = self.saved[number]
+        self.check()
+
+    def reopen(self, committed: bool) -> None:
+        """Close the table, with or without a commit, and open it again."""
+        if committed:
+            self.commit()
+        if self.table.uncommitted:
+            with pytest.warns(er.UncommittedWarning):
+                self.table.close()
+        else:
+            self.table.close()
+        self.ram = copy.deepcopy(self.saved[max(self.saved)])
+        self.table = er.open(self.folder, **self.options)
+        self.check()
+
+    # ---- how they are compared
+
+    def check(self) -> None:
+        """Fail unless both have the same rows, byte by byte."""
+        check_same(self.table, self.ram)
+
+    def close(self) -> None:
+        """Check all that can be, on disk too."""
+        self.check()
+        self.reopen(committed=True)
+        verdict = self.table.verify()
+        assert verdict.problems == []
+        assert verdict.newest_good == self.table.last_commit
+        self.table.close()
+
+
+def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return all ids, ascending, and the bytes of their records."""
+    with table._turn.alone():
+        tier = table._tier
+        if isinstance(tier, Memory):
+            ids, records = tier.snapshot()
+            order = np.argsort(ids)
+            return ids[order], records[order]
+        assert isinstance(tier, Disk)
+        ids = np.sort(np.concatenate([np.empty(0, np.int64), *tier.id_batches(100)]))
+        return ids, tier.copies(ids).bytes
+
+
+def check_same(table: er.Table, ram: er.Table) -> None:
+    """Fail unless two tables have the same rows, byte by byte, and will step alike."""
+    (ids, records), (expected_ids, expected) = records_of(table), records_of(ram)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(records, expected)
+    assert table._tier.count == len(ids)
+    assert (table.steps, table.rule) == (ram.steps, ram.rule)
+    histories = [{} if t._history is None else t._history.state() for t in (table, ram)]
+    assert histories[0].keys() == histories[1].keys()
+    for name, array in histories[0].items():
+        np.testing.assert_array_equal(array, histories[1][name])
+    for got, wanted in zip(table.export(), ram.export(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+EVENTS: dict[str, Callable[[Pair], None]] = {
+    "nothing": lambda pair: None,
+    "commit": Pair.commit,
+    "named commit": lambda pair: pair.commit(name=f"commit {pair.ram.steps}"),
+    "commit behind": lambda pair: pair.commit(wait=False),
+    "compact": Pair.compact,
+    "compact behind": Pair.compact_behind,
+    "rollback": Pair.rollback,
+    "rollback far": lambda pair: pair.rollback(newest=False),
+    "assign": Pair.assign,
+    "set rule": Pair.set_rule,
+    "read all": Pair.read_all,
+}
+AFTER: dict[str, Callable[[Pair], None]] = {
+    "reopen": lambda pair: pair.reopen(committed=True),
+    "crash": lambda pair: pair.reopen(committed=False),
+}
+
+
+@dataclass(frozen=True)
+class Act:
+    """Some steps, something in the midst of them, or at their end."""
+
+    event: str = "nothing"
+    trace: str = "skewed"
+    steps: int = 6
+    depth: int = 0
+
+
+def play(pair: Pair, acts: list[Act]) -> None:
+    """Do everything to both tables, and compare them."""
+    for act in acts:
+        depth = min(act.depth, pair.case.slots // BATCH - 1)
+        middle = act.steps // 2
+        for number, ids in enumerate(pair.table.prefetch(pair.batches(act.trace, act.steps), depth)):
+            pair.step(ids)
+            if number == middle and act.event in EVENTS:
+                EVENTS[act.event](pair)
+        AFTER.get(act.event, EVENTS["nothing"])(pair)
+    pair.close()
+
+
+@contextmanager
+def own_threads() -> Iterator[None]:
+    before = er.get_threads()
+    try:
+        yield
+    finally:
+        er.set_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    with own_threads():
+        yield
+
+
+# ---------------------------------------------------------------- drawn programs
+
+cases = st.builds(
+    Case,
+    rule=st.sampled_from(RULES),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([ROWS, None]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    slots=st.sampled_from([BATCH, BATCH + 1, 3 * BATCH, 101 * BATCH, EVERY]) | st.integers(BATCH, EVERY),
+    threads=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+acts = st.builds(
+    Act,
+    event=st.sampled_from([*EVENTS, *AFTER]),
+    trace=st.sampled_from(sorted(TRACES)),
+    steps=st.integers(1, 20),
+    depth=st.sampled_from([0, 1, 2, 5, 100]),
+)
+
+
+def check_program(case: Case, program: list[Act]) -> None:
+    with own_threads():
+        play(Pair(case, "/table", FaultFS()), program)
+
+
+@settings(max_examples=60)
+@given(case=cases, program=st.lists(acts, max_size=8))
+def test_a_table_on_disk_has_the_bytes_of_one_in_ram(case: Case, program: list[Act]):
+    check_program(case, program)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(case=cases, program=st.lists(acts, max_size=25))
+def test_a_table_on_disk_has_the_bytes_of_one_in_ram_for_long(case: Case, program: list[Act]):
+    check_program(case, program)
