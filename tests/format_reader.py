@@ -32,7 +32,7 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
     """Return the ids int64 (count,) and records uint8 (count, record_bytes) of a base chunk or log."""
     data, width = (folder / entry["file"]).read_bytes(), manifest["record_bytes"]
     assert len(data) == entry["size"], f"{entry['file']} has {len(data)} bytes"
-    check_header(data, width, manifest)
+    check_header(data, width, entry["file"], manifest)
     end = 4096 + entry["count"] * (width + 4)
     stored = np.frombuffer(data[4096:end], np.uint8).reshape(entry["count"], width + 4)
     index, (lo, hi) = data[end:], (entry["lo"], entry["hi"])
@@ -49,10 +49,10 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
     return ids, stored[:, :-4]
 
 
-def check_header(data: bytes, width: int, manifest: dict[str, Any]) -> None:
+def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -> None:
     """Check the first page of a file."""
-    header = b"EMBROCK1" + struct.pack("<4I", 1, width, width + 4, 0) + bytes.fromhex(manifest["uuid"])
-    page = header.ljust(4092, b"\0")
+    numbers = struct.pack("<4I", 1, width, width + 4, zlib.crc32(name.encode()))
+    page = (b"EMBROCK1" + numbers + bytes.fromhex(manifest["uuid"])).ljust(4092, b"\0")
     assert data[:4096] == page + struct.pack("<I", zlib.crc32(page)), "the header is not that of this table"
 
 
@@ -72,7 +72,7 @@ def read_history(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray
     for part in manifest["history"]:
         data = (folder / part["file"]).read_bytes()
         assert (len(data), zlib.crc32(data)) == (part["size"], part["crc"]), f"{part['file']} is damaged"
-        check_header(data, 0, manifest)
+        check_header(data, 0, "", manifest)
         arrays |= np.load(io.BytesIO(data[4096:]), allow_pickle=False)
     return arrays
 

@@ -23,9 +23,8 @@ from embedrock.cache import POLICIES
 from embedrock.durability import Durability
 from embedrock.errors import CacheTooSmallError
 from embedrock.testing import FaultFS
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.memory import Memory
 from embedrock.vfs import OS_SYSTEM, OSSystem, System
+from same_tables import check_same
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
 EVERY = ROWS + BATCH  # slots enough for all rows
@@ -171,8 +170,6 @@ class Pair:
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""
         numbers = [commit["commit"] for commit in self.table.commits()]
-        if newest:
-            self.table.commit(wait=True) if self.rng.random() < 0 else None
         number = max(self.saved) if newest else int(self.rng.choice(numbers))
         made = self.table.rollback(number)
         self.ram = copy.deepcopy(self.saved[number])
@@ -206,34 +203,6 @@ class Pair:
         assert verdict.problems == []
         assert verdict.newest_good == self.table.last_commit
         self.table.close()
-
-
-def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return all ids, ascending, and the bytes of their records."""
-    with table._turn.alone():
-        tier = table._tier
-        if isinstance(tier, Memory):
-            ids, records = tier.snapshot()
-            order = np.argsort(ids)
-            return ids[order], records[order]
-        assert isinstance(tier, Disk)
-        ids = np.sort(np.concatenate([np.empty(0, np.int64), *tier.id_batches(100)]))
-        return ids, tier.copies(ids).bytes
-
-
-def check_same(table: er.Table, ram: er.Table) -> None:
-    """Fail unless two tables have the same rows, byte by byte, and will step alike."""
-    (ids, records), (expected_ids, expected) = records_of(table), records_of(ram)
-    np.testing.assert_array_equal(ids, expected_ids)
-    np.testing.assert_array_equal(records, expected)
-    assert table._tier.count == len(ids)
-    assert (table.steps, table.rule) == (ram.steps, ram.rule)
-    histories = [{} if t._history is None else t._history.state() for t in (table, ram)]
-    assert histories[0].keys() == histories[1].keys()
-    for name, array in histories[0].items():
-        np.testing.assert_array_equal(array, histories[1][name])
-    for got, wanted in zip(table.export(), ram.export(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
 
 
 EVENTS: dict[str, Callable[[Pair], None]] = {

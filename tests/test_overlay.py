@@ -52,7 +52,8 @@ class Machine(RuleBasedStateMachine):
     @rule(low=st.integers(0, 9))
     def insert_neighbours(self, low: int) -> None:
         # Hashes that lie closely together at the end of the table, which is where they have no room.
-        ids = np.array([unmix(2**64 - 1 - 3000 * low - k) for k in range(400)], np.int64)
+        hashes = range(2**64 - 1 - 3000 * low, 2**64 - 401 - 3000 * low, -1)
+        ids = (np.array([unmix(key) for key in hashes], np.uint64) ^ self.overlay._salt).view(np.int64)
         self.overlay.insert(ids, np.full(400, self.run << 40))
         self.model.update(dict.fromkeys(ids.tolist(), self.run << 40))
 

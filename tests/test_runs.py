@@ -20,7 +20,7 @@ from embedrock.testing import FaultFS
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 WIDTH = 12
 LOWEST, BEYOND = -(2**63), 2**63
-DAMAGES = ("truncated", "extended", "missing", "foreign", "another width", "newer", "no header")
+DAMAGES = ("truncated", "extended", "missing", "foreign", "another width", "newer", "no header", "another file")
 
 
 def seal(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
@@ -223,13 +223,15 @@ def damage(system: FaultFS, entry: Entry, how: str, amount: int) -> None:
     """Make the file of an entry something else."""
     path = f"/t/{entry.file}"
     data = system.files()[path]
+    own = WIDTH, WIDTH + 4, zlib.crc32(entry.file.encode()), bytes.fromhex(UUID)
     header = {
-        "foreign": struct.pack("<8s4I16s", b"EMBROCK1", 1, WIDTH, WIDTH + 4, 0, bytes.fromhex(OTHER)),
-        "another width": struct.pack("<8s4I16s", b"EMBROCK1", 1, WIDTH + 1, WIDTH + 5, 0, bytes.fromhex(UUID)),
-        "newer": struct.pack("<8s4I16s", b"EMBROCK1", 2, WIDTH, WIDTH + 4, 0, bytes.fromhex(UUID)),
+        "foreign": (1, *own[:3], bytes.fromhex(OTHER)),
+        "another width": (1, WIDTH + 1, WIDTH + 5, *own[2:]),
+        "another file": (1, *own[:2], own[2] ^ 1, own[3]),
+        "newer": (2, *own),
     }
     if how in header:
-        page = header[how].ljust(4092, b"\0")
+        page = struct.pack("<8s4I16s", b"EMBROCK1", *header[how]).ljust(4092, b"\0")
         data = page + struct.pack("<I", zlib.crc32(page)) + data[4096:]
     made = {
         "truncated": data[: -(amount % len(data)) - 1],
@@ -286,9 +288,10 @@ def test_bits_that_flip_are_noticed(seed: int, data: st.DataObject):
 )
 def test_an_index_that_its_writer_never_made_is_refused(kind: str, ids: list[int], file: str):
     system, index = new_system(), np.array(ids, np.int64).tobytes()
-    fill(log := new_log(system), 0, 2)
+    log = Log.create(system, "/t", file, UUID, WIDTH, 0)
+    fill(log, 0, 2)
     entry = Entry(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index))
-    system.write_file(f"/t/{file}", system.files()["/t/delta/1.dlt"] + index)
+    system.write_file(f"/t/{file}", system.files()[f"/t/{file}"] + index)
     run = reopened(system, entry)
     with pytest.raises(CorruptTableError, match=f"index of /t/{file} is damaged"):
         run.index()

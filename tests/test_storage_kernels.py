@@ -16,6 +16,7 @@ from embedrock.testing.kernels import Guarded, poison
 
 CPU, REFERENCE = kernels.cpu.storage, kernels.reference.storage
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63), 2**31, 2**32, -(2**32)]
+SALT = np.uint64(0xF1E2D3C4B5A69788)
 SIZES = (4, 8, 12, 16, 20, 48, 260, 768)
 
 
@@ -106,7 +107,7 @@ def test_nothing_is_not_a_record():
 def test_unmix():
     for row in some_ids(np.random.default_rng(0), 100).tolist():
         key = kernels.reference.directory.mix(row)
-        assert REFERENCE.unmix(key) == CPU.unmix(np.uint64(key)) == row
+        assert REFERENCE.unmix(key) == int(CPU.unmix(np.uint64(key))) == row % 2**64
 
 
 class Pair:
@@ -127,7 +128,7 @@ class Pair:
         self.compare(total)
 
     def insert(self, ids: np.ndarray, locations: np.ndarray, most: int) -> int:
-        args = self.homes, self.count, most, ids, locations, 0
+        args = self.homes, SALT, self.count, most, ids, locations, 0
         done, self.count = REFERENCE.insert_overlay(self.expected, *args)
         assert CPU.insert_overlay(self.got.inside, *args) == (done, self.count)
         self.compare(len(self.expected))
@@ -142,9 +143,9 @@ class Pair:
         self.got.check()
 
 
-def neighbours(count: int) -> np.ndarray:
-    """Ids whose hashes are the highest there are, one after the other: all in the last home."""
-    return np.array([REFERENCE.unmix(2**64 - 1 - k) for k in range(count)], np.int64)
+def hashed_to(keys: range) -> np.ndarray:
+    """The ids of these hashes."""
+    return (np.array([REFERENCE.unmix(key) for key in keys], np.uint64) ^ SALT).view(np.int64)
 
 
 @pytest.mark.parametrize("kind", ["random", "sequential", "highest hashes", "lowest hashes"])
@@ -153,8 +154,8 @@ def test_overlay(kind: str):
     ids = {
         "random": some_ids(rng, 90),
         "sequential": np.arange(90),
-        "highest hashes": neighbours(90),
-        "lowest hashes": np.array([REFERENCE.unmix(k) for k in range(90)], np.int64),
+        "highest hashes": hashed_to(range(2**64 - 1, 2**64 - 91, -1)),
+        "lowest hashes": hashed_to(range(90)),
     }[kind]
     locations = rng.integers(0, 8, 90) << 40 | rng.integers(0, 2**40, 90)
     locations[0] = (2**23 - 1 << 40) + 2**40 - 2
@@ -167,8 +168,8 @@ def test_overlay(kind: str):
     assert pair.insert(ids[:20], locations[:20], 81) == 20
     asked = np.append(ids, [123, -456])
     expected, got = np.empty(92, np.int64), Guarded((92,), np.int64)
-    REFERENCE.find_overlay(pair.expected, pair.homes, asked, expected)
-    in_parts(CPU.find_overlay, 92, pair.got.inside, pair.homes, asked, got.inside)
+    REFERENCE.find_overlay(pair.expected, pair.homes, SALT, asked, expected)
+    in_parts(CPU.find_overlay, 92, pair.got.inside, pair.homes, SALT, asked, got.inside)
     assert got.inside.tolist() == expected.tolist() == [*locations[:81].tolist(), *([-1] * 11)]
     got.check()
     pair.rebuild(48, 6)
@@ -182,8 +183,8 @@ def test_list_overlay(size: int):
     position, found = 0, {}
     while position < 64:
         expected, got = [poison((size,), np.int64) for _ in "ab"], [Guarded((size,), np.int64) for _ in "ab"]
-        answer = REFERENCE.list_overlay(pair.expected, position, *expected)
-        assert CPU.list_overlay(pair.got.inside, position, *(part.inside for part in got)) == answer
+        answer = REFERENCE.list_overlay(pair.expected, SALT, position, *expected)
+        assert CPU.list_overlay(pair.got.inside, SALT, position, *(part.inside for part in got)) == answer
         for a, b in zip(expected, got, strict=True):
             np.testing.assert_array_equal(a, b.inside)
             b.check()

@@ -152,7 +152,7 @@ class TestFaults:
         assert read_whole(system, "/t/a", 1000) == data
         out = aligned(BLOCK)
         self.next_call(system, fault, call)
-        system.read_many(*(np.array([number]) for number in (file.fd, 0, BLOCK)), out, np.array([0]))
+        system.read_many(np.array([file.fd]), np.array([0]), np.array([BLOCK]), out, np.array([0]))
         assert out.tobytes() == data + bytes(BLOCK - 1000)
 
     def test_a_failed_append_changes_nothing(self, system):
@@ -325,7 +325,7 @@ class TestReadMany:
             OS_SYSTEM.read_many(fds, zeros, np.full(3, BLOCK), aligned(3 * BLOCK), np.arange(3) * BLOCK)
         OS_SYSTEM.close(folder)
         with pytest.raises(OSError, match="Bad file descriptor"):
-            OS_SYSTEM.read_many(*(np.array([number]) for number in (-1, 0, BLOCK)), aligned(BLOCK), zeros[:1])
+            OS_SYSTEM.read_many(np.array([-1]), zeros[:1], np.array([BLOCK]), aligned(BLOCK), zeros[:1])
 
     def test_goes_on_where_direct_reads_are_refused(self, file):
         # As on a file system that takes O_DIRECT at open and refuses to read: here because memory is not aligned.

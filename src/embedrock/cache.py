@@ -64,7 +64,7 @@ POLICIES = {
     "clock": Policy(*_same(1), loss=1),
     # Least frequently used. Scores are logarithms of numbers of uses: to fall by one is to lose a fixed share of them.
     # Long epochs tell rows apart that are used about equally often; short ones are for rows that come and go.
-    "lfu": Policy(*_logarithmic(12, 4), epochs=(4, 1, 1 / 4), candidates=1 / 64, ghost_bytes=4),
+    "lfu": Policy(*_logarithmic(12, 4), epochs=(6, 1.5, 1 / 4), candidates=1 / 64, ghost_bytes=4),
 }
 
 

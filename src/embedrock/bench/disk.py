@@ -189,9 +189,9 @@ class DiskBench:
             peaks = _peaks(child, cgroup)  # before what follows, which keeps tables of its own
             for one, line in zip(same, lines, strict=True):
                 line |= peaks
-                for name, more in one.extras:
+                for name in one.extras:
                     child.call("use", *one.how)
-                    line[name] = child.call(name, first, *more)
+                    line[name] = child.call(name, first, effort.steps)
                     first += EXTRA_STEPS
             child.call("close")
         return lines
@@ -312,6 +312,8 @@ class Judge:
                 line = self._lines[name]
                 best = self._workload.expected_misses(int(line["cache_slots"]))
                 line["best_misses_per_step"] = best
+                if not best:  # all rows fit
+                    continue
                 what = f"misses of {name} over those of the {int(line['cache_slots']):,} most popular rows kept"
                 yield Verdict(what, line["misses_per_step"] / best, wanted, "x", at_most=True)
 

@@ -29,6 +29,7 @@ RECORD_COLUMNS = len(ARRAYS)  # of the width of a row
 TABLE = "table"  # name of the folder
 DENSE_SIZE = 768  # of the square matrices of a dense model
 RESIDENT_BATCHES = 8
+COMMITS = 10
 WARM_UP_DEPTH = 2  # batches that are looked ahead while our cache fills
 COUNTERS = ("hits", "misses", "reads", "read_requests", "bytes_read", "bytes_written", "evictions", "spilled")
 
@@ -161,7 +162,7 @@ class Ours(Session):
         alone = (alone + self._mean_s(first + 2 * steps, steps, self.step)) / 2
         return {"prefetch_s": alone, "dense_s": (dense_s + dense.mean_s(steps)) / 2, "together_s": together}
 
-    def resident(self, first: int, rounds: int) -> dict[str, float]:
+    def resident(self, first: int, steps: int) -> dict[str, float]:
         """Return the median seconds of a step whose rows are all in RAM, and of one of a table wholly in RAM.
 
         The two take turns on the same few batches.
@@ -169,7 +170,7 @@ class Ours(Session):
         batches = list(self.job.batches(first, RESIDENT_BATCHES))
         with _ram_table(self.job.workload) as ram:
             times: dict[str, list[float]] = {"resident_s": [], "ram_s": []}
-            for turn in range(rounds):
+            for turn in range(1 + -(-steps // RESIDENT_BATCHES)):
                 for name, table in (("resident_s", self.table), ("ram_s", ram)):
                     for ids in batches:
                         start = time.perf_counter()
@@ -179,16 +180,17 @@ class Ours(Session):
                             times[name].append(time.perf_counter() - start)
         return {name: median(values) for name, values in times.items()}
 
-    def amplification(self, first: int, intervals: int, steps: int) -> dict[str, float]:
-        """Train, and commit after every interval of `steps`.
+    def amplification(self, first: int, steps: int) -> dict[str, float]:
+        """Train for five times as many steps, and commit ten times, so that compaction has its share.
 
         Returns:
             Bytes written, compaction included, bytes of the distinct rows that each interval changed, and seconds.
         """
+        every = -(-steps // 2)
         changed, before, start = 0, self.counters()["bytes_written"], time.perf_counter()
-        for interval in range(intervals):
+        for interval in range(COMMITS):
             seen: list[npt.NDArray[np.int64]] = []
-            for ids in self._ahead(self.job.batches(first + interval * steps, steps)):
+            for ids in self._ahead(self.job.batches(first + interval * every, every)):
                 self.step(ids)
                 seen.append(np.unique(ids))
             changed += np.unique(np.concatenate(seen)).size
@@ -390,7 +392,7 @@ class DiskContender:
         limited: whether its RAM and page cache are bounded.
         probed: whether its reads are compared with the disk's own, which is measured before and after. (Not where
             files are dirty in the page cache: direct reads of them have to wait until they are written.)
-        extras: methods of its session that measure more: name, and arguments after the number of the first batch.
+        extras: methods of its session that measure more, given the number of the first batch and of steps.
     """
 
     name: str
@@ -400,25 +402,17 @@ class DiskContender:
     how: tuple[int, ...] = ()
     limited: bool = True
     probed: bool = False
-    extras: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    extras: tuple[str, ...] = ()
 
 
-def _ours(name: str, label: str, depth: int, *extras: tuple[str, tuple[int, ...]]) -> DiskContender:
+def _ours(name: str, label: str, depth: int, *extras: str) -> DiskContender:
     return DiskContender(name, label, Ours, write_table, (depth,), probed=True, extras=extras)
 
 
-OVERLAP_STEPS, RESIDENT_ROUNDS, COMMITS, COMMIT_STEPS = 60, 12, 10, 100
-
 CONTENDERS = (
-    _ours("ours", "er.Table(path=, memory=)", 0, ("resident", (RESIDENT_ROUNDS,))),
-    _ours("ours-prefetch-2", "the same, Table.prefetch(depth=2)", 2, ("overlap", (OVERLAP_STEPS,))),
-    _ours(
-        "ours-prefetch-32",
-        "the same, Table.prefetch(depth=32)",
-        32,
-        ("overlap", (OVERLAP_STEPS,)),
-        ("amplification", (COMMITS, COMMIT_STEPS)),
-    ),
+    _ours("ours", "er.Table(path=, memory=)", 0, "resident"),
+    _ours("ours-prefetch-2", "the same, Table.prefetch(depth=2)", 2, "overlap"),
+    _ours("ours-prefetch-32", "the same, Table.prefetch(depth=32)", 32, "overlap", "amplification"),
     DiskContender("ours-in-ram", "er.Table without path=, no limit", OursInRam, None, limited=False),
     DiskContender("memmap", "three np.memmap, fancy indexing, SparseAdam in NumPy", Memmap, write_arrays),
     DiskContender("torch-from-file", "torch.from_file, nn.Embedding, SparseAdam", TorchFile, write_arrays),

@@ -13,7 +13,7 @@ from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
 from embedrock.store.runs import ChunkWriter, Run
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, open_run
 from embedrock.vfs import retried
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
@@ -167,7 +167,7 @@ class _Writer:
         except BaseException:
             writer.close()
             raise
-        run = Run.open(store.system, store.folder, entry, uuid, record_bytes, store.next_run())
+        run = open_run(store.system, store.folder, entry, store.manifest, store.next_run())
         index = None if run.kind == "full" else run.index()
         return run, Chunk(lo, hi, run.kind, run.number, run.count, index)
 

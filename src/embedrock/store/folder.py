@@ -51,7 +51,7 @@ def make(system: System, folder: str) -> None:
     parent = os.path.dirname(folder) or "."
     if not system.exists(folder):
         retried(system.mkdir, folder)
-        retried(system.fsync_folder, parent)
+    retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two
     try:
         strange = sorted(set(system.listdir(folder)) - {*FOLDERS, LOCK})
     except NotADirectoryError as error:

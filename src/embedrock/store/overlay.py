@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,6 +37,7 @@ class Overlay:
 
     def __init__(self) -> None:
         self.count = 0
+        self._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
         self._memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map()
         self._homes = self._rebuild(len(self._entries), 0)
@@ -73,7 +75,7 @@ class Overlay:
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
         locations, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
-        args = self._entries, self._homes, runtime.read_only(ids), locations
+        args = self._entries, self._homes, self._salt, runtime.read_only(ids), locations
         runtime.run(kernels.cpu.storage.find_overlay, len(ids), *args, grain=GRAIN)
         return locations
 
@@ -89,8 +91,9 @@ class Overlay:
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
         # Insert from `start` on, and return how far there was room.
         read_only, most = kernels.cpu.runtime.read_only, _most(len(self._entries))
-        args = self._entries, self._homes, self.count, most, read_only(ids), read_only(locations), start
-        done, self.count = kernels.cpu.storage.insert_overlay(*args)
+        place = self._entries, self._homes, self._salt
+        args = self.count, most, read_only(ids), read_only(locations), start
+        done, self.count = kernels.cpu.storage.insert_overlay(*place, *args)
         return done
 
     def remove_runs_below(self, run: int) -> None:
@@ -110,6 +113,6 @@ class Overlay:
         position = 0
         while position < len(self._entries):
             ids, locations = np.empty(batch, np.int64), np.empty(batch, np.int64)
-            position, count = kernels.cpu.storage.list_overlay(self._entries, position, ids, locations)
+            position, count = kernels.cpu.storage.list_overlay(self._entries, self._salt, position, ids, locations)
             if count:
                 yield ids[:count], locations[:count]

@@ -131,7 +131,7 @@ class Run:
         try:
             if file.size != entry.size:
                 raise damaged(where, f"{entry.size} bytes", f"{file.size}")
-            _check_header(file.read(0, HEADER_BYTES), where, uuid, record_bytes)
+            _check_header(file.read(0, HEADER_BYTES), where, make_header(uuid, record_bytes, entry.file))
         except BaseException:
             file.close()
             raise
@@ -193,7 +193,7 @@ class Log(Run):
         """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
         file = create(system, f"{folder}/{path}")
         try:
-            file.append(make_header(uuid, record_bytes))
+            file.append(make_header(uuid, record_bytes, path))
         except BaseException:
             file.close()
             raise
@@ -219,6 +219,10 @@ class Log(Run):
         self._ids.append(ids)
         self.count = first + len(ids)
         return first
+
+    def ids(self) -> np.ndarray:
+        """Return the ids of all its records, in order: int64 (count,)."""
+        return self.index() if self.entry is not None else np.concatenate([np.empty(0, np.int64), *self._ids])
 
     def seal(self) -> Entry:
         """Write the index and make the file and its name durable. After an error it can be called again.
@@ -332,28 +336,33 @@ def read_start(system: System, path: str, size: int) -> bytes:
         file.close()
 
 
-def make_header(uuid: str, record_bytes: int) -> bytes:
-    """Return the first page of a file of the table `uuid`."""
-    fields = _HEADER.pack(MAGIC, FORMAT, record_bytes, record_bytes + CRC_BYTES, 0, bytes.fromhex(uuid))
+def make_header(uuid: str, record_bytes: int, path: str = "") -> bytes:
+    """Return the first page of the file `path` of the table `uuid`."""
+    name = zlib.crc32(path.encode("ascii"))  # or a log could take the place of another one with the same rows
+    fields = _HEADER.pack(MAGIC, FORMAT, record_bytes, record_bytes + CRC_BYTES, name, bytes.fromhex(uuid))
     page = fields.ljust(HEADER_BYTES - CRC_BYTES, b"\0")
     return page + struct.pack("<I", zlib.crc32(page))
 
 
-def _check_header(page: bytes, where: str, uuid: str, record_bytes: int) -> None:
-    magic, version, got_bytes, stride, _, got_uuid = _HEADER.unpack_from(page)
+def _check_header(page: bytes, where: str, expected: bytes) -> None:
+    if page == expected:
+        return
+    magic, version, width, _, _, uuid = _HEADER.unpack_from(page)
     if magic != MAGIC:
         raise damaged(where, f"a file that starts with {MAGIC!r}", repr(magic))
-    crc, (expected,) = zlib.crc32(page[:-CRC_BYTES]), struct.unpack("<I", page[-CRC_BYTES:])
-    if crc != expected:
-        raise damaged(where, f"CRC-32 {expected:#010x} of its first page", f"{crc:#010x}")
+    crc, (told,) = zlib.crc32(page[:-CRC_BYTES]), struct.unpack("<I", page[-CRC_BYTES:])
+    if crc != told:
+        raise damaged(where, f"CRC-32 {told:#010x} of its first page", f"{crc:#010x}")
     if version > FORMAT:
         raise NewerFormatError(
             f"{where} is of format {version}: this release reads formats up to {FORMAT}. Install a newer embedrock."
         )
-    if got_uuid.hex() != uuid:
-        raise damaged(where, f"a file of table {uuid}", f"one of table {got_uuid.hex()}")
-    if page != make_header(uuid, record_bytes):
-        raise damaged(where, f"format {FORMAT}, records of {record_bytes} bytes", f"{version}, {got_bytes} ({stride})")
+    _, _, wanted_width, _, _, wanted_uuid = _HEADER.unpack_from(expected)
+    if uuid != wanted_uuid:
+        raise damaged(where, f"a file of table {wanted_uuid.hex()}", f"one of table {uuid.hex()}")
+    if width != wanted_width:
+        raise damaged(where, f"records of {wanted_width} bytes", f"{width}")
+    raise damaged(where, "the file that was written under this name", "another one")
 
 
 def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray]:

@@ -20,7 +20,7 @@ from embedrock.store.manifest import Entry, Manifest
 from embedrock.store.overlay import Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import Log, Run
-from embedrock.vfs import NO_SPACE, System
+from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 CRC_BYTES = 4
@@ -153,7 +153,7 @@ class Store:
             self._active: Log | None = None
 
     def _open_run(self, entry: Entry, manifest: Manifest, runs: dict[int, Run]) -> Run:
-        run = Run.open(self.system, self.folder, entry, manifest.uuid, manifest.record_bytes, len(runs))
+        run = open_run(self.system, self.folder, entry, manifest, len(runs))
         runs[run.number] = run
         return run
 
@@ -351,8 +351,8 @@ class Store:
             self._check_unpublished()
             raise
         logs = self.logs
-        self.load(manifest)
-        self._remove(logs)
+        self.load(manifest)  # from here on, numbers of runs mean others
+        self._unlink(logs)
         self.collect(keep)
 
     def emptied(self, record_bytes: int) -> Store:
@@ -375,34 +375,37 @@ class Store:
             raise self.broken
 
     def _rewritten(self, log: Log) -> Log:
-        """Return a new log in place of another, with those of its records that are the newest of their rows."""
+        """Return a new log in place of another, with the newest record of each of its rows."""
         with self.lock:
             made = self._new_log()
             self.logs.remove(made)
             self.logs.insert(self.logs.index(log) + 1, made)  # in the order of their records
-            parts = [
-                (ids[here], where[here])
-                for ids, where in self.overlay.items(SCAN_ROWS)
-                if (here := where >> INDEX_BITS == log.number).any()
-            ]
-            for ids, locations in parts:
-                self._copy(ids, locations, made)
+            # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
+            ids, index = np.unique(log.ids()[::-1], return_index=True)
+            self._copy(ids, _locations(log.number, 0, log.count)[::-1][index], made)
             self.logs.remove(log)
             self._remove([log])
             return made
 
     def _copy(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> None:
         for start in range(0, len(ids), REWRITE_ROWS):
-            part = slice(start, start + REWRITE_ROWS)
-            slots = np.arange(len(ids[part]))
-            records = np.empty((len(slots), self.manifest.record_bytes), np.uint8)
-            self.read(Located(slots, ids[part], locations[part], self.runs), records, slots)
-            self.append_sealed(log, self.seal(records, slots, ids[part]), ids[part])
+            part, old = ids[start : start + REWRITE_ROWS], locations[start : start + REWRITE_ROWS]
+            slots, records = np.arange(len(part)), np.empty((len(part), self.manifest.record_bytes), np.uint8)
+            self.read(Located(slots, part, old, self.runs), records, slots)
+            sealed = self.seal(records, slots, part)
+            new = _locations(log.number, log.append(sealed, part), len(part))
+            self.add(bytes_written=sealed.nbytes)
+            newest = self.overlay.find(part) == old
+            self.overlay.insert(part[newest], new[newest])
 
     def _remove(self, logs: Sequence[Log]) -> None:
-        """Remove the files of logs that hold nothing of use. A failure costs disk space only."""
+        """Remove logs that hold nothing of use."""
+        self.drop(logs)
+        self._unlink(logs)
+
+    def _unlink(self, logs: Sequence[Log]) -> None:
+        """Remove the files of logs. A failure costs disk space only."""
         for log in logs:
-            self.drop([log])
             try:
                 self.system.unlink(folders.join(self.folder, log.path))
             except OSError:
@@ -428,6 +431,12 @@ class Store:
 
 REWRITE_ROWS = 8192
 SCAN_ROWS = 1 << 16
+
+
+def open_run(system: System, folder: str, entry: Entry, manifest: Manifest, number: int) -> Run:
+    """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
+    direct = entry.size >= DIRECT_BYTES
+    return Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, number, direct)
 
 
 def base_of(runs: Sequence[Run]) -> Base:

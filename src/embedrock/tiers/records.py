@@ -23,9 +23,8 @@ class Records:
 
     def __init__(self, spec: Spec, memory: np.ndarray) -> None:
         self._spec = spec
-        self.bytes = memory.reshape(-1, spec.record_bytes)
-        self.weights = memory.view(spec.storage.words).reshape(len(self.bytes), -1)
-        self._floats = memory.view(np.float32).reshape(len(self.bytes), -1)
+        self.bytes = memory.reshape(-1, spec.record_bytes)  # there may be none
+        self.weights, self._floats = self.bytes.view(spec.storage.words), self.bytes.view(np.float32)
 
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
         """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` means ``fresh[k]``."""

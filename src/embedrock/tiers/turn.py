@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,9 +17,14 @@ class Turn:
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self.renew()
+        _turns.add(self)
+
+    def renew(self) -> None:
+        """Have a lock that nobody holds."""
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._settle = settle
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -36,3 +43,16 @@ class Turn:
         """Have those who wait look again."""
         with self.lock:
             self._changed.notify_all()
+
+
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    # A forked child has none of the threads that may have held them.
+    for turn in list(_turns):
+        turn.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

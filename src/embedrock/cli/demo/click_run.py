@@ -33,15 +33,9 @@ def run(options: ClickOptions) -> dict[str, Any]:
     """Train on planted clicks and print how it goes; return all numbers, as plain JSON values."""
     use_threads(options.threads)
     log = PlantedLog(options.users, options.items, options.seed)
-    in_ram = ModelPlan(
-        options.model,
-        options.users,
-        options.items,
-        options.dim,
-        options.lr,
-        options.seed,
-        budgets=(available_bytes() // 2,) * 2,
-    )
+    half = available_bytes() // 2
+    sizes = options.users, options.items, options.dim
+    in_ram = ModelPlan(options.model, *sizes, options.lr, options.seed, budgets=(half, half))
     print(f"clicks   {log.users:,} users x {log.items:,} items, popularity Zipf({ZIPF}), seed {log.seed}")
     print(f"model    {options.model}, Adam(lr={options.lr:g}), {options.steps:,} batches of {options.batch_size:,}\n")
     print(_format_sizes(in_ram.sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -35,23 +36,30 @@ def read(path: Path, reading: Reading) -> Arrays:
 
 
 def _members(path: Path) -> list[zipfile.ZipInfo]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-    except BROKEN as error:
-        fail(path, "a .npz file", f"{error}", NO_ZIP)
+    with _told(path, "a .npz file"), zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not 0 < len(members) <= MAX_MEMBERS:
         fail(path, f"1 to {MAX_MEMBERS} arrays", f"{len(members)}", NO_ZIP)
     return members
 
 
 @contextmanager
-def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
+def _told(path: Path, expected: str, name: str = "") -> Iterator[None]:
+    """Say in our own words what zipfile finds wrong with a file."""
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
-            yield file
+        yield
     except BROKEN as error:
-        fail(path, "a whole .npz file", f"{error}", NO_ZIP, name)
+        fail(path, expected, f"{error}", NO_ZIP, name)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fail(path, expected, "places outside the file", NO_ZIP, name)
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
+    with _told(path, "a whole .npz file", name), zipfile.ZipFile(path) as archive, archive.open(name) as file:
+        yield file
 
 
 def _check(array: Array, member: zipfile.ZipInfo) -> None:

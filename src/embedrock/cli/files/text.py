@@ -225,6 +225,8 @@ class GloveSink(Sink):
 
     def close(self) -> None:
         self._file.close()
+        if self._words is not None:
+            self._words.close()
 
 
 class Word2vecSink(GloveSink):

@@ -20,7 +20,7 @@ class Vocabulary:
         self._path = path
         ends = _line_ends(path)
         self._starts = np.concatenate([[0], ends])
-        self._file = open(path, "rb")  # noqa: SIM115  (open as long as this lives)
+        self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -36,6 +36,10 @@ class Vocabulary:
             got = f"{len(self)} words, and a row of id {ids[np.argmax(outside)]}"
             fail(self._path, "a word for each row", got, "Name another file by --words, or '' to write ids as words.")
         return [self._word(start, end) for start, end in zip(*self._bounds(ids), strict=True)]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
 
     def _bounds(self, ids: np.ndarray) -> tuple[list[int], list[int]]:
         return self._starts[ids].tolist(), self._starts[ids + 1].tolist()

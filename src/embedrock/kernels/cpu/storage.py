@@ -75,7 +75,7 @@ def unseal(buffer, starts, ids, records, slots, good, lo, hi):
 def unmix(h):
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0x9CB4B2F8129337DB)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0x4F74430C22A54005)
-    return np.int64(h ^ (h >> np.uint64(33)))
+    return h ^ (h >> np.uint64(33))
 
 
 @inlined
@@ -91,23 +91,28 @@ def _position(entries, homes, key):
     return position
 
 
+@inlined
+def _key(row, salt):
+    return mix(np.uint64(row) ^ salt)
+
+
 @kernel
-def find_overlay(entries, homes, ids, locations, lo, hi):
+def find_overlay(entries, homes, salt, ids, locations, lo, hi):
     for i in range(lo, hi):
         if i + AHEAD < hi:
-            prefetch(entries, _home(mix(ids[i + AHEAD]), homes), 128)
-        key = mix(ids[i])
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
+        key = _key(ids[i], salt)
         position = _position(entries, homes, key)
         here = entries[position, 1] != 0 and entries[position, 0] == key
         locations[i] = np.int64(entries[position, 1]) - 1 if here else -1
 
 
 @kernel
-def insert_overlay(entries, homes, count, most, ids, locations, start):
+def insert_overlay(entries, homes, salt, count, most, ids, locations, start):
     for i in range(start, ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _home(mix(ids[i + AHEAD]), homes), 128)
-        key, value = mix(ids[i]), np.uint64(locations[i] + 1)
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
+        key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
         position = _position(entries, homes, key)
         if entries[position, 1] == 0 or entries[position, 0] != key:
             end = position
@@ -185,11 +190,12 @@ def rebuild_overlay(entries, total, first_run):
 
 
 @kernel
-def list_overlay(entries, start, ids, locations):
+def list_overlay(entries, salt, start, ids, locations):
     count = 0
     while start < entries.shape[0] and count < ids.shape[0]:
         if entries[start, 1] != 0:
-            ids[count], locations[count] = unmix(entries[start, 0]), np.int64(entries[start, 1]) - 1
+            ids[count] = np.int64(unmix(entries[start, 0]) ^ salt)
+            locations[count] = np.int64(entries[start, 1]) - 1
             count += 1
         start += 1
     return start, count

@@ -48,16 +48,21 @@ def unseal(
 
 
 def unmix(h: int) -> int:
-    """Return the id of a hash: what ``directory.mix`` took."""
+    """Return what ``directory.mix`` made ``h`` of, in [0, 2**64)."""
     h = ((h ^ (h >> 33)) * pow(0xC4CEB9FE1A85EC53, -1, 1 << 64)) & _MASK
     h = ((h ^ (h >> 33)) * pow(0xFF51AFD7ED558CCD, -1, 1 << 64)) & _MASK
-    h ^= h >> 33
-    return h - (1 << 64) if h >> 63 else h
+    return h ^ (h >> 33)
 
 
 # An overlay is a hash table whose entries (hash, location + 1), uint64, ascend by hash, with gaps (second word 0): a
 # search ends at the first greater hash, and a larger table is made by one pass in place. The home of a hash is
 # its share of `homes`; an entry lies there or, where others came before it, behind. The last entry is always empty.
+# The hash is of the id and a salt, for ids often come in the order of another table's hashes: they would fill one
+# part of this one at a time, were it the same hash.
+
+
+def _key(row: int, salt: int | np.uint64) -> int:
+    return mix(row ^ int(salt))
 
 
 def _home(key: int, homes: int) -> int:
@@ -71,15 +76,22 @@ def _position(entries: np.ndarray, homes: int, key: int) -> int:
     return position
 
 
-def find_overlay(entries: np.ndarray, homes: int, ids: np.ndarray, locations: np.ndarray) -> None:
+def find_overlay(entries: np.ndarray, homes: int, salt: np.uint64, ids: np.ndarray, locations: np.ndarray) -> None:
     """Write the location of each id, or -1."""
     for i, row in enumerate(ids.tolist()):
-        key, value = entries[_position(entries, homes, mix(row))].tolist()
-        locations[i] = value - 1 if key == mix(row) else -1
+        key, value = entries[_position(entries, homes, _key(row, salt))].tolist()
+        locations[i] = value - 1 if key == _key(row, salt) else -1
 
 
 def insert_overlay(
-    entries: np.ndarray, homes: int, count: int, most: int, ids: np.ndarray, locations: np.ndarray, start: int
+    entries: np.ndarray,
+    homes: int,
+    salt: np.uint64,
+    count: int,
+    most: int,
+    ids: np.ndarray,
+    locations: np.ndarray,
+    start: int,
 ) -> tuple[int, int]:
     """Set the locations of ids from ``start`` on: of equal ids, the last one's.
 
@@ -87,7 +99,7 @@ def insert_overlay(
     when the end of the table is reached: it has to be rebuilt then.
     """
     for i in range(start, len(ids)):
-        key, value = mix(int(ids[i])), int(locations[i]) + 1
+        key, value = _key(int(ids[i]), salt), int(locations[i]) + 1
         position = _position(entries, homes, key)
         if entries[position, 1] == 0 or entries[position, 0] != key:
             end = position + int(np.argmin(entries[position:, 1] != 0))
@@ -133,7 +145,9 @@ def rebuild_overlay(entries: np.ndarray, total: int, first_run: int) -> int:
     return homes
 
 
-def list_overlay(entries: np.ndarray, start: int, ids: np.ndarray, locations: np.ndarray) -> tuple[int, int]:
+def list_overlay(
+    entries: np.ndarray, salt: np.uint64, start: int, ids: np.ndarray, locations: np.ndarray
+) -> tuple[int, int]:
     """Fill ``ids`` and ``locations`` with the entries from position ``start`` on.
 
     Returns the position to go on from, and how many were written: less than fits only at the end.
@@ -141,7 +155,8 @@ def list_overlay(entries: np.ndarray, start: int, ids: np.ndarray, locations: np
     count = 0
     while start < len(entries) and count < len(ids):
         if entries[start, 1] != 0:
-            ids[count], locations[count] = unmix(int(entries[start, 0])), int(entries[start, 1]) - 1
+            ids[count] = (np.uint64(unmix(int(entries[start, 0]))) ^ salt).view(np.int64)
+            locations[count] = int(entries[start, 1]) - 1
             count += 1
         start += 1
     return start, count

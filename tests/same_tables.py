@@ -1,0 +1,37 @@
+"""What says that a table on disk is the same, byte by byte, as one in RAM."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import embedrock as er
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.memory import Memory
+
+
+def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return all ids, ascending, and the bytes of their records: weights and optimizer state."""
+    with table._turn.alone():
+        tier = table._tier
+        if isinstance(tier, Memory):
+            ids, records = tier.snapshot()
+            order = np.argsort(ids)
+            return ids[order], records[order]
+        assert isinstance(tier, Disk)
+        ids = np.sort(np.concatenate([np.empty(0, np.int64), *tier.id_batches(100)]))
+        return ids, tier.copies(ids).bytes
+
+
+def check_same(table: er.Table, ram: er.Table) -> None:
+    """Fail unless two tables have the same rows, byte by byte, and will step alike."""
+    (ids, records), (expected_ids, expected) = records_of(table), records_of(ram)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(records, expected)
+    assert table.stats()["rows_touched"] == len(ids)
+    assert (table.steps, table.rule) == (ram.steps, ram.rule)
+    histories = [{} if t._history is None else t._history.state() for t in (table, ram)]
+    assert histories[0].keys() == histories[1].keys()
+    for name, array in histories[0].items():
+        np.testing.assert_array_equal(array, histories[1][name])
+    for got, wanted in zip(table.export(), ram.export(), strict=True):
+        np.testing.assert_array_equal(got, wanted)

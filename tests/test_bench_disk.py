@@ -1,0 +1,375 @@
+"""The benchmarks of tables on disk at toy size: cgroups, the disk's own speed, what is reported, what is left behind.
+
+No speed is asserted here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedrock.bench import cgroups, cli, commit, disk, disk_contenders, raw_disk
+from embedrock.bench.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
+from embedrock.bench.disk import DiskEffort, Judge, Measured, SpaceError, scratch_folder
+from embedrock.bench.disk_contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
+from embedrock.bench.processes import ChildError, child_environment
+from embedrock.bench.workload import SCATTER, Workload
+from embedrock.errors import ArgumentError
+
+MIB = 1 << 20
+TINY = Workload(rows=3000, dim=8, batch=64, features=2)
+TINY_OPTIONS = ["--rows=3k", "--dim=8", "--batch=64", "--steps=4", "--warmup=3", "--threads=1"]
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+
+
+@pytest.fixture(autouse=True)
+def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_disk, "DEPTHS", (2,))
+    monkeypatch.setattr(raw_disk, "PROBE_S", 0.01)
+    monkeypatch.setattr(raw_disk.probe, "__defaults__", (0.01,))
+    monkeypatch.setattr(raw_disk.again, "__defaults__", (0.01,))
+
+
+def tiny_effort(folder: Path) -> DiskEffort:
+    return DiskEffort(rounds=1, steps=4, threads=1, timeout_s=120, folder=folder, memory=2 * MIB, warmup=3)
+
+
+# ---------------------------------------------------------------- the stream and its oracle
+
+
+def test_the_stream_is_endless_and_the_same_each_time():
+    first = TINY.batch_at(0)
+    assert first.shape == (64, 2)
+    assert np.array_equal(first, TINY.batch_at(0))
+    assert not np.array_equal(first, TINY.batch_at(10**9))
+
+
+@pytest.mark.parametrize("zipf", [0.0, 0.5, 1.0, 1.05, 2.0])
+@pytest.mark.parametrize("slots", [0, 100, 4999, 5000, 10**6])
+def test_expected_misses_are_those_of_the_most_popular_rows_kept(zipf: float, slots: int):
+    workload = Workload(rows=5000, batch=100, features=2, zipf=zipf)
+    kept = np.arange(min(slots, 5000)) * SCATTER % 5000
+    batches = [np.unique(workload.batch_at(index)) for index in range(400)]
+    measured = np.mean([np.count_nonzero(~np.isin(ids, kept)) for ids in batches])
+    assert workload.expected_misses(slots) == pytest.approx(measured, rel=0.05, abs=0.05)
+
+
+# ---------------------------------------------------------------- cgroups
+
+
+class Eater:
+    """Takes RAM in a process of its own."""
+
+    def __init__(self) -> None:
+        self._meals: list[np.ndarray] = []
+
+    def eat(self, mebibytes: int) -> int:
+        self._meals.append(np.ones(mebibytes * MIB // 8))
+        return outside_bytes()
+
+
+needs_cgroups = pytest.mark.skipif(bool(cgroups.why_not()), reason=f"no memory cgroup: {cgroups.why_not()}")
+
+
+@needs_cgroups
+def test_a_cgroup_counts_bounds_and_goes():
+    with MemoryCgroup(96 * MIB) as cgroup:
+        with confined(96 * MIB, Eater, environment={}, timeout_s=60) as (child, own):
+            assert own is not None
+            assert child.call("eat", 20) > 0
+            assert 20 * MIB <= own.peak_bytes <= 96 * MIB
+            assert own.used_bytes >= 20 * MIB
+            with pytest.raises(ChildError, match=r"SIGKILL \(out of memory\?\)"):
+                child.call("eat", 200)
+        assert not own.folder.exists()
+        assert cgroup.used_bytes < 20 * MIB
+    assert not cgroup.folder.exists()
+
+
+def fake_cgroups(root: Path, lines: str, files: dict[str, str]) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def make_with_files(names: tuple[str, ...], folder: Path) -> None:
+    os.mkdir(folder)
+    for name in names:
+        (folder / name).write_text("0")
+
+
+def test_version_2_takes_the_first_group_that_hands_memory_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = {
+        "sys/fs/cgroup/cgroup.controllers": "cpu memory",
+        "sys/fs/cgroup/user/cgroup.subtree_control": "cpu memory",
+        "sys/fs/cgroup/cgroup.subtree_control": "cpu memory",
+    }
+    fake_cgroups(tmp_path, "0::/user/session\n", files)  # the group itself has no subtree_control: it is refused
+    monkeypatch.setattr(Path, "mkdir", partial(make_with_files, ("memory.max", "memory.current", "memory.peak")))
+    monkeypatch.setattr(Path, "mkdir", lambda folder: make_with_files(("memory.max", "memory.current"), folder))
+    cgroup = MemoryCgroup(5 * MIB, tmp_path)
+    assert cgroup.folder.parent == tmp_path / "sys/fs/cgroup/user"
+    assert (cgroup.folder / "memory.max").read_text().startswith(str(5 * MIB))
+    (cgroup.folder / "memory.current").write_text("123\n")
+    assert cgroup.peak_bytes == 123  # an old kernel has no memory.peak
+    (cgroup.folder / "memory.peak").write_text("456\n")
+    assert cgroup.peak_bytes == 456
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("", "no memory controller of cgroups is mounted"),
+        ("4:memory:/mine\n", "No such file or directory"),
+        ("0::/mine\n", "no memory controller of cgroups is mounted"),
+    ],
+)
+def test_without_a_cgroup(tmp_path: Path, lines: str, reason: str):
+    fake_cgroups(tmp_path, lines, {})
+    with pytest.raises(NoCgroupError, match=reason):
+        MemoryCgroup(MIB, tmp_path)
+
+
+def test_children_run_without_a_cgroup_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cgroups, "ROOT", Path("/no/such/root"))
+    monkeypatch.setattr(MemoryCgroup.__init__, "__defaults__", (Path("/no/such/root"),))
+    with confined(MIB, Eater, environment={}, timeout_s=60) as (child, cgroup):
+        assert cgroup is None
+        assert child.call("eat", 20) == 0
+
+
+# ---------------------------------------------------------------- the disk itself
+
+
+@pytest.mark.parametrize("reader", [raw_disk.own, raw_disk.fio])
+def test_readers_read(tmp_path: Path, reader: Any):
+    if reader is raw_disk.fio and not raw_disk.shutil.which("fio"):
+        pytest.skip("fio is not installed")
+    paths = [tmp_path / name for name in ("one", "t:wo")]
+    for path in paths:
+        path.write_bytes(bytes(4 * MIB))
+    assert reader(paths, 2, 0.01) > 0
+
+
+def test_probe_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(raw_disk.shutil, "which", lambda name: None)
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    (rate,) = raw_disk.probe([tmp_path / "file"])
+    assert (rate.reader, rate.depth) == ("own", 2)
+    assert raw_disk.again(rate, [tmp_path / "file"]).reads_per_s > 0
+
+
+def test_write_rate_leaves_nothing(tmp_path: Path):
+    assert raw_disk.write_rate(tmp_path / "file", 3 * MIB) > 0
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- contenders
+
+
+def test_recipes_are_sparse_adam(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    job = Job(TINY, tmp_path, MIB)
+    os.environ.setdefault("EMBEDROCK_THREADS", "1")
+    trained = {}
+    for name in ("memmap", "torch-from-file", "memmap-records"):
+        contender = BY_NAME[name]
+        assert contender.write is not None
+        contender.write(job)
+        same_start(job)
+        session = contender.session(job)
+        assert session.steps(0, 3, 60.0) == 3
+        trained[name] = weights_of(job, contender)
+    for name in ("torch-from-file", "memmap-records"):
+        np.testing.assert_allclose(trained[name], trained["memmap"], rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(trained["memmap"], first_weights())
+    del torch
+
+
+def first_weights() -> np.ndarray:
+    return np.random.default_rng(1).random((TINY.rows, TINY.dim), dtype=np.float32)
+
+
+def same_start(job: Job) -> None:
+    """Give all files the same weights, and states of zeros."""
+    records = np.zeros((TINY.rows, 3, TINY.dim), np.float32)
+    records[:, 0] = first_weights()
+    for column, name in enumerate(disk_contenders.ARRAYS):
+        np.ascontiguousarray(records[:, column]).tofile(job.folder / name)
+    records.tofile(job.folder / "records")
+
+
+def weights_of(job: Job, contender: DiskContender) -> np.ndarray:
+    if contender.session is MemmapRecords:
+        return np.fromfile(job.folder / "records", np.float32).reshape(TINY.rows, 3, TINY.dim)[:, 0]
+    return np.fromfile(job.folder / "weights", np.float32).reshape(TINY.rows, TINY.dim)
+
+
+def test_memmap_records_keep_states_apart(tmp_path: Path):
+    job, states = Job(TINY, tmp_path, MIB), []
+    disk_contenders.write_records(job)
+    disk_contenders.write_arrays(job)
+    same_start(job)
+    for session in (Memmap(job), MemmapRecords(job)):
+        session.steps(0, 2, 60.0)
+    states = [np.fromfile(tmp_path / name, np.float32) for name in disk_contenders.ARRAYS]
+    records = np.fromfile(tmp_path / "records", np.float32).reshape(TINY.rows, 3, TINY.dim)
+    for column, state in enumerate(states):
+        np.testing.assert_array_equal(records[:, column].ravel(), state)
+
+
+# ---------------------------------------------------------------- bench disk
+
+
+def test_disk_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    names = "ours*,memmap*"
+    status = cli.main(["disk", *TINY_OPTIONS, "--memory=128KiB", f"--contenders={names}", "--json=out.json"])
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # files are removed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["options"]["memory"] == 128 << 10
+    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
+    lines = {line["name"]: line for line in found["results"]}
+    assert lines.keys() == {*(name for name in BY_NAME if not name.startswith("torch")), "raw-disk"}
+    for name in ("ours", "ours-prefetch-2", "ours-prefetch-32"):
+        assert lines[name]["misses_per_step"] > 0
+        assert lines[name]["reads_per_s"] > 0
+        assert lines[name]["cache_slots"] < 3000
+    assert lines["ours-prefetch-32"]["amplification"]["bytes_written"] > 0
+    wanted = {verdict["what"].split(" over ")[0] for verdict in found["verdicts"]}
+    assert {"steps/s of ours", "misses of ours", "step with all rows resident", "bytes written"} <= wanted
+    for text in ("ours-prefetch-2", "memmap-records", "4 KiB random reads/s", "cgroup"):
+        assert text in output.out
+
+
+def test_a_contender_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    broken = DiskContender("broken", "cannot be made", BrokenSession, disk_contenders.write_arrays)
+    unwritten = DiskContender("unwritten", "has no files", Session, write_nothing)
+    report = disk.run(TINY, [broken, unwritten], tiny_effort(tmp_path))
+    assert [name for name, _ in report.failures] == ["broken", "unwritten"]
+    assert "broken: failed: ArithmeticError: cannot be made" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+class BrokenSession(Session):
+    """Fails at once."""
+
+    def __init__(self, job: Job) -> None:
+        raise ArithmeticError("cannot be made")
+
+
+def write_nothing(job: Job) -> dict[str, float]:
+    raise OSError("no files today")
+
+
+def test_too_little_space_is_told_before(tmp_path: Path):
+    with pytest.raises(SpaceError, match=r"needs 1024\.0 TiB of free space .* Choose another --folder"):
+        scratch_folder(tmp_path, 1 << 50).__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_files(tmp_path: Path, number: int):
+    options = ["--rows=200k", "--steps=100000", "--seconds=100", "--contenders=memmap"]
+    command = [sys.executable, "-m", "embedrock.bench", "disk", *options]
+    with subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("steps to warm up" in line or "filling" in line for line in process.stderr)
+        time.sleep(0.1)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
+
+
+def measured(name: str, **line: Any) -> Measured:
+    base = {"steps_per_s": 1.0, "raw_reads_per_s": None, "peak_bytes": None}
+    return Measured(BY_NAME[name], line={**base, **line})
+
+
+def test_verdicts_say_what_was_measured_against_what():
+    effort = DiskEffort(memory=100_000_000)
+    counted = {"cache_slots": 1000, "misses_per_step": 2 * TINY.expected_misses(1000), "reads_per_s": 60.0}
+    verdicts = Judge(
+        TINY,
+        effort,
+        [
+            measured("ours", steps_per_s=30.0, resident={"resident_s": 2.0, "ram_s": 1.0}, **counted),
+            measured("ours-prefetch-32", peak_bytes=500_000_000, raw_reads_per_s=100.0, **counted),
+            measured("ours-prefetch-2", overlap={"prefetch_s": 1.0, "dense_s": 2.0, "together_s": 2.2}, **counted),
+            measured("memmap", steps_per_s=2.0),
+        ],
+    ).verdicts()
+    found = {verdict.what: (round(verdict.measured, 6), verdict.wanted, verdict.reached) for verdict in verdicts}
+    assert found["steps/s of ours over memmap"] == (15, 10, True)
+    assert found["misses of ours over those of the 1,000 most popular rows kept"] == (2, 1.15, False)
+    assert found["step with all rows resident over that in RAM"] == (2, 1.3, False)
+    assert found["record reads/s of ours-prefetch-32 over the disk's own"] == (0.6, 0.7, False)
+    assert found["RAM and page cache of ours-prefetch-32"] == (500, 400, False)
+    assert found["ours-prefetch-2 with a dense model over the larger of the two alone"] == (1.1, 1.2, True)
+
+
+# ---------------------------------------------------------------- bench commit
+
+
+def test_commit_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commit, "SPARSE_BYTES", 2 * 10**9)
+    monkeypatch.setattr(commit, "LOG_ROWS", 50_000)
+    options = ["--memory=16MiB", "--sizes=100,3000", "--rounds=1", "--json=out.json"]
+    status = cli.main(["commit", *TINY_OPTIONS, "--rows=100k", *options])
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    lines = {line["name"]: line for line in json.loads((tmp_path / "out.json").read_text())["results"]}
+    small, large = lines["commit of 100 rows"], lines["commit of 3,000 rows"]
+    assert small["rows"] * small["record_bytes"] <= small["bytes_written"] < large["bytes_written"]
+    assert lines["commit in the background"]["rows"] == 3000
+    assert lines["open a sparse table"]["disk_bytes"] == pytest.approx(2e9, rel=0.1)
+    assert lines["open logs"]["overlay_rows"] == 50_000
+    for text in ("commit of 3,000 rows", "the call took", "RAM of a row not compacted", "extra RAM of a commit"):
+        assert text in output.out
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["disk", "--memory", "much"], "argument --memory: must be a size such as \"512MiB\": got 'much'"),
+        (["disk", "--folder", "no/such"], "argument --folder: must be a folder that exists: got 'no/such'"),
+        (["disk", "--contenders", "theirs"], "no contender is called 'theirs': choose from ours, ours-prefetch-2"),
+        (["disk", "--batches", "3"], "unrecognized arguments: --batches 3"),
+        (["commit", "--sizes", "0"], "argument --sizes: must be a positive whole number"),
+    ],
+)
+def test_bad_options(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_are_the_documented_workload():
+    arguments: Namespace = cli._parser().parse_args(["disk"])
+    workload = cli._disk_workload(arguments)
+    assert (workload.rows, workload.dim, workload.lookups, workload.zipf) == (20_000_000, 64, 16_384, 1.05)
+    assert (DiskEffort().memory, DiskEffort().limit) == (1 << 30, 2 << 30)
+    assert cli._bytes("1KiB") == 1024
+    with pytest.raises(ArgumentError):
+        cli.parse_bytes("much")
