@@ -296,7 +296,7 @@ def misses_of_rows_that_come_and_go(policy: str) -> int:
     cache, random, misses = Cache(2000, policy), np.random.default_rng(0), 0
     for step in range(1200):
         ids = np.unique(step * 14 + random.integers(0, 1400, 100))
-        misses += np.count_nonzero(cache.find(ids) < 0) if step >= 600 else 0
+        misses += int(np.count_nonzero(cache.find(ids) < 0)) if step >= 600 else 0
         use(cache, ids)
     return misses
 

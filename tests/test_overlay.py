@@ -125,6 +125,23 @@ def test_the_last_of_equal_ids_counts():
     assert overlay.count == 2
 
 
+def test_many_ids_that_are_there_already():
+    overlay, ids = Overlay(), np.arange(10_000)
+    for _ in range(3):
+        overlay.insert(np.tile(ids, 20), np.arange(200_000))
+        check_size(overlay)
+    assert overlay.find(ids).tolist() == list(range(190_000, 200_000))
+
+
+def test_order_is_no_other_overlays():
+    # Ids that come in the order of a table's own hashes would fill one part of it at a time.
+    first, second = Overlay(), Overlay()
+    for overlay in (first, second):
+        overlay.insert(np.arange(1000), np.arange(1000))
+    assert list(content(first)) != list(content(second))
+    assert content(first) == content(second)
+
+
 def test_greatest_location():
     overlay, greatest = Overlay(), (2**23 - 1 << 40) + 2**40 - 2
     overlay.insert(np.array([1]), np.array([greatest]))
@@ -155,7 +172,7 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overlays.mmap, "mmap", Refusing)
     overlay, ids = Overlay(), np.arange(1000)
     with pytest.raises(
-        MemoryBudgetError, match=r"index of 217 rows .* needs 8\.0 KiB, and the system refused"
+        MemoryBudgetError, match=r"index of 217 rows .* needs 20\.0 KiB, and the system refused"
     ) as error:
         overlay.insert(ids, ids)
     assert "compact()" in str(error.value)

@@ -230,8 +230,9 @@ def write_table(job: Job) -> dict[str, float]:
     start = time.perf_counter()
     where = {"path": job.folder / TABLE, "memory": job.memory, "keep": 1}
     with er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE), **where) as table:
-        for first in range(0, workload.rows, WRITE_ROWS):
-            ids = np.arange(first, min(first + WRITE_ROWS, workload.rows))
+        rows = min(WRITE_ROWS, -(-job.memory // (8 * table.spec.record_bytes)))  # has to fit the cache
+        for first in range(0, workload.rows, rows):
+            ids = np.arange(first, min(first + rows, workload.rows))
             table.assign(ids, values[: len(ids)])
         table.commit()
         table.compact()

@@ -68,20 +68,23 @@ def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[
         OSError: the disk. Nothing has changed.
     """
     with store.compacting:
-        _compact(store, rows, rate, stops)
+        _compact(store, _source(store, _first_unpublished(store)), rows, rate, stops)
 
 
 def relieve(store: Store, rows: int | None) -> None:
-    """Have the overlay as small as compaction can make it, without a limit of rate, and return when it is."""
-    store.hurry = True  # to one that is under way
+    """Fold all logs, those of the commit in the making too, so that the overlay is empty, and return when it is.
+
+    No rows may be written and no commit be under way meanwhile.
+    """
+    store.hurry = True  # to a compaction that is under way
     try:
-        compact(store, rows, None, lambda: False)
+        with store.compacting:
+            _compact(store, _source(store, store.next_run()), rows, None, lambda: False)
     finally:
         store.hurry = False
 
 
-def _compact(store: Store, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
-    source = _source(store)
+def _compact(store: Store, source: Source, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.ids):
         return
     folder = store.free_name(f"base/{store.manifest.commit + 1:010d}")
@@ -97,9 +100,13 @@ def _compact(store: Store, rows: int | None, rate: float | None, stops: Callable
     _install(store, source, made)
 
 
-def _source(store: Store) -> Source:
+def _first_unpublished(store: Store) -> int:
     with store.lock:
-        first_kept = min((log.number for log in store.logs), default=store.next_run())
+        return min((log.number for log in store.logs), default=store.next_run())
+
+
+def _source(store: Store, first_kept: int) -> Source:
+    with store.lock:
         parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
         base, runs = store.base, tuple(store.base_runs)
     nothing = np.empty(0, np.int64)
@@ -201,7 +208,8 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.base, store.base_runs = base, runs
         store.delta = [run for run in store.delta if run not in folded]
         store.overlay.remove_runs_below(source.first_kept)
-        store.drop([*folded, *replaced])
+        logs = [log for log in store.logs if log.number < source.first_kept]
+    store.forget([*folded, *replaced, *logs])
 
 
 def _remove(store: Store, folder: str) -> None:

@@ -113,6 +113,18 @@ class Manifest:
         _check_files(manifest, where)
         return manifest
 
+    def check_spec(self, rows: int | None, record_bytes: int, where: str) -> None:
+        """Raise `CorruptTableError` unless its files are those of a table of `rows` rows (None: open ids).
+
+        A record of a row that the table does not have would be written outside of its memory.
+        """
+        entries = (*self.base, *self.delta)
+        if record_bytes != self.record_bytes:
+            raise damaged(where, f"records of {record_bytes} bytes, as `spec` says", self.record_bytes)
+        if rows is not None and any(entry.lo < 0 or entry.hi > rows for entry in entries):
+            low, high = min(entry.lo for entry in entries), max(entry.hi for entry in entries)
+            raise damaged(where, f"ids in [0, {rows}), as `spec` says", f"some in [{low}, {high})")
+
 
 def path_of(folder: str, number: int) -> str:
     """Return where the manifest of a commit lies."""

@@ -319,8 +319,11 @@ class ChunkWriter:
 
 
 def uuid_of(system: System, path: str) -> str | None:
-    """Return the uuid of the table that a file belongs to; None if it is no run."""
-    page = read_start(system, path, HEADER_BYTES)
+    """Return the uuid of the table that a file belongs to; None if it is no run, or cannot be read."""
+    try:
+        page = read_start(system, path, HEADER_BYTES)
+    except OSError:
+        return None
     if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != struct.unpack("<I", page[-CRC_BYTES:])[0]:
         return None
     magic, *_, uuid = _HEADER.unpack_from(page)

@@ -87,6 +87,7 @@ class Store:
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
         self._serial = 0
+        self._frozen: set[str] = set()  # names of files that the commit under way may publish
         self.load(manifest)
 
     # ---------------------------------------------------------------- opening
@@ -276,6 +277,7 @@ class Store:
             if self._active is None:
                 self._new_log()
             self._active = None
+            self._frozen = {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
             return Freeze(tuple(self.base_runs), tuple(self.delta), tuple(self.logs))
 
     def check_commits(self) -> None:
@@ -398,12 +400,21 @@ class Store:
             newest = self.overlay.find(part) == old
             self.overlay.insert(part[newest], new[newest])
 
+    def forget(self, runs: Sequence[Run]) -> None:
+        """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
+        with self.lock:
+            self.logs = [log for log in self.logs if log not in runs]
+            self._active = self._active if self._active in self.logs else None
+            needed = folders.files_of(self.manifest) | self._frozen
+        self.drop(runs)
+        self._unlink([run for run in runs if run.path not in needed])
+
     def _remove(self, logs: Sequence[Log]) -> None:
         """Remove logs that hold nothing of use."""
         self.drop(logs)
         self._unlink(logs)
 
-    def _unlink(self, logs: Sequence[Log]) -> None:
+    def _unlink(self, logs: Sequence[Run]) -> None:
         """Remove the files of logs. A failure costs disk space only."""
         for log in logs:
             try:

@@ -265,8 +265,11 @@ class Disk(Tier):
         """See to it that `count` slots are free; return whether others may have had the table meanwhile."""
         waited = False
         while (needed := count - self.cache.free) > 0:
+            crowded = self._crowds(needed)
             victims = self.cache.victims(needed)
-            if len(victims) == needed:
+            if crowded and (self.commit is None or self.commit.is_done):
+                relieve(self.store, self.spec.rows)
+            elif len(victims) == needed and not crowded:
                 self._evict(victims)
             elif self.commit is None or self.commit.is_done:
                 self._refuse(count)
@@ -287,25 +290,16 @@ class Disk(Tier):
     def _evict(self, victims: np.ndarray) -> None:
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
-            self._check_overlay(len(dirty))
             dirty = dirty[np.argsort(self.cache.ids[dirty])]
             self.store.append(self.records.bytes, dirty, self.cache.ids[dirty])
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()
 
-    def _check_overlay(self, more: int) -> None:
-        """See to it that the index of rows in logs stays within its part of the budget, if need be by waiting."""
+    def _crowds(self, more: int) -> bool:
+        """Tell whether the index of rows in logs would take more than its part of the budget."""
         overlay, most = self.store.overlay, max(self.room.budget_bytes // OVERLAY_SHARE, LEAST_OVERLAY_BYTES)
-        if overlay.bytes_with(more) > most:
-            relieve(self.store, self.spec.rows)
-        if overlay.bytes_with(more) > most:
-            raise MemoryBudgetError(
-                f"{self._subject} has {overlay.count} rows on disk that changed since commit "
-                f"{self.store.manifest.commit}, and may take {format_bytes(most)} of RAM to find them, a quarter of "
-                f"its {format_bytes(self.room.budget_bytes)}: it needs {format_bytes(overlay.bytes_with(more))}. Call "
-                "commit() more often, or raise memory=. Nothing was lost."
-            )
+        return overlay.count > 0 and overlay.bytes_with(more) > most
 
     # ---------------------------------------------------------------- ahead of the batch that uses them
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedrock.errors import EmbedrockError
 
-BATCH_BYTES = 8 << 20  # of vectors, at a time
+BATCH_BYTES = 4 << 20  # of vectors, at a time
 MAX_BATCH_ROWS = 1 << 16
 ROW_NUMBERS = "row-number"  # in place of the name of ids: rows are numbered from 0
 

@@ -19,6 +19,7 @@ from embedrock.cli.files.vocabulary import Vocabulary, keep_lines
 
 MAX_LINE_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 20
+PIECE_NUMBERS = 1 << 16  # written at a time: Python's own floats take 32 bytes each
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
@@ -201,7 +202,9 @@ class GloveSink(Sink):
         return b""
 
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        self._file.write(self._lines(ids, vectors))
+        piece = max(1, PIECE_NUMBERS // self.writing.dim)
+        for start in range(0, len(ids), piece):
+            self._file.write(self._lines(ids[start : start + piece], vectors[start : start + piece]))
         self.done += len(ids)
 
     def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
