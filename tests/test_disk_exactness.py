@@ -160,7 +160,8 @@ class Pair:
         self.saved[self.table.commit(step=self.ram.steps, wait=wait, name=name)] = copy.deepcopy(self.ram)
 
     def compact(self) -> None:
-        self.saved[self.table.compact()] = copy.deepcopy(self.ram)
+        before = self.saved[max(self.saved)]
+        self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
         durability = self.table._durability

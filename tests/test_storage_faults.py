@@ -158,7 +158,8 @@ class Workload:
 
     def compact(self) -> None:
         def compact() -> None:
-            self.oracle.allow(self.table.last_commit + 1, self.oracle.now)
+            last = self.table.last_commit
+            self.oracle.allow(last + 1, self.oracle.of(last))  # what is not committed yet is not in it
             self.oracle.acknowledge(self.table.compact())
 
         self.settle()

@@ -264,6 +264,10 @@ class Durability:
         self.stop_compaction()
         compact(self.store, rows, None, lambda: False)
 
+    def commit_base(self) -> None:
+        """Commit what compaction has made, unless that is done."""
+        self.store.commit_base(now(), self.settings.keep)
+
     def stop_compaction(self) -> None:
         """End a compaction in the background; what it has written so far is removed."""
         if self._compaction is not None:

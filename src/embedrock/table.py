@@ -594,7 +594,6 @@ class Table:
         spec, tier = self._spec.with_rule(rule), self._tier
         if rule == self.rule:
             return
-        self._changes += 1
         if rule is not None and rule.same_layout(self.rule):
             self._spec = spec
         elif isinstance(tier, Disk):
@@ -897,14 +896,22 @@ class Table:
         return self.last_commit
 
     def compact(self) -> int:
-        """Fold the changes of past commits into the table's base, and commit; return the commit's number.
+        """Fold the changes of past commits into the table's base, and commit that; return the last commit's number.
 
-        This happens by itself in the background after commits, as often as the disk's and the RAM's use ask for it.
+        Changes that no commit has are not in it. It happens by itself in the background after commits, as often as the
+        disk's and the RAM's use ask for it.
         """
         durability, _ = self._disk()
         durability.check_writes(self._subject)
         durability.compact(self.rows)
-        return self.commit(step=self.last_step)
+        return self._commit_base()
+
+    @_whole
+    def _commit_base(self) -> int:
+        durability, tier = self._disk()
+        self._end_commit(tier)
+        durability.commit_base()
+        return self.last_commit
 
     def verify(self) -> Verdict:
         """Read all files of all commits, and check every checksum: see `Verdict`."""

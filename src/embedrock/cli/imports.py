@@ -6,7 +6,7 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,17 @@ def _start(job: Job, table: er.Table, kept: dict[str, Any] | None) -> int:
 
 def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
     """Assign rows from number `start` on; return how many ids came again in the same batch."""
+    if not job.source.has_words:
+        return _assign(job, table, None, start, repeated)
     part = part_of(job.words)
-    words = VocabularyWriter(part, start) if job.source.has_words else None
+    with closing(VocabularyWriter(part, start)) as words:
+        repeated = _assign(job, table, words, start, repeated)
+    os.replace(part, job.words)
+    sync_folder(job.words.parent)
+    return repeated
+
+
+def _assign(job: Job, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
     done = saved = start
     with progress(f"import {job.source.path.name}", job.source.rows, start) as advance:
         for batch in job.source.batches(start):
@@ -197,10 +206,6 @@ def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
                 _save(job, table, words, done, repeated)
                 saved = done
     _save(job, table, words, done, repeated)
-    if words is not None:
-        words.close()
-        os.replace(part, job.words)
-        sync_folder(job.words.parent)
     return repeated
 
 

@@ -316,6 +316,14 @@ class Store:
         self._remove([log for log in freeze.logs if not log.count])
         self.collect(keep)
 
+    def commit_base(self, time: str, keep: int) -> None:
+        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction)."""
+        self.check_commits()
+        with self.lock:
+            freeze, last = Freeze(tuple(self.base_runs), tuple(self.delta), ()), self.manifest
+        if [run.entry for run in (*freeze.base, *freeze.delta)] != [*last.base, *last.delta]:
+            self.publish(freeze, {"time": time, "name": None}, keep)
+
     def _publish(self, freeze: Freeze, changes: dict[str, Any]) -> Manifest:
         entries = [log.entry or log.seal() for log in freeze.logs if log.count]
         manifest = replace(

@@ -81,8 +81,9 @@ class Commit:
             self.error = error
             self._thaw()
         finally:
-            self.is_done = True
-            tier.turn.notify()
+            with tier.turn.lock:  # or who sees it might, with the lock, wait for this thread, and this one for the lock
+                self.is_done = True
+                tier.turn.notify()
 
     def _write_all(self) -> None:
         slots = self._slots[np.argsort(self._tier.cache.ids[self._slots])]  # frozen rows stay where they are

@@ -154,13 +154,14 @@ class Disk(Tier):
         return slots
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        known = self._note_batch(ids, int(np.count_nonzero(slots < 0)))
-        if known and (slots >= 0).all():
-            return slots
-        while (brought := self._bring(ids, slots)) is None:
-            slots = self.cache.find(ids)
-        self.cache.touch(brought[brought >= 0])
-        return brought
+        with held_back():  # or a slot might be taken for a row that was not read
+            known = self._note_batch(ids, int(np.count_nonzero(slots < 0)))
+            if known and (slots >= 0).all():
+                return slots
+            while (brought := self._bring(ids, slots)) is None:
+                slots = self.cache.find(ids)
+            self.cache.touch(brought[brought >= 0])
+            return brought
 
     def _note_batch(self, ids: np.ndarray, missing: int) -> bool:
         """Count a batch once, and tell whether it was known: a lookup and the step after it have the same ids."""
@@ -329,14 +330,14 @@ class Disk(Tier):
 
     def _bring_part(self, ids: np.ndarray, ticket: Ticket) -> np.ndarray:
         """Bring up what can be; return the ids that moved meanwhile."""
-        with self.turn.lock:
+        with held_back(), self.turn.lock:
             slots = self.cache.find(ids)
             ticket.hold(slots[slots >= 0])
             found = self.store.located(ids[slots < 0])
             self._misses += int(np.count_nonzero(slots < 0))
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self.store.read(found, staged, np.arange(len(staged)))
-        with self.turn.alone():
+        with held_back(), self.turn.alone():
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
             ticket.hold(slots[slots >= 0])

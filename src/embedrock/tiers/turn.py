@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from embedrock.interrupts import held_back
+
 
 class Turn:
     """The lock of a table.
@@ -35,7 +37,7 @@ class Turn:
 
     def wait_for(self, predicate: Callable[[], bool]) -> None:
         """Let others have the table until `predicate` holds, and have it for oneself again."""
-        with self.lock:
+        with held_back(), self.lock:  # an interrupt inside of a condition leaves its lock in disorder
             self._changed.wait_for(predicate)
             self._settle()
 
