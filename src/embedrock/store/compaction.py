@@ -31,6 +31,7 @@ class Source(NamedTuple):
         base: the index of the old chunks, `runs` their files.
         first_kept: number of the first run that stays as it is.
         ids: of the rows in logs, ascending; `locations` says where.
+        is_ahead: there were records that no commit has.
     """
 
     base: Base
@@ -38,6 +39,7 @@ class Source(NamedTuple):
     first_kept: int
     ids: np.ndarray
     locations: np.ndarray
+    is_ahead: bool
 
     def part(self, lo: int, hi: int) -> slice:
         """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
@@ -108,11 +110,12 @@ def _first_unpublished(store: Store) -> int:
 def _source(store: Store, first_kept: int) -> Source:
     with store.lock:
         parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
-        base, runs = store.base, tuple(store.base_runs)
+        base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count for log in store.logs)
     nothing = np.empty(0, np.int64)
     ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
     order = np.argsort(ids)
-    return Source(base, runs, first_kept, ids[order], np.concatenate([nothing, *(at for _, at in parts)])[order])
+    locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
+    return Source(base, runs, first_kept, ids[order], locations, is_ahead)
 
 
 def _below(ids: np.ndarray, locations: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray]:
@@ -206,6 +209,7 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         folded = [run for run in store.delta if run.number < source.first_kept]
         replaced = [run for run in source.runs if run not in runs]
         store.base, store.base_runs = base, runs
+        store.base_is_ahead = store.base_is_ahead or source.is_ahead
         store.delta = [run for run in store.delta if run not in folded]
         store.overlay.remove_runs_below(source.first_kept)
         logs = [log for log in store.logs if log.number < source.first_kept]

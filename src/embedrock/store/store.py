@@ -75,6 +75,8 @@ class Store:
         manifest: the last commit.
         compacting: held by the one compaction under way.
         hurry: it is not to mind its limit of rate.
+        base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
+            publishes both.
         broken: why no further commit is taken; None where all is well.
         counts: records and bytes read and written since it was opened.
     """
@@ -152,6 +154,7 @@ class Store:
             self.base, self.base_runs, self.delta = base_of(base), base, delta
             self.logs: list[Log] = []
             self._active: Log | None = None
+            self.base_is_ahead = False
 
     def _open_run(self, entry: Entry, manifest: Manifest, runs: dict[int, Run]) -> Run:
         run = open_run(self.system, self.folder, entry, manifest, len(runs))
@@ -313,13 +316,19 @@ class Store:
             self.delta = [*self.delta, *(log for log in freeze.logs if log.count)]
             self.logs = [log for log in self.logs if log not in freeze.logs]
             self.manifest = manifest
+            self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
         self._remove([log for log in freeze.logs if not log.count])
         self.collect(keep)
 
     def commit_base(self, time: str, keep: int) -> None:
-        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction)."""
+        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction).
+
+        Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
+        """
         self.check_commits()
         with self.lock:
+            if self.base_is_ahead:
+                return
             freeze, last = Freeze(tuple(self.base_runs), tuple(self.delta), ()), self.manifest
         if [run.entry for run in (*freeze.base, *freeze.delta)] != [*last.base, *last.delta]:
             self.publish(freeze, {"time": time, "name": None}, keep)
