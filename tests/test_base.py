@@ -108,3 +108,15 @@ def test_many_ids_run_in_parts():
     base, ids = Base([Chunk(0, 64_000, "bits", 3, 32_000, words)]), np.arange(64_000)
     expected = np.where(ids % 2 == 0, (3 << 40) + ids // 2, -1)
     np.testing.assert_array_equal(base.find(ids), expected)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 1.0])
+def test_parts_of_a_large_bitmap(share: float):
+    bits = np.random.default_rng(0).random(40_000) < share
+    ids, words = np.flatnonzero(bits) - 500, np.packbits(bits, bitorder="little").view(np.uint64)
+    base = Base([Chunk(-500, 39_500, "bits", 3, len(ids), words)])
+    for start in range(0, len(ids), max(1, len(ids) // 7)):
+        np.testing.assert_array_equal(base.ids_of(0, start, start + 1000), ids[start : start + 1000])
+        found, locations = base.within(int(ids[start]), 30_000)
+        np.testing.assert_array_equal(found, ids[start:][ids[start:] < 30_000])
+        np.testing.assert_array_equal(locations, (3 << 40) + start + np.arange(len(found)))

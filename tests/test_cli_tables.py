@@ -572,9 +572,9 @@ def peak_bytes(*arguments: str) -> int:
 
 @pytest.mark.slow
 def test_ram_does_not_follow_the_file(run: Run):
-    """A file of 400 MB through a table with 64 MiB of RAM."""
+    """Files of 200 and 600 MB through a table with 64 MiB of RAM."""
     dim, part = 64, vectors_of(100_000, 64)
-    for name, copies in (("small.raw", 1), ("large.raw", 16)):
+    for name, copies in (("small.raw", 8), ("large.raw", 24)):
         with open(name, "wb") as file:
             for _ in range(copies):
                 file.write(part.tobytes())

@@ -8,6 +8,7 @@ import json
 import re
 import tracemalloc
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import Entry, run_bytes
 from embedrock.testing import FaultFS
+from embedrock.vfs import OS_SYSTEM
 
 WHERE = "/t/manifest/0000000042.json"
 WIDTH = 64
@@ -340,6 +342,12 @@ def test_commits_are_found_by_their_numbers():
     assert manifests.read(system, "/t", 42) == MANIFEST
     with pytest.raises(CorruptTableError, match=r"/t/manifest/0000000008.json is missing: there is no commit 8"):
         manifests.read(system, "/t", 8)
+
+
+def test_a_folder_is_no_manifest(tmp_path: Path):
+    (tmp_path / "manifest" / "0000000042.json").mkdir(parents=True)
+    with pytest.raises(CorruptTableError, match=r"0000000042\.json is damaged: expected a file, got a folder"):
+        manifests.read(OS_SYSTEM, str(tmp_path), 42)
 
 
 def test_a_manifest_under_another_number_is_refused():

@@ -114,6 +114,16 @@ def test_pieces_of_bounded_memory(runs: dict[int, Stored], staging: int, monkeyp
     assert counts == (len(recorder.requests), sum(size for _, size in recorder.requests))
 
 
+def test_memory_of_a_thread_grows(runs: dict[int, Stored], monkeypatch: pytest.MonkeyPatch):
+    def read(staging: int) -> None:
+        monkeypatch.setattr(reading, "STAGING_BYTES", staging)
+        check(OS_SYSTEM, runs, [(3, index) for index in range(min(500, len(runs[3].ids)))])
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(read, 1).result()
+        pool.submit(read, 1 << 20).result()
+
+
 def test_all_in_order(runs: dict[int, Stored]):
     recorder, count = Recorder(), len(runs[3].ids)
     counts = check(recorder, runs, [(3, index) for index in range(count)])

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedrock.errors import CorruptTableError, EmbedrockError, NewerFormatError
+from embedrock.store import runs
 from embedrock.store.runs import ChunkWriter, Entry, Log, MissingFileError, Run, run_bytes, uuid_of
 from embedrock.testing import FaultFS
 
@@ -108,6 +109,13 @@ def test_a_chunk_has_the_smallest_index(start: int, offsets: set[int], pieces: i
     assert entry.index == ("full" if len(ids) == hi - lo else "bits" if len(ids) >= 16 else "ids")
     assert (entry.lo, entry.hi, entry.count) == (lo, hi, len(ids))
     assert listed(reopened(system, entry)) == ids
+
+
+def test_bits_are_counted_with_numpy_1(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(np, "bitwise_count", raising=False)
+    monkeypatch.setattr(runs, "_PIECE", 2)
+    system, ids = new_system(), list(range(0, 700, 3))
+    assert listed(reopened(system, chunk(system, ids, 0, 700))) == ids
 
 
 def test_a_chunk_may_span_all_ids():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.cache import POLICIES
 from embedrock.descriptions import check_same, describe_spec, read_spec
 from embedrock.errors import ArgumentError, CommitError, ReadOnlyTableError
 from embedrock.initializers import Initializer
@@ -77,6 +78,8 @@ class Settings(NamedTuple):
                 raise ArgumentError(
                     f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
                 )
+        if self.policy not in POLICIES:
+            raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {self.policy!r}.")
         path = os.fspath(self.path)
         if not isinstance(path, str) or not path:
             raise ArgumentError(f"`path` must be the name of a folder: got {self.path!r}.")
@@ -311,6 +314,7 @@ def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) ->
             durability.close()
             raise
         return durability, found
+    plan_room(spec, settings.memory, f"table {settings.path!r}")  # what cannot be opened is not made
     manifest = Manifest(
         uuid=uuids.uuid4().hex,
         commit=0,

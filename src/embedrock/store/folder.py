@@ -49,6 +49,8 @@ def make(system: System, folder: str) -> None:
         TableFileError: something else is there.
     """
     parent = os.path.dirname(folder) or "."
+    if not system.exists(parent):
+        raise TableFileError(errno.ENOENT, f"a table needs a folder to lie in. Make {parent} first", folder)
     if not system.exists(folder):
         retried(system.mkdir, folder)
     retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two

@@ -8,7 +8,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Manifest:
         """Return the bytes of its file."""
         body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
         for key in _KINDS:
-            body[key] = [asdict(entry) for entry in getattr(self, key)]
+            body[key] = [vars(entry) for entry in getattr(self, key)]
         line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
@@ -149,6 +149,8 @@ def read(system: System, folder: str, number: int) -> Manifest:
         data = read_whole(system, where, MAX_BYTES)
     except FileNotFoundError as error:
         raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
+    except IsADirectoryError as error:
+        raise damaged(where, "a file", "a folder") from error
     manifest = Manifest.parse(data, where)
     if manifest.commit != number:
         raise damaged(where, f"commit {number}", f"commit {manifest.commit}")

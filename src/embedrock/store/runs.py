@@ -23,9 +23,8 @@ HEADER_BYTES = 4096  # one page, so that records start aligned
 CRC_BYTES = 4
 KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
 _HEADER = struct.Struct("<8s4I16s")
+_PIECE = 1 << 16  # words of which the bits are unpacked at a time
 _BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
-_ONES = np.unpackbits(np.arange(1 << 16, dtype="<u2").view(np.uint8)).reshape(-1, 16).sum(axis=1, dtype=np.uint8)
-_PIECE = 1 << 20
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
 
 
@@ -380,5 +379,8 @@ def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray
 
 
 def _count_ones(words: np.ndarray) -> int:
-    halves = words.view(np.uint16)
-    return sum(int(_ONES[halves[at : at + _PIECE]].sum(dtype=np.int64)) for at in range(0, len(halves), _PIECE))
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        return int(np.bitwise_count(words).sum(dtype=np.int64))
+    return sum(
+        int(np.unpackbits(part.view(np.uint8)).sum()) for part in np.array_split(words, len(words) // _PIECE + 1)
+    )

@@ -299,15 +299,14 @@ class FaultFS(System):
             fault, late = self._faults.get(self.ops, (None, False))
             self.journal.append(f"{name} {path}")
             self.ops += 1
-            if not _applies(fault, name):
-                fault = None
-            if fault is not None and fault != SHORT and not late:
-                raise _error(int(fault), path)
+            error = _error(fault, path) if isinstance(fault, int) and _applies(fault, name) else None
+            if error is not None and not late:
+                raise error
             yield fault == SHORT
             if self.after is not None and name in CHANGES:
                 self.after(name, path)
-            if late and fault is not None:
-                raise _error(int(fault), path)
+            if error is not None:
+                raise error
 
     def _descriptor(self, path: str, node: _Node) -> int:
         self._next_fd += 1  # never used again, so that a descriptor used after its end is noticed

@@ -289,8 +289,8 @@ def plan_reads(locations, first, stride, limits, requests, starts):
     for i in range(locations.shape[0]):
         offset = first + (locations[i] & ((1 << RUN_SHIFT) - 1)) * stride
         lowest, highest = offset & -BLOCK, (offset + stride + BLOCK - 1) & -BLOCK
-        if locations[i] >> RUN_SHIFT == run and lowest <= end + gap and max(highest, end) - begin <= longest:
-            more, new = max(highest - end, 0), False
+        if locations[i] >> RUN_SHIFT == run and lowest <= end + gap and highest - begin <= longest:
+            more, new = highest - end, False
         else:
             more, new = highest - lowest, True
         if used + more > room:

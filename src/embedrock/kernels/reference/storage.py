@@ -240,8 +240,8 @@ def plan_reads(
         offset = first + (location & ((1 << RUN_SHIFT) - 1)) * stride
         low, high = offset // BLOCK * BLOCK, -(-(offset + stride) // BLOCK) * BLOCK
         run, begin, size, start = requests[:, count - 1].tolist() if count else (-1, 0, 0, 0)
-        if location >> RUN_SHIFT == run and low <= begin + size + gap and max(high - begin, size) <= longest:
-            grown = max(high - begin, size)
+        if location >> RUN_SHIFT == run and low <= begin + size + gap and high - begin <= longest:
+            grown = high - begin
         else:
             run, begin, size, start, grown = location >> RUN_SHIFT, low, 0, used, high - low
             count += 1
