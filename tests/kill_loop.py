@@ -5,8 +5,8 @@ settings that change nothing about it (cache, policy, threads, when commits and 
 drawn anew from another seed at each start.
 
 It is a server: to start quickly, it imports and compiles once, and then forks a child for each line of JSON on stdin,
-the arguments of `run`. On stdout there is ``pid P``, then from the child ``open S`` (the step it resumes from), ``done K``
-(the commit of step K is durable) and ``end``, and at last ``exit CODE``.
+the arguments of `run`. On stdout there is ``pid P``, then from the child ``open S`` (the step it resumes from),
+``done K`` (the commit of step K is durable) and ``end``, and at last ``exit CODE``.
 """
 
 from __future__ import annotations

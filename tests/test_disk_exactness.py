@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.cache import POLICIES
 from embedrock.durability import Durability
-from embedrock.errors import CacheTooSmallError
 from embedrock.testing import FaultFS
 from embedrock.vfs import OS_SYSTEM, OSSystem, System
 from same_tables import check_same
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
-EVERY = ROWS + BATCH  # slots enough for all rows
+STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
+TOTAL = ROWS + STILL
+EVERY = 101 * BATCH  # slots: more than there are rows, and a window of 100 batches may be without repeats
 KEEP = 3
 
 RULES = (
@@ -50,7 +50,7 @@ class Case:
 
     rule: er.Rule = RULES[5]
     dtype: str = "float32"
-    rows: int | None = ROWS
+    rows: int | None = TOTAL
     policy: str = "lfu"
     slots: int = BATCH
     threads: int = 1
@@ -104,7 +104,12 @@ class Pair:
         er.set_threads(case.threads)
         self.case, self.folder, self.system = case, folder, system
         self.rng = np.random.default_rng(case.seed)
-        arguments: dict[str, Any] = {"rule": case.rule, "dtype": case.dtype, "seed": case.seed, "init": er.Uniform(-1, 1)}
+        arguments: dict[str, Any] = {
+            "rule": case.rule,
+            "dtype": case.dtype,
+            "seed": case.seed,
+            "init": er.Uniform(-1, 1),
+        }
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
         self.options["memory"] = self.ram.memory_for(case.slots)
@@ -236,16 +241,24 @@ class Act:
 
 
 def play(pair: Pair, acts: list[Act]) -> None:
+    """Do everything to both tables, compare them, and close the one on disk."""
+    perform(pair, acts)
+    pair.close()
+
+
+def perform(pair: Pair, acts: list[Act]) -> None:
     """Do everything to both tables, and compare them."""
     for act in acts:
-        depth = min(act.depth, pair.case.slots // BATCH - 1)
+        others = act.event == "assign"  # it needs room beside the window
+        depth = max(0, min(act.depth, pair.case.slots // BATCH - 1 - others))
         middle = act.steps // 2
         for number, ids in enumerate(pair.table.prefetch(pair.batches(act.trace, act.steps), depth)):
             pair.step(ids)
             if number == middle and act.event in EVENTS:
                 EVENTS[act.event](pair)
-        AFTER.get(act.event, EVENTS["nothing"])(pair)
-    pair.close()
+        if act.event in AFTER:
+            AFTER[act.event](pair)
+    pair.check()
 
 
 @contextmanager
@@ -269,9 +282,9 @@ cases = st.builds(
     Case,
     rule=st.sampled_from(RULES),
     dtype=st.sampled_from(DTYPES),
-    rows=st.sampled_from([ROWS, None]),
+    rows=st.sampled_from([TOTAL, None]),
     policy=st.sampled_from(sorted(POLICIES)),
-    slots=st.sampled_from([BATCH, BATCH + 1, 3 * BATCH, 101 * BATCH, EVERY]) | st.integers(BATCH, EVERY),
+    slots=st.sampled_from([BATCH, BATCH + 1, 3 * BATCH, TOTAL, EVERY]) | st.integers(BATCH, TOTAL),
     threads=st.integers(1, 8),
     seed=st.integers(0, 2**32),
 )
@@ -289,8 +302,13 @@ def check_program(case: Case, program: list[Act]) -> None:
         play(Pair(case, "/table", FaultFS()), program)
 
 
+CRASH_AFTER_COMPACTION = [Act("commit", steps=9), Act("compact", "all new", steps=9), Act("crash")]
+
+
 @settings(max_examples=60)
 @given(case=cases, program=st.lists(acts, max_size=8))
+@example(case=Case(), program=CRASH_AFTER_COMPACTION)  # rows that were spilled, and not committed, are not compacted
+@example(case=Case(rows=None, slots=EVERY), program=CRASH_AFTER_COMPACTION)
 def test_a_table_on_disk_has_the_bytes_of_one_in_ram(case: Case, program: list[Act]):
     check_program(case, program)
 
@@ -300,3 +318,148 @@ def test_a_table_on_disk_has_the_bytes_of_one_in_ram(case: Case, program: list[A
 @given(case=cases, program=st.lists(acts, max_size=25))
 def test_a_table_on_disk_has_the_bytes_of_one_in_ram_for_long(case: Case, program: list[Act]):
     check_program(case, program)
+
+
+# ---------------------------------------------------------------- a matrix, on a real disk
+
+STORY = [
+    Act("commit", "all new", steps=20),
+    Act("commit behind", "skewed", steps=12, depth=2),
+    Act("rollback", "uniform", steps=8, depth=1),
+    Act("compact behind", "bursts", steps=12, depth=5),
+    Act("crash"),
+    Act("compact", "uniform", steps=8, depth=100),
+    Act("named commit", "bursts", steps=8),
+    Act("rollback far", "skewed", steps=6, depth=2),
+]
+
+
+def matrix() -> Iterator[Case]:
+    """Go through all rules and dtypes, and through all else beside them."""
+    others = itertools.cycle(
+        itertools.product([TOTAL, None], sorted(POLICIES), [BATCH, 2 * BATCH, 4 * BATCH + 1, ROWS // 4, EVERY])
+    )
+    for number, (rule, dtype) in enumerate(itertools.product(RULES, DTYPES)):
+        rows, policy, slots = next(itertools.islice(others, 6, None))  # 7 and their number, 30, have no common factor
+        yield Case(rule, dtype, rows, policy, slots, threads=1 + number % 8, seed=number)
+
+
+def name_of(case: Case) -> str:
+    return f"{case.rule!r}-{case.dtype}-{case.rows}-{case.policy}-{case.slots}-{case.threads}"
+
+
+@pytest.mark.parametrize("case", list(matrix()), ids=name_of)
+def test_every_rule_dtype_policy_and_size(case: Case, tmp_path: Path):
+    play(Pair(case, tmp_path / "table"), STORY)
+
+
+# ---------------------------------------------------------------- slow disks
+
+
+class Jittery(OSSystem):
+    """A disk that takes its time, and never the same."""
+
+    def __init__(self, seed: int, longest_seconds: float) -> None:
+        super().__init__()
+        self._rng, self._longest, self._lock = np.random.default_rng(seed), longest_seconds, threading.Lock()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("read_many", "pread", "pwrite", "fdatasync", "fsync_folder", "link"):
+            with self._lock:
+                seconds = self._rng.exponential(self._longest / 4)
+            time.sleep(min(seconds, self._longest))
+        return super().__getattribute__(name)
+
+
+SLOW_STORY = [
+    Act("commit behind", "all new", steps=20, depth=1),
+    Act("commit behind", "uniform", steps=10, depth=5),
+    Act("rollback", "skewed", steps=8, depth=2),
+    Act("compact behind", "uniform", steps=8, depth=100),
+    Act("commit behind", "bursts", steps=8, depth=2),
+    Act("crash", "uniform", steps=4, depth=2),
+]
+
+
+@pytest.mark.parametrize(("policy", "slots"), [("lfu", 2 * BATCH), ("lru", 4 * BATCH), ("clock", ROWS // 4)])
+def test_a_slow_disk_changes_nothing(policy: str, slots: int, tmp_path: Path):
+    case = Case(policy=policy, slots=slots, threads=2, seed=slots)
+    play(Pair(case, tmp_path / "table", Jittery(slots, longest_seconds=0.002)), SLOW_STORY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(matrix()), ids=name_of)
+def test_a_very_slow_disk_changes_nothing(case: Case, tmp_path: Path):
+    system = Jittery(case.seed, longest_seconds=0.01)
+    play(Pair(replace(case, slots=max(case.slots, 3 * BATCH)), tmp_path / "table", system), SLOW_STORY + STORY)
+
+
+# ---------------------------------------------------------------- company
+
+
+class Company(threading.Thread):
+    """A thread that looks rows up and brings them up while others are trained: rows that nobody changes."""
+
+    def __init__(self, pair: Pair, expected: np.ndarray) -> None:
+        super().__init__(name="company")
+        self._table, self._rng = pair.table, np.random.default_rng(pair.case.seed)
+        self._still, self._all = still(pair), pair.ids(np.arange(TOTAL))
+        self._expected, self.error = expected, None
+        self._done = threading.Event()
+        self.calls = 0
+
+    def run(self) -> None:
+        try:
+            while not self._done.is_set():
+                self._call(self._rng.integers(0, STILL, BATCH // 2))
+                self.calls += 1
+        except BaseException as error:
+            self.error = error
+
+    def _call(self, which: np.ndarray) -> None:
+        ticket = self._table.bring(self._rng.choice(self._all, BATCH // 2))
+        np.testing.assert_array_equal(self._table.lookup(self._still[which]), self._expected[which])
+        self._table.lookup(self._rng.choice(self._all, BATCH))
+        ticket.release()
+
+    def leave(self) -> None:
+        self._done.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+        assert self.calls
+
+
+def still(pair: Pair) -> np.ndarray:
+    return pair.ids(np.arange(ROWS, TOTAL))
+
+
+def keep_company(pair: Pair, program: list[Act]) -> None:
+    """Play with others at the same table all the time."""
+    for first in range(0, STILL, BATCH // 2):
+        pair.step(still(pair)[first : first + BATCH // 2])
+    pair.commit()
+    company = Company(pair, pair.ram.lookup(still(pair)))
+    company.start()
+    try:
+        perform(pair, program)
+    finally:
+        company.leave()
+    pair.close()
+
+
+COMPANY_STORY = [
+    Act("commit behind", "all new", steps=20),
+    Act("commit behind", "uniform", steps=20, depth=2),
+    Act("rollback", "uniform", steps=10, depth=2),
+    Act("compact", "skewed", steps=10, depth=1),
+    Act("commit behind", "bursts", steps=20, depth=2),
+    Act("assign", "uniform", steps=10),
+    Act("compact behind", "uniform", steps=10, depth=2),
+]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_other_threads_change_nothing(policy: str, tmp_path: Path):
+    case = Case(policy=policy, slots=6 * BATCH, threads=2, seed=3)
+    keep_company(Pair(case, tmp_path / "table", Jittery(3, longest_seconds=0.001)), COMPANY_STORY)

@@ -1,4 +1,4 @@
-"""Real kills: whatever a process was doing when it died, its table opens as of a commit, and no acknowledged one is lost."""
+"""Real kills: whatever a process did when it died, its table opens as of a commit, and none acknowledged is lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pytest

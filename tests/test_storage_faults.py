@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import errno
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,14 +41,16 @@ class Snapshot(NamedTuple):
 
 def snapshot(table: er.Table) -> Snapshot:
     """Return the state of a table, on disk or in RAM, to the bit."""
-    tier, ids = table._tier, np.arange(ROWS)
-    if isinstance(tier, Disk):
-        ids = ids[tier.existing(ids)]
-        records = tier.copies(ids).bytes
-    else:
-        ids = ids[tier.find(ids) >= 0]
-        records = tier.records.bytes[tier.find(ids)]
-    return Snapshot(table.steps, ids.tobytes(), records.tobytes())
+    ids = np.arange(ROWS)
+    with table._turn.alone():  # a step may still be running
+        tier = table._tier
+        if isinstance(tier, Disk):
+            ids = ids[tier.existing(ids)]
+            records = tier.copies(ids).bytes
+        else:
+            ids = ids[tier.find(ids) >= 0]
+            records = tier.records.bytes[tier.find(ids)]
+        return Snapshot(table.steps, ids.tobytes(), records.tobytes())
 
 
 class Oracle:
@@ -62,11 +64,17 @@ class Oracle:
 
     def allow(self, commit: int, table: er.Table) -> None:
         """Note that a commit of that number is being made, which may be found from now on."""
-        self._allowed.setdefault(commit, {})[snapshot(table)] = copy.deepcopy(table)
+        allowed, content = self._allowed.setdefault(commit, {}), snapshot(table)
+        allowed.pop(content, None)
+        allowed[content] = copy.deepcopy(table)  # as the last one
 
-    def acknowledge(self, commit: int) -> None:
-        """Note that the table said that the commit is durable."""
-        self.acknowledged = max(commit, self.acknowledged)
+    def acknowledge(self, commit: int, content: Snapshot | None = None) -> None:
+        """Note that the table said that the commit is durable: the last one of that number that was tried."""
+        if commit > self.acknowledged:
+            self.acknowledged = commit
+            allowed = self._allowed[commit]
+            content = content or list(allowed)[-1]
+            self._allowed[commit] = {content: allowed[content]}
 
     def check(self, commit: int, found: Snapshot) -> er.Table:
         """Fail unless a table that was opened may be what it is; return the same in RAM."""
@@ -76,7 +84,7 @@ class Oracle:
         return self._allowed[commit][found]
 
     def of(self, commit: int) -> er.Table:
-        """Return the only content that a commit can have."""
+        """Return the content of a commit that was acknowledged."""
         (table,) = self._allowed[commit].values()
         return table
 
@@ -184,11 +192,12 @@ class Workload:
 
         def open_again() -> None:
             self.table = er.open(PATH, memory=self._memory, keep=KEEP, system=self.system)
+            with closed_on_error(self.table):
+                found = snapshot(self.table)
+            self.oracle.now = copy.deepcopy(self.oracle.check(self.table.last_commit, found))
+            self.oracle.acknowledge(self.table.last_commit, found)
 
         self.attempt(open_again, usable=False)
-        found = self.oracle.check(self.table.last_commit, snapshot(self.table))
-        self.oracle.now = copy.deepcopy(found)
-        self.oracle.acknowledge(self.table.last_commit)
 
     def attempt(self, act: Callable[[], None], usable: bool = True) -> None:
         """Do it, again if it fails. A failure must leave the table as it was, or so that it must be opened again."""
@@ -212,6 +221,16 @@ class Workload:
         assert found == snapshot(self.oracle.now), "a call that failed has changed the table"
         if attempt:  # commits may be refused until it is opened again
             self.reopen()
+
+
+@contextmanager
+def closed_on_error(table: er.Table) -> Iterator[None]:
+    """Close a table where something goes wrong."""
+    try:
+        yield
+    except BaseException:
+        table.close()
+        raise
 
 
 def made_system() -> FaultFS:
@@ -290,6 +309,7 @@ def fail_at(op: int, fault: int | str, late: bool, rule: er.Rule, share: float) 
     workload.on_error = lambda: check_clones(system, workload.oracle, rng, set(), share)
     try:
         workload.run()
+        system.mend()
         check_clones(system, workload.oracle, rng, set(), share)
         check_table(system, workload.oracle, write=True)
     except BaseException as error:

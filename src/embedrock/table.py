@@ -577,7 +577,7 @@ class Table:
     def _lay_out_files(self, spec: Spec, tier: Disk) -> None:
         durability = self._on_disk()
         durability.check_writes(self._subject)
-        self._end_commit(tier)
+        self._be_quiet(tier)
         made = durability.emptied(spec, self._turn, self._subject)
         try:
             self._laid_out(spec, made)
@@ -854,6 +854,11 @@ class Table:
             "history": history,
         }
 
+    def _be_quiet(self, tier: Disk) -> None:
+        """Wait for all that uses a tier whose rows are about to be dropped, and might write some of them."""
+        self._turn.wait_for(lambda: tier.brings == 0 and (tier.commit is None or tier.commit.is_done))
+        self._end_commit(tier)
+
     def _end_commit(self, tier: Disk) -> None:
         """Wait for the commit under way, and raise what went wrong with it."""
         if tier.commit is not None:
@@ -890,7 +895,7 @@ class Table:
         """
         durability, tier = self._disk()
         durability.check_writes(self._subject)
-        self._end_commit(tier)
+        self._be_quiet(tier)
         durability.rollback(_index(commit))
         self._resume(durability.spec(self._spec.init))
         return self.last_commit

@@ -222,12 +222,13 @@ class File:
         """Close the file; nothing happens when it is closed already."""
         fds, self.fd, self._writing_fd = {self.fd, self._writing_fd}, -1, -1
         for fd in fds - {-1}:
-            self._system.close(fd)
+            # The descriptor is gone even after an error, which says nothing that a sync did not.
+            with contextlib.suppress(OSError):
+                self._system.close(fd)
 
     def __del__(self) -> None:
         # A run that was folded or dropped is read until the last thread that found it there has done so.
-        with contextlib.suppress(OSError):
-            self.close()
+        self.close()
 
     def _read_directly(self) -> None:
         """Have `fd` read past the page cache, where the file system can; appending goes on as before."""
@@ -308,7 +309,7 @@ def write_whole(system: System, path: str, data: Data, link_to: str | None = Non
         with contextlib.suppress(OSError):
             system.unlink(path)
         raise
-    system.fsync_folder(_folder_of(path))
+    retried(system.fsync_folder, _folder_of(path))
     if link_to is not None:
         with contextlib.suppress(OSError):  # the file is safe under its name; the next attempt removes this one
             system.unlink(path)

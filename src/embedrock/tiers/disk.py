@@ -338,6 +338,8 @@ class Disk(Tier):
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self.store.read(found, staged, np.arange(len(staged)))
         with held_back(), self.turn.alone():
+            if len(found.ids) > self.cache.free:
+                self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
             ticket.hold(slots[slots >= 0])
