@@ -6,7 +6,6 @@ python tests/format_reader.py users.rock
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import struct
 import sys
@@ -72,8 +71,13 @@ def read_history(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray
     for part in manifest["history"]:
         data = (folder / part["file"]).read_bytes()
         assert (len(data), zlib.crc32(data)) == (part["size"], part["crc"]), f"{part['file']} is damaged"
-        check_header(data, 0, "", manifest)
-        arrays |= np.load(io.BytesIO(data[4096:]), allow_pickle=False)
+        check_header(data, 0, part["file"], manifest)
+        (size,) = struct.unpack("<I", data[4096:4100])
+        at = 4100 + size
+        for name, dtype, shape in json.loads(data[4100:at]):
+            arrays[name] = np.frombuffer(data, dtype, int(np.prod(shape)), at).reshape(shape)
+            at += arrays[name].nbytes
+        assert at == len(data)
     return arrays
 
 

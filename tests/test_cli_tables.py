@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -506,6 +508,20 @@ def test_export_continues_only_the_same(run: Run, refused: Refused, monkeypatch:
     Path("b.npy.part").write_text("mine")
     assert "one that this command did not begin" in refused("export", "t.rock", "b.npy")
     assert Path("b.npy.part").read_text() == "mine"
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "bash"]
+    exec(blocks[0][1], {})
+    for line in blocks[1][1].splitlines():
+        words = shlex.split(line.split(" && ")[0], comments=True)
+        assert main(words[1:]) == 0, capsys.readouterr().err
+    assert np.load("matrix.npy").shape == (3000, 8)
 
 
 # ---------------------------------------------------------------- as a program

@@ -150,7 +150,9 @@ class Pair:
 
     def set_rule(self) -> None:
         """Lay records out anew."""
-        rule = RULES[int(self.rng.integers(len(RULES) - 1))]
+        width = 0 if self.ram.rule is None else self.ram.rule.state_width(DIM)
+        rules = [rule for rule in RULES[:-1] if rule.state_width(DIM) <= width]  # as many rows as before must fit
+        rule = rules[int(self.rng.integers(len(rules)))]
         for table in (self.table, self.ram):
             table.set_rule(rule)
 

@@ -122,7 +122,7 @@ class Workload:
         self.train(3)
         self.commit()
         self.commit()
-        self.table.close()
+        self.close()
 
     def create(self) -> None:
         """Make the table; a second attempt may find that the first one got far enough."""
@@ -157,10 +157,8 @@ class Workload:
         """Wait for a commit in the background: only then is it known which number the next one has."""
 
         def wait() -> None:
-            commit = self.table._disk()[1].commit
             self.table._end_commit(self.table._disk()[1])
-            if commit is not None:
-                self.oracle.acknowledge(commit.number)
+            self.oracle.acknowledge(self.table.last_commit)
 
         self.attempt(wait)
 
@@ -186,9 +184,7 @@ class Workload:
 
     def reopen(self) -> None:
         """Close the table and open it again. Changes that no commit has are lost."""
-        with warnings.catch_warnings(), suppress(OSError, EmbedrockError):
-            warnings.simplefilter("ignore", er.UncommittedWarning)
-            self.table.close()
+        self.close()
 
         def open_again() -> None:
             self.table = er.open(PATH, memory=self._memory, keep=KEEP, system=self.system)
@@ -198,6 +194,12 @@ class Workload:
             self.oracle.acknowledge(self.table.last_commit, found)
 
         self.attempt(open_again, usable=False)
+
+    def close(self) -> None:
+        """Close the table, whatever that tells."""
+        with warnings.catch_warnings(), suppress(OSError, EmbedrockError):
+            warnings.simplefilter("ignore", er.UncommittedWarning)
+            self.table.close()
 
     def attempt(self, act: Callable[[], None], usable: bool = True) -> None:
         """Do it, again if it fails. A failure must leave the table as it was, or so that it must be opened again."""

@@ -14,14 +14,14 @@ import numpy as np
 
 from embedrock.cache import POLICIES
 from embedrock.descriptions import check_same, describe_spec, read_spec
-from embedrock.errors import ArgumentError, CommitError, ReadOnlyTableError
+from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
 from embedrock.initializers import Initializer
 from embedrock.rules import History
 from embedrock.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store.compaction import Stopped, compact
-from embedrock.store.history import read_history, write_history
+from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.store import Store
 from embedrock.tiers.commit import Commit
@@ -143,7 +143,11 @@ class Durability:
         """Return the history of the table's rule as of the last commit."""
         manifest, history = self.store.manifest, None if spec.rule is None else spec.rule.history()
         if history is not None and manifest.history:
-            history.load(read_history(self.store.system, self.store.folder, manifest.history[0]), manifest.steps)
+            try:
+                history.load(self.store.history[0], manifest.steps)
+            except ArgumentError as error:
+                where = f"{self.settings.path}/{manifest.history[0].file}"
+                raise CorruptTableError(f"{where} is damaged: {error}") from error
         return history
 
     def spec(self, init: Initializer) -> Spec:
@@ -292,7 +296,9 @@ def open_files(settings: Settings, init: Initializer | None) -> tuple[Durability
     """Open the table at a path."""
     store = Store.open(settings.system, settings.path, settings.at, settings.mode == "w", settings.lock)
     try:
-        return Durability(store, settings), read_spec(store.manifest.spec, init, settings.path)
+        spec = read_spec(store.manifest.spec, init, settings.path)
+        store.manifest.check_spec(spec.rows, spec.record_bytes, settings.path)
+        return Durability(store, settings), spec
     except BaseException:
         store.close()
         raise

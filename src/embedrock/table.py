@@ -101,8 +101,9 @@ class Table:
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
         memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM, or
             half of it for a table on disk.
-        directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched, and hot rows lie
-            together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory` only so.
+        directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched,
+            and hot rows lie together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory`
+            only so.
         on_nonfinite: what a step with NaN or Inf in its gradients does: "raise", or "skip" the step and count it.
         name: for error messages, and for pickling by reference.
         policy: of a table on disk: which rows leave the cache, "lfu" (the least frequently used), "lru" or "clock".

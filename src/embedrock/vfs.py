@@ -375,6 +375,7 @@ class OSSystem(System):
         self._sync_file_range = _find_sync_file_range()
 
     def open(self, path: str, flags: int) -> int:
+        flags |= getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file would block for ever; files do not care
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:

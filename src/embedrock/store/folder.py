@@ -8,10 +8,10 @@ import os
 import socket
 from collections.abc import Iterable
 
-from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, TableLockedError
+from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError, TableFileError, TableLockedError
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
-from embedrock.store.runs import uuid_of
+from embedrock.store.runs import MissingFileError, uuid_of
 from embedrock.vfs import System, retried, write_whole
 
 FOLDERS = ("manifest", "base", "delta", "history")
@@ -66,6 +66,11 @@ def make(system: System, folder: str) -> None:
             f"the folder of a new table must be empty, and has {strange[0]!r}. Choose another path, or empty it",
             folder,
         )
+    make_folders(system, folder)
+
+
+def make_folders(system: System, folder: str) -> None:
+    """Make the folders inside that are missing: many ways of copying a table drop those that are empty."""
     for name in FOLDERS:
         if not system.exists(join(folder, name)):
             retried(system.mkdir, join(folder, name))
@@ -149,6 +154,8 @@ def manifest_at(system: System, folder: str, commit: int) -> Manifest:
         )
     try:
         return manifests.read(system, folder, commit)
+    except MissingFileError:
+        raise  # removed meanwhile by a writer, for a reader to try again
     except CorruptTableError as error:
         good = next((n for n in reversed(numbers) if n != commit and _is_good(system, folder, n)), None)
         hint = "no other commit is whole" if good is None else f"the newest whole commit is {good}: at={good} opens it"
@@ -163,7 +170,7 @@ def manifests_of(system: System, folder: str) -> list[Manifest]:
 def _is_good(system: System, folder: str, commit: int) -> bool:
     try:
         manifests.read(system, folder, commit)
-    except (CorruptTableError, OSError):
+    except (EmbedrockError, OSError):
         return False
     return True
 
@@ -175,12 +182,12 @@ def remove_orphans(system: System, folder: str, uuid: str) -> int:
     """Remove files of this table that no commit names: those of a writer that did not live to commit them."""
     try:
         kept = {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
-    except (CorruptTableError, OSError):
+    except (EmbedrockError, OSError):
         return 0  # what a damaged commit names is not known
     removed = 0
     for name in _names(system, folder):
         if name not in kept and uuid_of(system, join(folder, name)) == uuid:
-            system.unlink(join(folder, name))
+            _remove(system, folder, name)
             removed += 1
     return removed
 
@@ -195,9 +202,16 @@ def _names(system: System, folder: str) -> Iterable[str]:
         for name in sorted(system.listdir(join(folder, kind))):
             path = f"{kind}/{name}"
             if kind == "base":
-                yield from (f"{path}/{chunk}" for chunk in sorted(system.listdir(join(folder, path))))
+                yield from (f"{path}/{chunk}" for chunk in _chunks(system, join(folder, path)))
             else:
                 yield path
+
+
+def _chunks(system: System, folder: str) -> list[str]:
+    try:
+        return sorted(system.listdir(folder))
+    except NotADirectoryError:  # somebody else's file
+        return []
 
 
 def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:

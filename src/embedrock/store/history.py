@@ -2,49 +2,78 @@
 
 from __future__ import annotations
 
-import io
+import json
+import struct
 import zlib
+from math import prod
+from typing import Any
 
 import numpy as np
 
-from embedrock.errors import CorruptTableError, EmbedrockError
+from embedrock.errors import EmbedrockError
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
-from embedrock.store.runs import HEADER_BYTES, damaged, make_header
+from embedrock.store.runs import HEADER_BYTES, REMEDY, MissingFileError, damaged, make_header
 from embedrock.vfs import System, read_whole, write_whole
 
 MAX_BYTES = 1 << 32
+DTYPES = ("<f4", "<f8", "<i8")
+_SIZE = struct.Struct("<I")  # of the list of arrays
 
 
 def write_history(system: System, folder: str, name: str, uuid: str, arrays: dict[str, np.ndarray]) -> HistoryFile:
-    """Write arrays to a new file, durably: the header page of a run without records, then an .npz of them."""
-    held = io.BytesIO()
-    np.savez(held, allow_pickle=False, **arrays)
-    data = make_header(uuid, 0) + held.getvalue()
+    """Write arrays to a new file, durably: a header page, a list of them in JSON, and their bytes."""
+    listed = json.dumps([[key, array.dtype.str, array.shape] for key, array in arrays.items()]).encode("ascii")
+    content = [_SIZE.pack(len(listed)), listed, *(array.tobytes() for array in arrays.values())]
+    data = make_header(uuid, 0, name) + b"".join(content)
     write_whole(system, folders.join(folder, name), data)
     return HistoryFile(name, len(data), zlib.crc32(data), 0)
 
 
-def read_history(system: System, folder: str, part: HistoryFile) -> dict[str, np.ndarray]:
+def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> dict[str, np.ndarray]:
     """Return the arrays of a file.
 
     Raises:
-        CorruptTableError: it is damaged.
+        CorruptTableError: it is missing or damaged, or that of another table.
     """
     where = folders.join(folder, part.file)
-    data = read_whole(system, where, min(part.size, MAX_BYTES))
+    try:
+        data = read_whole(system, where, min(part.size, MAX_BYTES))
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{where} is missing: the commit needs it. {REMEDY}") from error
     if len(data) != part.size or zlib.crc32(data) != part.crc:
         raise damaged(
             where, f"{part.size} bytes with CRC-32 {part.crc:#010x}", f"{len(data)}, {zlib.crc32(data):#010x}"
         )
-    with np.load(io.BytesIO(data[HEADER_BYTES:]), allow_pickle=False) as arrays:
-        return dict(arrays)
+    if data[:HEADER_BYTES] != make_header(uuid, 0, part.file):
+        raise damaged(where, f"a history of table {uuid}, written under this name", "another file")
+    try:
+        return _arrays(memoryview(data)[HEADER_BYTES:])
+    except (ValueError, TypeError, struct.error, RecursionError) as error:
+        raise damaged(where, "a list of arrays, and their bytes", f"{error!r:.200}") from error
 
 
-def check_history(system: System, folder: str, part: HistoryFile) -> list[str]:
+def _arrays(content: memoryview) -> dict[str, np.ndarray]:
+    (size,) = _SIZE.unpack_from(content)
+    start, arrays = _SIZE.size + size, dict[str, np.ndarray]()
+    listed: Any = json.loads(bytes(content[_SIZE.size : start]))
+    for key, dtype, shape in listed:
+        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"no array: {dtype}, {shape}")
+        stop = start + prod(shape) * np.dtype(dtype).itemsize
+        if stop > len(content):
+            raise ValueError("more than the file has")
+        arrays[key] = np.frombuffer(content[start:stop], dtype).reshape(shape)
+        start = stop
+    if start != len(content):
+        raise ValueError("bytes are left")
+    return arrays
+
+
+def check_history(system: System, folder: str, part: HistoryFile, uuid: str) -> list[str]:
     """Return what is wrong with a file, in a sentence or none."""
     try:
-        read_history(system, folder, part)
-    except (CorruptTableError, EmbedrockError, OSError, ValueError) as error:
+        read_history(system, folder, part, uuid)
+    except (EmbedrockError, OSError) as error:
         return [str(error)]
     return []

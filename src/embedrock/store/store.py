@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import CommitError
+from embedrock.errors import ArgumentError, CommitError
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
+from embedrock.store.history import read_history
 from embedrock.store.manifest import Entry, Manifest
 from embedrock.store.overlay import Overlay
 from embedrock.store.reading import read_records
@@ -73,6 +74,7 @@ class Store:
     Attributes:
         lock: held wherever its attributes change.
         manifest: the last commit.
+        history: arrays of the rule's, as of the commit that it was opened at; nothing, or one item.
         compacting: held by the one compaction under way.
         hurry: it is not to mind its limit of rate.
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
@@ -123,6 +125,7 @@ class Store:
         held = folders.lock(system, folder, locked)
         try:
             store = cls(system, folder, folders.newest(system, folder), held)
+            folders.make_folders(system, folder)
             folders.remove_orphans(system, folder, store.manifest.uuid)
             return store
         except BaseException:
@@ -133,12 +136,12 @@ class Store:
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> Store:
         """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
         while True:
-            manifest = folders.newest(system, folder) if at is None else folders.manifest_at(system, folder, at)
+            commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
-                return cls(system, folder, manifest, None)
-            except FileNotFoundError:
+                return cls(system, folder, folders.manifest_at(system, folder, commit), None)
+            except (FileNotFoundError, ArgumentError):
                 # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
-                if manifest.commit in manifests.numbers(system, folder):
+                if at is not None or commit in manifests.numbers(system, folder):
                     raise
 
     def load(self, manifest: Manifest) -> None:
@@ -149,7 +152,9 @@ class Store:
         overlay = Overlay()
         for run in delta:
             overlay.insert(run.index(), _locations(run.number, 0, run.count))
+        history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
         with self.lock:
+            self.history = history
             self.manifest, self.runs, self.overlay, self._runs_made = manifest, runs, overlay, len(runs)
             self.base, self.base_runs, self.delta = base_of(base), base, delta
             self.logs: list[Log] = []

@@ -52,7 +52,7 @@ def verify(system: System, folder: str) -> Verdict:
                 records += entry.count
         for part in manifest.history:
             if part.file not in problems:
-                problems[part.file] = check_history(system, folder, part)
+                problems[part.file] = check_history(system, folder, part, manifest.uuid)
         if not any(problems[name] for name in folders.files_of(manifest)):
             newest = number
     return Verdict([text for found in problems.values() for text in found], newest, len(problems), records)

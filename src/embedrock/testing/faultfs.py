@@ -285,8 +285,8 @@ class FaultFS(System):
                 folder.put(name, node)
             node.write(0, text.encode())
             fd = self._descriptor(path, node)
-            self._locked[fd] = node
-            return fd
+        self._locked[fd] = node  # unless it failed late: who has no descriptor holds no lock
+        return fd
 
     # ---------------------------------------------------------------- inside
 
