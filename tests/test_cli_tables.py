@@ -228,6 +228,9 @@ def test_a_damaged_last_commit_is_told_and_rolled_back(run: Run, refused: Refuse
     assert told["newest_good"] == 1
     assert run("rollback", "t.rock", 1) == {"commit": 3, "content_of": 1}
     assert_rows("t.rock", np.arange(ROWS), vectors_of(seed=9))
+    with er.open("t.rock") as table:  # which goes on
+        table.assign([0], np.ones((1, DIM), np.float32))
+        assert table.commit() == 4
 
 
 def test_a_newer_format_is_no_damage(refused: Refused, monkeypatch: pytest.MonkeyPatch):
@@ -386,6 +389,22 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert "usage: embedrock" in capsys.readouterr().err
 
 
+def test_without_tqdm_there_is_no_bar(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    np.save("a.npy", vectors_of())
+    assert run("import", "a.npy", "t.rock")["rows"] == ROWS
+    assert run("export", "t.rock", "b.npy")["rows"] == ROWS
+
+
+@pytest.mark.parametrize("command", [["import", "a.parquet", "new.rock"], ["export", "t.rock", "b.parquet"]])
+def test_without_pyarrow(refused: Refused, monkeypatch: pytest.MonkeyPatch, command: list[str]):
+    make_table()
+    Path("a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert 'pip install "embedrock[parquet]"' in refused(*command)
+    assert not Path("new.rock").exists()
+
+
 # ---------------------------------------------------------------- cut off, and continued
 
 
@@ -437,6 +456,25 @@ def test_import_does_not_overwrite_what_was_trained_since(run: Run, refused: Ref
     assert_rows("t.rock", np.arange(ROWS), vectors_of())
 
 
+@pytest.mark.parametrize("saves", [0, 1])
+def test_import_continues_without_any_note(run: Run, monkeypatch: pytest.MonkeyPatch, saves: int):
+    np.save("a.npy", vectors_of())
+    save = imports.Journal.save
+
+    def crash(journal: imports.Journal, state: dict[str, Any]):
+        if state["rows"] or not saves:
+            raise StoppedError
+        save(journal, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(imports.Journal, "save", crash)
+        with pytest.raises(StoppedError):
+            main(["import", "a.npy", "t.rock", "--commit-every", "15"])
+    assert Path("t.rock").exists() == bool(saves)
+    assert run("import", "a.npy", "t.rock")["continued_at"] == 0
+    assert_rows("t.rock", np.arange(ROWS), vectors_of())
+
+
 def test_import_continues_after_a_commit_without_note(run: Run, monkeypatch: pytest.MonkeyPatch):
     """A crash between a commit and the journal: rows are imported twice, which changes nothing."""
     np.save("a.npy", vectors_of())
@@ -467,9 +505,8 @@ def test_a_journal_that_is_none(run: Run, refused: Refused, content: str):
     assert_rows("t.rock", np.arange(ROWS), vectors_of())
 
 
-@pytest.mark.parametrize("name", SUFFIXES)
+@pytest.mark.parametrize(("name", "after"), [*((name, 30) for name in SUFFIXES), ("npy", 1), ("npy", ROWS)])
 @pytest.mark.parametrize("own_ids", [False, True])
-@pytest.mark.parametrize("after", [1, 30, ROWS])
 def test_export_continues(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, own_ids: bool, after: int):
     if name == "parquet":
         pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")

@@ -197,7 +197,7 @@ class Durability:
 
     def _check_index(self, tier: Disk) -> None:
         """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
-        index, kept = self.store.base.nbytes, tier.room.budget_bytes // INDEX_SHARE
+        index, kept = self.store.base.nbytes, max(tier.room.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._told:
             self._told = True
             warnings.warn(

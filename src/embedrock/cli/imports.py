@@ -164,10 +164,10 @@ def _check_fit(job: Job, table: er.Table) -> None:
 
 def _start(job: Job, table: er.Table, kept: dict[str, Any] | None) -> int:
     """Return how many rows of the source the table has."""
-    if kept is None or (kept["table"] is None and table.last_commit == 0):
+    if kept is None or (kept.get("table") is None and table.last_commit <= 1 and not table.steps):
         return 0
     # The journal is written after the commit: a table that is one commit ahead has rows twice, which changes nothing.
-    same = kept["table"] == table.uuid and kept.get("steps") == table.steps
+    same = kept.get("table") == table.uuid and kept.get("steps") == table.steps
     if not same or table.last_commit not in (kept.get("commit"), kept.get("commit", 0) + 1):
         fail(
             job.table,

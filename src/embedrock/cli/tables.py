@@ -104,25 +104,30 @@ def _add_memory(parser: ArgumentParser) -> None:
 
 
 def _info(arguments: Namespace) -> int:
-    path = arguments.table
-    with er.open(path, mode="r", at=arguments.at) as table:
-        stats, last = table.stats(), _commit_of(table)
-        told = describe_spec(table.spec) | {
+    told = None
+    while told is None:
+        told = _described(arguments.table, arguments.at)
+    return _tell(arguments, told, _info_text(told))
+
+
+def _described(path: str, at: int | None) -> dict[str, Any] | None:
+    """Return what a table is; None where a writer has dropped the commit meanwhile."""
+    with er.open(path, mode="r", at=at) as table:
+        commits = {one["commit"]: one for one in table.commits()}
+        if table.last_commit not in commits:
+            return None
+        stats = table.stats()
+        return describe_spec(table.spec) | {
             "path": table.path,
             "uuid": table.uuid,
             "record_bytes": table.spec.record_bytes,
             "rows_touched": stats["rows_touched"],
             "steps": table.steps,
             "skipped_steps": stats["skipped_steps"],
-            "commit": last,
-            "commits": len(table.commits()),
+            "commit": commits[table.last_commit],
+            "commits": len(commits),
             "bytes": _bytes_by_kind(path),
         }
-    return _tell(arguments, told, _info_text(told))
-
-
-def _commit_of(table: er.Table) -> dict[str, Any]:
-    return next(one for one in table.commits() if one["commit"] == table.last_commit)
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:

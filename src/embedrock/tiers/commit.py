@@ -76,10 +76,12 @@ class Commit:
         try:
             self._write_all()
             tier.store.publish(self._freeze, self._changes, self._keep)
-            self._after(tier)
         except BaseException as error:
             self.error = error
             self._thaw()
+        try:
+            if self.error is None:
+                self._after(tier)  # what goes wrong there is no failure of the commit
         finally:
             with tier.turn.lock:  # or who sees it might, with the lock, wait for this thread, and this one for the lock
                 self.is_done = True
