@@ -512,7 +512,6 @@ def test_export_continues(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, 
         pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     ids = np.random.default_rng(1).permutation(ROWS) * 11 if own_ids else np.arange(ROWS)
     make_table(ids=ids, rows=None if own_ids else ROWS)
-    run("compact", "t.rock")
     file, whole = f"out{SUFFIXES[name]}", f"whole{SUFFIXES[name]}"
     run("export", "t.rock", whole)
     monkeypatch.setattr(exports, "SYNC_BYTES", 1)

@@ -66,10 +66,10 @@ def close_there(path: Path) -> None:
     _opened.pop(str(path)).close()
 
 
-def look_again_and_again(path: Path, times: int) -> list[int]:
-    """Open the newest commit again and again, and return the steps that were seen."""
-    seen = []
-    for _ in range(times):
+def look_until(path: Path, step: int) -> list[int]:
+    """Open the newest commit again and again until it is that of `step`, and return the steps that were seen."""
+    seen = [-1]
+    while seen[-1] != step:
         with er.open(path, mode="r") as table:
             check_rows(table, table.last_step)
             seen.append(table.last_step or 0)
@@ -184,16 +184,13 @@ def test_a_reader_keeps_its_snapshot(other: ProcessPoolExecutor, tmp_path: Path)
 def test_what_readers_open_is_always_whole(other: ProcessPoolExecutor, tmp_path: Path):
     path = tmp_path / "table"
     with make(path, keep=1) as table:
-        seen = other.submit(look_again_and_again, path, 40)
-        step = 0
-        while not seen.done():
-            step += 1
+        seen = other.submit(look_until, path, 30)
+        for step in range(1, 31):
             step_all(table)
             table.commit(step=step)
             if step % 5 == 0:
                 table.compact()
-        assert sorted(seen.result()) == seen.result()
-        assert step > 5
+        assert sorted(seen.result(timeout=60)) == seen.result()
 
 
 def test_a_reader_of_an_older_commit(other: ProcessPoolExecutor, tmp_path: Path):
@@ -245,14 +242,6 @@ def in_child(function: Callable[[], object]) -> None:
         os._exit(0)
     _, status = os.waitpid(number, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-@pytest.fixture
-def calm() -> Iterator[None]:
-    """No other thread holds a lock of Python's own (of logging, say) while a test forks; Python warns of that."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context())
-        yield
 
 
 def test_a_forked_reader_reopens_by_itself(tmp_path: Path):
@@ -345,7 +334,7 @@ def test_a_forked_child_opens_the_table_by_itself(tmp_path: Path):
         step_all(table)
         table.commit(step=1)
         step_all(table)
-        in_child(lambda: look_again_and_again(path, 2))
+        in_child(lambda: look_until(path, 1))
 
         def write() -> None:
             with pytest.raises(TableLockedError, match=f"process {os.getppid()}"):
@@ -420,7 +409,8 @@ def mounted(source: Path, target: Path, *options: str) -> Iterator[Path]:
 
 
 def test_a_read_only_mount(tmp_path: Path):
-    written(tmp_path / "disk" / "table" if (tmp_path / "disk").mkdir() else tmp_path / "disk" / "table")
+    (tmp_path / "disk").mkdir()
+    written(tmp_path / "disk" / "table")
     with mounted(tmp_path / "disk", tmp_path / "mount", "--bind") as mount:
         made = subprocess.run(["mount", "-o", "remount,ro,bind", str(mount)], capture_output=True)
         if made.returncode:
@@ -472,6 +462,12 @@ def check_numbers(error: OSError) -> None:
     assert re.search(r"\d+ .*free", str(error))
 
 
+def commit_twice(table: er.Table, step: int, wait: bool) -> None:
+    """Commit, and see what became of it."""
+    table.commit(step=step, wait=wait)
+    table.commit(step=step)
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_full_disk_costs_nothing(wait: bool, small_disk: Path):
     ram = er.Table(LARGE_ROWS, LARGE_DIM, rule=er.Adam(lr=0.1))
@@ -488,8 +484,7 @@ def test_a_full_disk_costs_nothing(wait: bool, small_disk: Path):
         fill(small_disk, but=100_000)
         train(range(5, 6))
         with pytest.raises(CommitError, match="the disk is full") as caught:
-            table.commit(step=6, wait=wait)
-            table.commit(step=6)
+            commit_twice(table, step=6, wait=wait)
         check_numbers(caught.value)
         with pytest.raises(OSError, match="No space left on device") as spilled:
             train(range(6, 40))

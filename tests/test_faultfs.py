@@ -173,6 +173,12 @@ class TestFaults:
         system.fail(system.ops, errno.ENOSPC)
         assert system.listdir("/t") == []
 
+    def test_a_lock_that_failed_is_not_held(self, system):
+        system.fail(system.ops, errno.EIO, late=True)
+        with pytest.raises(OSError, match="Input/output error"):
+            system.lock("/t/LOCK", "me")
+        system.close(system.lock("/t/LOCK", "me"))
+
     def test_capacity(self, system):
         system.capacity = 1000
         file = create(system, "/t/a")
@@ -197,7 +203,9 @@ class TestFaults:
     def test_a_closed_descriptor_is_noticed(self, system):
         file = create(system, "/t/a")
         fd = file.fd
+        assert system.open_files() == ["/t/a"]
         file.close()
+        assert system.open_files() == []
         for call in (lambda: system.pread(fd, 1, 0), lambda: system.close(fd), lambda: system.fdatasync(fd)):
             with pytest.raises(OSError, match="Bad file descriptor"):
                 call()

@@ -150,10 +150,6 @@ class Durability:
                 raise CorruptTableError(f"{where} is damaged: {error}") from error
         return history
 
-    def spec(self, init: Initializer) -> Spec:
-        """Return the table's description as of the last commit."""
-        return read_spec(self.store.manifest.spec, init, self.settings.path)
-
     def after_fork(self) -> None:
         """Go on in a child process, which has none of the parent's threads."""
         self.store.lock, self.store.compacting = threading.RLock(), threading.Lock()
@@ -182,10 +178,15 @@ class Durability:
         """Let retention drop the commits called `name`."""
         folders.release(self.store.system, self.store.folder, name)
 
-    def rollback(self, commit: int) -> None:
-        """Make the content of an earlier commit the newest."""
+    def rollback(self, commit: int, init: Initializer, subject: str) -> Spec:
+        """Make the content of an earlier commit the newest, and return the table's description as of then."""
+        manifest = self.manifest(commit)
+        spec = read_spec(manifest.spec, init, self.settings.path)
+        manifest.check_spec(spec.rows, spec.record_bytes, self.settings.path)
+        self.room(spec, subject)  # or it raises, before anything has changed
         self.stop_compaction()
-        self.store.rollback(self.manifest(commit), now(), self.settings.keep)
+        self.store.rollback(manifest, now(), self.settings.keep)
+        return spec
 
     def _after_commit(self, tier: Disk) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
@@ -313,13 +314,7 @@ def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) ->
         given: what the caller asked for, by the names of `describe_spec`; an existing table must agree.
     """
     if settings.mode == "r" or folders.holds_table(settings.system, settings.path):
-        durability, found = open_files(settings, spec.init if given.get("init") is not None else None)
-        try:
-            check_same(given, describe_spec(found), settings.path)
-        except BaseException:
-            durability.close()
-            raise
-        return durability, found
+        return _open_given(settings, spec, given)
     plan_room(spec, settings.memory, f"table {settings.path!r}")  # what cannot be opened is not made
     manifest = Manifest(
         uuid=uuids.uuid4().hex,
@@ -334,7 +329,22 @@ def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) ->
         skipped_steps=0,
         count=0,
     )
-    return Durability(Store.create(settings.system, settings.path, manifest, settings.lock), settings), spec
+    try:
+        return Durability(Store.create(settings.system, settings.path, manifest, settings.lock), settings), spec
+    except FileExistsError:
+        if not folders.holds_table(settings.system, settings.path):
+            raise
+        return _open_given(settings, spec, given)  # somebody else was faster
+
+
+def _open_given(settings: Settings, spec: Spec, given: dict[str, Any]) -> tuple[Durability, Spec]:
+    durability, found = open_files(settings, spec.init if given.get("init") is not None else None)
+    try:
+        check_same(given, describe_spec(found), settings.path)
+    except BaseException:
+        durability.close()
+        raise
+    return durability, found
 
 
 def now() -> str:

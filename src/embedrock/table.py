@@ -881,7 +881,7 @@ class Table:
 
     def release(self, name: str) -> None:
         """Let retention drop the commits called `name`. Nothing happens where there are none."""
-        durability = self._on_disk()
+        durability, _ = self._disk()
         durability.check_writes(self._subject)
         durability.release(name)
 
@@ -897,8 +897,13 @@ class Table:
         durability, tier = self._disk()
         durability.check_writes(self._subject)
         self._be_quiet(tier)
-        durability.rollback(_index(commit))
-        self._resume(durability.spec(self._spec.init))
+        spec = durability.rollback(_index(commit), self._spec.init, self._subject)
+        try:
+            self._resume(spec)
+        except BaseException:  # the records in RAM are not those of the files
+            self._place = None
+            durability.close()
+            raise
         return self.last_commit
 
     def compact(self) -> int:
@@ -907,9 +912,11 @@ class Table:
         Changes that no commit has are not in it. It happens by itself in the background after commits, as often as the
         disk's and the RAM's use ask for it.
         """
-        durability, _ = self._disk()
+        durability, tier = self._disk()
         durability.check_writes(self._subject)
-        durability.compact(self.rows)
+        with self._turn.lock:
+            self._end_commit(tier)
+        durability.compact(self.rows)  # others may use the table meanwhile
         return self._commit_base()
 
     @_whole

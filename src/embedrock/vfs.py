@@ -391,6 +391,7 @@ class OSSystem(System):
         self._direct.discard(fd)
         self._tails.pop(fd, None)
         self._paths.pop(fd, None)
+        _locks.discard(fd)  # its number is soon that of another file
         os.close(fd)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:

@@ -65,7 +65,8 @@ def _add_export(subparsers: Any) -> None:
 
 
 def _add_import(subparsers: Any) -> None:
-    parser = subparsers.add_parser("import", help="make a table of a file, or fill one", description=imports.__doc__)
+    text = "Make a table of a file, or overwrite rows of one. What was cut off is continued by the same command."
+    parser = subparsers.add_parser("import", help="make a table of a file, or fill one", description=text)
     parser.add_argument("source", metavar="FILE", help="to read")
     parser.add_argument("table", metavar="TABLE", help="folder of the table")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -47,6 +47,7 @@ class Base:
         self.count = sum(chunk.count for chunk in chunks)
         self._lows = np.array([chunk.lo for chunk in chunks], np.int64)
         self._lasts = np.array([chunk.hi - 1 for chunk in chunks], np.int64)
+        self._below = np.cumsum([0, *(chunk.count for chunk in chunks)])  # records of the chunks before each
         self._table = np.zeros((len(chunks), 5), np.int64)
         self._listed = np.empty(sum(chunk.count for chunk in chunks if chunk.kind == "ids"), np.int64)
         blocks = sum(_blocks(chunk) for chunk in chunks)
@@ -105,13 +106,16 @@ class Base:
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids in [lo, hi) that have records, ascending, and their locations."""
-        parts = [self._part(number, lo, hi) for number in range(len(self.chunks)) if self._meets(number, lo, hi)]
+        numbers = range(int(np.searchsorted(self._lasts, lo)), int(np.searchsorted(self._lows, hi - 1, side="right")))
+        parts = [self._part(number, lo, hi) for number in numbers]
         ids, locations = ([part[k] for part in parts] for k in (0, 1))
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *ids]), np.concatenate([nothing, *locations])
 
-    def _meets(self, number: int, lo: int, hi: int) -> bool:
-        return self.chunks[number].lo < hi and lo < self.chunks[number].hi
+    def rank(self, row: int) -> int:
+        """Return how many records have ids less than `row`, which may be 2**63."""
+        number = int(np.searchsorted(self._lasts, row - 1, side="right")) if row > -(2**63) else 0
+        return int(self._below[number]) + (self._rank(number, row) if number < len(self.chunks) else 0)
 
     def _part(self, number: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._rank(number, lo), self._rank(number, hi)

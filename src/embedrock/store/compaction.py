@@ -31,6 +31,7 @@ class Source(NamedTuple):
         base: the index of the old chunks, `runs` their files.
         first_kept: number of the first run that stays as it is.
         ids: of the rows in logs, ascending; `locations` says where.
+        fresh: those of them that are not in the base.
         is_ahead: there were records that no commit has.
     """
 
@@ -39,11 +40,17 @@ class Source(NamedTuple):
     first_kept: int
     ids: np.ndarray
     locations: np.ndarray
+    fresh: np.ndarray
     is_ahead: bool
+
+    def count(self, lo: int, hi: int) -> int:
+        """Return how many ids in ``[lo, hi)`` have records."""
+        part = _between(self.fresh, lo, hi)
+        return self.base.rank(hi) - self.base.rank(lo) + part.stop - part.start
 
     def part(self, lo: int, hi: int) -> slice:
         """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
-        return slice(int(np.searchsorted(self.ids, lo)), int(np.searchsorted(self.ids, hi - 1, side="right")))
+        return _between(self.ids, lo, hi)
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids in ``[lo, hi)`` that have records, ascending, and the locations of the newest ones."""
@@ -115,7 +122,12 @@ def _source(store: Store, first_kept: int) -> Source:
     ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
     order = np.argsort(ids)
     locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
-    return Source(base, runs, first_kept, ids[order], locations, is_ahead)
+    ids = ids[order]
+    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], is_ahead)
+
+
+def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
+    return slice(int(np.searchsorted(ids, lo)), int(np.searchsorted(ids, hi - 1, side="right")))
 
 
 def _below(ids: np.ndarray, locations: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,28 +150,30 @@ class _Writer:
             (chunk.lo, chunk.hi): (run, chunk)
             for run, chunk in zip(self._source.runs, self._source.base.chunks, strict=True)
         }
-        ranges = list(self._ranges(rows))
-        aligned = old.keys() <= set(ranges)
-        for lo, hi in ranges:
+        for lo, hi in self._ranges(rows):
             part = self._source.part(lo, hi)
-            if part.start == part.stop and aligned:
-                if (lo, hi) in old:
-                    yield old[lo, hi]
-                continue
-            ids, locations = self._source.within(lo, hi)
-            if len(ids):
-                yield self._chunk(lo, hi, ids, locations)
+            if part.start == part.stop and (lo, hi) in old:
+                yield old[lo, hi]
+            else:
+                yield self._chunk(lo, hi, *self._source.within(lo, hi))
 
     def _ranges(self, rows: int | None) -> Iterator[tuple[int, int]]:
+        """Cut the ids into ranges of up to a chunk of records each, ascending.
+
+        They are halves of halves of all ids there could be: so where no row was made, the next compaction cuts as this one.
+        """
         stride = self._store.manifest.record_bytes + 4
         size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
-        if rows is not None:
-            yield from ((lo, min(lo + size, rows)) for lo in range(0, rows, size))
-            return
-        base = self._source.base
-        ids = np.union1d(base.within(-(2**63), 2**63)[0], self._source.ids)
-        for start in range(0, len(ids), size):
-            yield int(ids[start]), int(ids[min(start + size, len(ids)) - 1]) + 1
+        first, end = (-(2**63), 2**63) if rows is None else (0, rows)
+        waiting = [(first, max(size, 1 << (end - first - 1).bit_length()))]
+        while waiting:
+            lo, span = waiting.pop()
+            hi = min(lo + span, end)
+            count = self._source.count(lo, hi) if lo < end else 0
+            if count > size:
+                waiting += [(lo + span // 2, span // 2), (lo, span // 2)]
+            elif count:
+                yield lo, hi
 
     def _chunk(self, lo: int, hi: int, ids: np.ndarray, locations: np.ndarray) -> tuple[Run, Chunk]:
         store = self._store

@@ -157,22 +157,22 @@ def manifest_at(system: System, folder: str, commit: int) -> Manifest:
     except MissingFileError:
         raise  # removed meanwhile by a writer, for a reader to try again
     except CorruptTableError as error:
-        good = next((n for n in reversed(numbers) if n != commit and _is_good(system, folder, n)), None)
+        good = next((n for n in reversed(numbers) if n != commit and _readable(system, folder, n) is not None), None)
         hint = "no other commit is whole" if good is None else f"the newest whole commit is {good}: at={good} opens it"
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 
 def manifests_of(system: System, folder: str) -> list[Manifest]:
     """Return all commits that can be read, the oldest first."""
-    return [manifests.read(system, folder, n) for n in manifests.numbers(system, folder) if _is_good(system, folder, n)]
+    return [found for n in manifests.numbers(system, folder) if (found := _readable(system, folder, n)) is not None]
 
 
-def _is_good(system: System, folder: str, commit: int) -> bool:
+def _readable(system: System, folder: str, commit: int) -> Manifest | None:
+    """Return a commit; None if it is damaged, or was dropped meanwhile."""
     try:
-        manifests.read(system, folder, commit)
+        return manifests.read(system, folder, commit)
     except (EmbedrockError, OSError):
-        return False
-    return True
+        return None
 
 
 # ---------------------------------------------------------------- files that nothing needs
@@ -217,7 +217,9 @@ def _chunks(system: System, folder: str) -> list[str]:
 def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
     """Drop all commits but the newest `keep` and those with a name; remove files that neither they nor anyone needs."""
     numbers = manifests.numbers(system, folder)
-    found = {n: manifests.read(system, folder, n) for n in numbers}
+    found = {manifest.commit: manifest for manifest in manifests_of(system, folder)}
+    if len(found) < len(numbers):
+        return  # what a damaged commit needs is not known, so nothing is removed
     retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
     dropped = [n for n in numbers if n not in retained]
     if not dropped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -144,8 +144,13 @@ class Store:
                 if at is not None or commit in manifests.numbers(system, folder):
                     raise
 
-    def load(self, manifest: Manifest) -> None:
-        """Start from a commit; whatever was not committed is forgotten."""
+    def load(self, manifest: Manifest, accept: Callable[[], None] = lambda: None) -> None:
+        """Start from a commit; whatever was not committed is forgotten.
+
+        Args:
+            manifest: the commit.
+            accept: called when all its files are open, and nothing has changed yet.
+        """
         runs: dict[int, Run] = {}
         base = [self._open_run(entry, manifest, runs) for entry in manifest.base]
         delta = [self._open_run(entry, manifest, runs) for entry in manifest.delta]
@@ -153,10 +158,12 @@ class Store:
         for run in delta:
             overlay.insert(run.index(), _locations(run.number, 0, run.count))
         history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
+        index = base_of(base)
+        accept()
         with self.lock:
             self.history = history
             self.manifest, self.runs, self.overlay, self._runs_made = manifest, runs, overlay, len(runs)
-            self.base, self.base_runs, self.delta = base_of(base), base, delta
+            self.base, self.base_runs, self.delta = index, base, delta
             self.logs: list[Log] = []
             self._active: Log | None = None
             self.base_is_ahead = False
@@ -369,13 +376,13 @@ class Store:
         self.check_commits()
         commit = self.manifest.commit
         manifest = replace(target, commit=commit + 1, parent=commit, name=None, time=time)
-        try:
-            manifests.publish(self.system, self.folder, manifest)
+        logs = self.logs
+        try:  # what cannot be opened must not become the last commit
+            self.load(manifest, lambda: manifests.publish(self.system, self.folder, manifest))
         except OSError:
             self._check_unpublished()
             raise
-        logs = self.logs
-        self.load(manifest)  # from here on, numbers of runs mean others
+        # from here on, numbers of runs mean others
         self._unlink(logs)
         self.collect(keep)
 

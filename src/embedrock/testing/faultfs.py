@@ -133,6 +133,10 @@ class FaultFS(System):
         """Return all files, by path."""
         return {path: bytes(node.data) for path, node in self._walk(self._root, "") if isinstance(node, _Node)}
 
+    def open_files(self) -> list[str]:
+        """Return the paths of the descriptors that are open."""
+        return [path for path, _ in self._files.values()]
+
     def write_file(self, path: str, data: bytes | None) -> None:
         """Replace what a file holds, durably and uncounted, as damage from outside would; None removes it."""
         folder, name = self._parent(path)

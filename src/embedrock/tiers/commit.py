@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embedrock import kernels
 from embedrock.cache import DIRTY, FROZEN, WRITING
-from embedrock.kernels.cpu.runtime import Call
 
 if TYPE_CHECKING:
     from embedrock.tiers.disk import Disk
@@ -93,7 +93,7 @@ class Commit:
         if len(slots) <= PIECE_ROWS:
             return self._write_pieces(pieces)
         # Two threads, so that one seals a piece while the other's is written.
-        helper = Call(self._write_pieces, (pieces,))
+        helper = kernels.cpu.runtime.Call(self._write_pieces, (pieces,))
         threading.Thread(target=helper.run_once, name="embedrock-commit-2", daemon=True).start()
         try:
             self._write_pieces(pieces)

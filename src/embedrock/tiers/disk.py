@@ -224,6 +224,7 @@ class Disk(Tier):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
         base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
+        rest.sort()  # the same order every time, and that of the files
         below = (
             base.ids_of(number, start, start + size)
             for number, chunk in enumerate(base.chunks)
