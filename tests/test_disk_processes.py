@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import re
@@ -436,6 +437,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
     with mounted(image, tmp_path / "mount", "-o", "loop") as mount:
         yield mount
+        gc.collect()  # files that are no longer used are closed by then
 
 
 def fill(disk: Path, but: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embedrock.durability import UncommittedWarning
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,
@@ -26,7 +27,7 @@ from embedrock.initializers import Constant, FromArray, Initializer, Normal, Uni
 from embedrock.plan import Plan
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
-from embedrock.table import Table, UncommittedWarning
+from embedrock.table import Table
 from embedrock.table import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.threads import get_threads, set_threads
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.initializers import FromArray, Initializer, read_initializer
 from embedrock.rules import Rule, describe_rule, read_rule
 from embedrock.spec import Spec
+
+OPEN = ("init", "rule")  # what may be left to the table
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
@@ -17,8 +21,8 @@ def describe_spec(spec: Spec) -> dict[str, Any]:
         "dim": spec.dim,
         "dtype": spec.dtype,
         "seed": spec.seed,
-        "init": spec.init.describe(),
-        "rule": _plain_rule(spec.rule),
+        "init": _plain(spec.init.describe()),
+        "rule": None if spec.rule is None else _plain(describe_rule(spec.rule)),
     }
 
 
@@ -62,10 +66,10 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
     """Raise `TableFileError` where a table is asked for that is not the one at `where`.
 
     Args:
-        expected: what was asked for; None means whatever the table has.
+        expected: what was asked for; None, as a rule or initializer, means whatever the table has.
         got: what the table is.
     """
-    different = [key for key, value in expected.items() if value is not None and value != got[key]]
+    different = [key for key, value in expected.items() if value != got[key] and (key not in OPEN or value is not None)]
     if different:
         raise TableFileError(
             f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
@@ -77,9 +81,13 @@ def _line(description: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in description.items())
 
 
-def _plain_rule(rule: Rule | None) -> dict[str, Any] | None:
-    plain = describe_rule(rule)
-    return None if plain is None else {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+def _plain(value: Any) -> Any:
+    """Return a value as JSON's own types."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _rule_of(description: dict[str, Any] | None) -> Rule | None:

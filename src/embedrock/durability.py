@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.cache import POLICIES
+from embedrock.cache import DIRTY, POLICIES
 from embedrock.descriptions import check_same, describe_spec, read_spec
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
 from embedrock.initializers import Initializer
@@ -33,6 +33,26 @@ MODES = ("w", "r")
 COMPACTED_BYTES_PER_SECOND = 100e6  # in the background, so that it leaves most of a disk to training
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
+
+
+class UncommittedWarning(UserWarning):
+    """A table on disk was closed, or forgotten, with changes that no commit has."""
+
+
+class Changes:
+    """How often a table was changed, and how often when it was last committed."""
+
+    def __init__(self) -> None:
+        self.made = self.committed = 0
+
+    def commit(self) -> None:
+        """Note that a commit has all changes so far."""
+        self.committed = self.made
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are changes that no commit has."""
+        return self.made != self.committed
 
 
 class Settings(NamedTuple):
@@ -81,7 +101,7 @@ class Settings(NamedTuple):
         if self.policy not in POLICIES:
             raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {self.policy!r}.")
         path = os.fspath(self.path)
-        if not isinstance(path, str) or not path:
+        if not isinstance(path, str) or not path or "\0" in path:
             raise ArgumentError(f"`path` must be the name of a folder: got {self.path!r}.")
         return self._replace(path=os.path.abspath(path))
 
@@ -104,7 +124,7 @@ class Durability:
         self._stopping = threading.Event()
         self._commit: Commit | None = None
         self._process = os.getpid()
-        self.compactions_failed, self._told = 0, False
+        self.compactions_failed, self._told, self._closed = 0, False, False
 
     @property
     def writes(self) -> bool:
@@ -163,8 +183,17 @@ class Durability:
 
     def begin(self, tier: Disk, changes: dict[str, Any]) -> Commit:
         """Freeze the rows that changed, and return the commit that will write them."""
-        changes = {"time": now(), "count": tier.count, **changes, "history": self._write_history(changes["history"])}
-        self._commit = tier.commit = Commit(tier, changes, self.settings.keep, self._after_commit)
+        try:
+            changes = {
+                "time": now(),
+                "count": tier.count,
+                **changes,
+                "history": self._write_history(changes["history"]),
+            }
+            self._commit = tier.commit = Commit(tier, changes, self.settings.keep, self._after_commit)
+        except OSError as error:
+            rows = int(np.count_nonzero(tier.cache.flags & DIRTY))
+            raise self._commit_error(error, self.store.manifest.commit + 1, rows) from error
         return tier.commit
 
     def _write_history(self, arrays: dict[str, np.ndarray]) -> tuple[HistoryFile, ...]:
@@ -211,22 +240,28 @@ class Durability:
 
     def check_name(self, step: Any, name: Any) -> None:
         """Raise `ArgumentError` where a commit cannot be called so."""
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ArgumentError(f"`step` of a commit must be a whole number or None: got {step!r}.")
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
+            raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
         if name is not None and not is_name(name):
             raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
     def error_of(self, commit: Commit) -> BaseException | None:
         """Return what went wrong with a commit, as the caller should see it."""
-        error = commit.error
-        if error is None or not isinstance(error, OSError) or isinstance(error, CommitError):
+        return (
+            self._commit_error(commit.error, commit.number, commit.rows)
+            if isinstance(commit.error, OSError)
+            else commit.error
+        )
+
+    def _commit_error(self, error: OSError, number: int, rows: int) -> CommitError:
+        if isinstance(error, CommitError):
             return error
-        text = f"commit {commit.number} failed: {error.strerror or error}"
+        text = f"commit {number} failed: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            needed = commit.rows * (self.store.manifest.record_bytes + 12)
+            needed = rows * (self.store.manifest.record_bytes + 12)
             free = self.store.system.free_bytes(self.store.folder)
             text = (
-                f"commit {commit.number} failed, the disk is full: it needs about {needed} bytes "
+                f"commit {number} failed, the disk is full: it needs about {needed} bytes "
                 f"({format_bytes(needed)}), and {free} ({format_bytes(free)}) are free. Free some and commit again"
             )
         kept = f"{text}. Commit {self.store.manifest.commit} is whole, and so are the rows in RAM"
@@ -282,6 +317,22 @@ class Durability:
             self._stopping.set()
             self._compaction.join()
             self._compaction = None
+
+    def abandon(self, changes: Changes, subject: str) -> None:
+        """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
+        if self._process != os.getpid() or self._closed:
+            return
+        self._closed = True
+        commit, last = self._commit, self.store.manifest
+        self.close()
+        if commit is not None and commit.error is not None:
+            changes.committed = -1
+        if changes.pending and self.writes:
+            warnings.warn(
+                f"{subject} is closed with changes since commit {last.commit}, which are lost. Call commit() before.",
+                UncommittedWarning,
+                stacklevel=5,
+            )
 
     def close(self) -> None:
         """Close all files, once what runs in the background has ended, and let another writer in."""

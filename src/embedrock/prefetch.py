@@ -123,7 +123,6 @@ class _Item(Generic[T]):
     Attributes:
         value: the item.
         wanted: the ids that it needs, by table.
-        company: what all items want whose rows are kept when those of this one are brought, it included.
         tickets: of the rows that were brought for it.
         error: what is raised in its place.
         is_ready: set when it can be handed out, or its error raised.
@@ -133,7 +132,6 @@ class _Item(Generic[T]):
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Bringer, Any]] = []
-        self.company: list[list[tuple[Bringer, Any]]] = []
         self.tickets: list[Ticket] = []
         self.error: BaseException | None = None
         self.is_ready = threading.Event()
@@ -142,25 +140,9 @@ class _Item(Generic[T]):
         try:
             for table, ids in self.wanted:
                 self.tickets.append(table.bring(ids))
-        except CacheTooSmallError as error:
-            self.error = self._explained(error)
         except BaseException as error:
             self.error = error
         self.is_ready.set()
-
-    def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
-        """Say what the table, which knows of no window, cannot: how much memory the items at once need of it."""
-        table, _ = self.wanted[len(self.tickets)]
-        ids = [np.ravel(ids) for wanted in self.company for owner, ids in wanted if owner is table]
-        rows = len(np.unique(np.concatenate(ids)))
-        memory = table.memory_for(rows)
-        explained = CacheTooSmallError(
-            f"{error} Looking ahead by depth={len(self.company) - 1} keeps the rows of {len(self.company)} items in the "
-            f"cache at once, here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a "
-            "lower `depth` needs less."
-        )
-        explained.__cause__ = error
-        return explained
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -200,9 +182,25 @@ class _Window(Generic[T]):
         if not self.items:
             return False
         self.items[0].is_ready.wait()
-        if self.items[0].error is not None:
-            raise self.items[0].error
+        error = self.items[0].error
+        if isinstance(error, CacheTooSmallError):
+            raise self._explained(error) from error
+        if error is not None:
+            raise error
         return True
+
+    def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
+        """Say what the table, which knows of no window, cannot: how much memory its items at once need of it."""
+        failed = self.items[0]
+        table, _ = failed.wanted[len(failed.tickets)]
+        ids = [np.ravel(ids) for item in self.items for owner, ids in item.wanted if owner is table]
+        rows = len(np.unique(np.concatenate(ids)))
+        memory = table.memory_for(rows)
+        return CacheTooSmallError(
+            f"{error} Looking ahead by depth={self._depth} keeps the rows of {len(self.items)} items in the cache at once, "
+            f"here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a lower `depth` "
+            "needs less."
+        )
 
     def _pull(self) -> None:
         item: _Item[T] = _Item()
@@ -217,7 +215,6 @@ class _Window(Generic[T]):
             self._ask(item)
         self._is_exhausted = item.error is not None  # after its error, nothing will be handed out
         self.items.append(item)
-        item.company = [each.wanted for each in self.items]
         if item.error is None:
             self.requests.put(item)
 

@@ -6,7 +6,6 @@ import errno
 import functools
 import operator
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.descriptions import check_same, describe_spec
-from embedrock.durability import Durability, Settings, open_files, open_or_make_files
+from embedrock.durability import Changes, Durability, Settings, open_files, open_or_make_files
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,
@@ -79,10 +78,6 @@ def _whole(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatenate[T
             return exclusive(self, *args, **kwargs)
 
     return uninterrupted
-
-
-class UncommittedWarning(UserWarning):
-    """A table on disk was closed with changes that no commit has."""
 
 
 class Table:
@@ -156,7 +151,7 @@ class Table:
         if path is None:
             self._install(spec, self._new_tier(spec))
         else:
-            settings = Settings(os.fspath(path), memory, policy, keep, lock, mode, None, system).checked()
+            settings = Settings(os.fspath(path), memory, policy, _index(keep), lock, mode, None, system).checked()
             given = describe_spec(spec) | ({"init": None} if init is None else {}) | {"rule": None}
             self._open(*open_or_make_files(settings, spec, given), rule)
         if name:
@@ -175,14 +170,14 @@ class Table:
         self._place: Tier | None = None
         self._running: Call | None = None
         self._failure: BaseException | None = None
-        self._changes = self._committed_changes = 0  # the first is seen by exports that are under way
+        self._changes = Changes()
         self._process = os.getpid()
 
     def _open(self, durability: Durability, spec: Spec, rule: Rule | None) -> None:
         """Go on from the last commit, by `rule` if one is given."""
         try:
             self._durability, self._subject = durability, f"table {self.name or durability.settings.path!r}"
-            weakref.finalize(self, durability.close)
+            weakref.finalize(self, durability.abandon, self._changes, self._subject)
             self._resume(spec)
             if rule is None or durability.settings.mode == "r":
                 return
@@ -202,7 +197,7 @@ class Table:
         self._install(spec, durability.tier(spec, room, self._turn, self._subject), durability.history(spec))
         manifest = durability.store.manifest
         self._steps, self._skipped_steps = manifest.steps, manifest.skipped_steps
-        self._committed_changes = self._changes
+        self._changes.commit()
 
     def _new_tier(self, spec: Spec) -> Memory:
         return Memory(spec, choose(spec, *self._memory_arguments, self._subject), self._subject)
@@ -211,7 +206,7 @@ class Table:
         """Take over new records, whose rule has made no step but those in `history`."""
         self._spec, self._place = spec, tier
         self._history = history or (spec.rule.history() if spec.rule else None)
-        self._changes += 1
+        self._changes.made += 1
         self._steps = self._skipped_steps = 0
 
     # ---------------------------------------------------------------- reading
@@ -438,6 +433,7 @@ class Table:
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
+        self._check_commit()
         self.step_by(self._rule_for_step(lr, changes), grads.scaled(scale, clip_value))
 
     @_whole
@@ -461,8 +457,10 @@ class Table:
     @_exclusive
     def check_step(self, grads: RowGradients) -> None:
         """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes."""
+        self._check_commit()
         self._check_grads(grads)
-        self._roomy(grads.plan)
+        slots = self._roomy(grads.plan).slots
+        self._tier.preserve(slots[slots >= 0])
 
     def _check_grads(self, grads: RowGradients) -> None:
         expected = len(grads.plan.ids), self.dim
@@ -474,7 +472,7 @@ class Table:
 
     def _count_change(self, steps: int = 0) -> None:
         self._steps += steps
-        self._changes += 1
+        self._changes.made += 1
 
     def _finish_step(self) -> None:
         running = self._running
@@ -516,8 +514,13 @@ class Table:
         tier = self._tier
         if isinstance(tier, Disk):
             self._on_disk().check_writes(self._subject)
-            self._raise_commit_failure(tier)
         return tier
+
+    @_exclusive
+    def _check_commit(self) -> None:
+        """Raise what went wrong with a commit in the background."""
+        if isinstance(tier := self._changeable, Disk):
+            self._raise_commit_failure(tier)
 
     def _roomy(self, plan: Plan) -> Plan:
         """Return a plan with slots, for whose missing rows there is room."""
@@ -540,6 +543,7 @@ class Table:
             ids: integers of any shape, without repeats.
             values: floats of shape ``ids.shape + (dim,)``; for 16-bit tables they are rounded to nearest.
         """
+        self._check_commit()
         plan = self.plan(ids)
         if len(plan.ids) != plan.inverse.size:
             raise ArgumentError(
@@ -639,7 +643,7 @@ class Table:
         """
         if _index(batch_rows) < 1:
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
-        batches, changes = self._id_batches(batch_rows), self._changes
+        batches, changes = self._id_batches(batch_rows), self._changes.made
         for ids in batches:
             yield ids, self._exported(ids, changes)
 
@@ -649,7 +653,7 @@ class Table:
 
     @_exclusive
     def _exported(self, ids: np.ndarray, changes: int) -> np.ndarray:
-        if changes != self._changes:
+        if changes != self._changes.made:
             raise ArgumentError(f"{self._subject} was changed while it was being exported. Export it again.")
         return self._weights_of(ids)
 
@@ -757,15 +761,8 @@ class Table:
         try:
             self._turn.wait_for(lambda: tier.brings == 0)
             self._end_commit(tier)
-            if self.uncommitted:
-                warnings.warn(
-                    f"{self._subject} is closed with changes since commit {self.last_commit}, which are lost. Call "
-                    "commit() before.",
-                    UncommittedWarning,
-                    stacklevel=4,
-                )
         finally:
-            self._durability.close()
+            self._durability.abandon(self._changes, self._subject)
 
     # ---------------------------------------------------------------- tables on disk
 
@@ -814,7 +811,7 @@ class Table:
     @property
     def uncommitted(self) -> bool:
         """Whether a table on disk has changes that no commit has."""
-        return self._durability is not None and self._changes != self._committed_changes
+        return self._durability is not None and self._changes.pending
 
     @_whole
     def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
@@ -835,10 +832,11 @@ class Table:
         """
         durability, tier = self._disk()
         durability.check_writes(self._subject)
+        step = _index(step)
         durability.check_name(step, name)
         self._end_commit(tier)
         commit = durability.begin(tier, self._commit_fields(step, name))
-        self._committed_changes = self._changes
+        self._changes.commit()
         commit.start()
         if wait:
             self._end_commit(tier)
@@ -872,7 +870,7 @@ class Table:
             return
         tier.commit, error = None, self._on_disk().error_of(commit)
         if error is not None:
-            self._committed_changes = -1
+            self._changes.committed = -1
             raise error
 
     def commits(self) -> list[dict[str, Any]]:
@@ -1124,7 +1122,7 @@ def open_table(
         ...     table.lookup([7])
         array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
     """
-    settings = Settings(os.fspath(path), memory, policy, keep, lock, mode, at, system).checked()
+    settings = Settings(os.fspath(path), memory, policy, _index(keep), lock, mode, _index(at), system).checked()
     table = Table.__new__(Table)
     table._begin(name, on_nonfinite, (memory, "auto"))
     table._open(*open_files(settings, init), rule=None)

@@ -115,6 +115,10 @@ class System(ABC):
             OSError: ENOLCK or EOPNOTSUPP, where the file system has no locks.
         """
 
+    def is_at(self, fd: int, path: str) -> bool:
+        """Return whether an open file is the one that is found at `path` now."""
+        return True
+
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
         """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
 
@@ -438,7 +442,11 @@ class OSSystem(System):
         return os.listdir(path)
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(path)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):  # and nothing else: no permission is no answer
+            return False
+        return True
 
     def free_bytes(self, path: str) -> int:
         found = os.statvfs(path)
@@ -455,6 +463,12 @@ class OSSystem(System):
             raise
         _locks.add(fd)
         return fd
+
+    def is_at(self, fd: int, path: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(path))
+        except FileNotFoundError:
+            return False
 
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
         got = np.empty(len(fds), np.int64)

@@ -43,7 +43,7 @@ class Source(NamedTuple):
     fresh: np.ndarray
     is_ahead: bool
 
-    def count(self, lo: int, hi: int) -> int:
+    def count_within(self, lo: int, hi: int) -> int:
         """Return how many ids in ``[lo, hi)`` have records."""
         part = _between(self.fresh, lo, hi)
         return self.base.rank(hi) - self.base.rank(lo) + part.stop - part.start
@@ -160,7 +160,7 @@ class _Writer:
     def _ranges(self, rows: int | None) -> Iterator[tuple[int, int]]:
         """Cut the ids into ranges of up to a chunk of records each, ascending.
 
-        They are halves of halves of all ids there could be: so where no row was made, the next compaction cuts as this one.
+        They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
         """
         stride = self._store.manifest.record_bytes + 4
         size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
@@ -169,7 +169,7 @@ class _Writer:
         while waiting:
             lo, span = waiting.pop()
             hi = min(lo + span, end)
-            count = self._source.count(lo, hi) if lo < end else 0
+            count = self._source.count_within(lo, hi) if lo < end else 0
             if count > size:
                 waiting += [(lo + span // 2, span // 2), (lo, span // 2)]
             elif count:

@@ -120,6 +120,11 @@ def unlock(system: System, fd: int) -> None:
         system.close(fd)
 
 
+def is_held(system: System, folder: str, fd: int) -> bool:
+    """Tell whether a lock is that of the folder: not if somebody moved the table away, and another one is there."""
+    return fd == UNLOCKED or system.is_at(fd, join(folder, LOCK))
+
+
 def _holder(path: str) -> str:
     try:
         with open(path) as file:
@@ -243,10 +248,9 @@ def _remove(system: System, folder: str, name: str) -> None:
 
 def release(system: System, folder: str, name: str) -> None:
     """Let retention drop the commits called `name`, by an empty file beside their manifests, which never change."""
-    for number in manifests.numbers(system, folder):
-        manifest = manifests.read(system, folder, number)
+    for manifest in manifests_of(system, folder):
         if name_of(system, folder, manifest) == name:
-            write_whole(system, _released(folder, number), b"")
+            write_whole(system, _released(folder, manifest.commit), b"")
 
 
 def name_of(system: System, folder: str, manifest: Manifest) -> str | None:

@@ -296,7 +296,14 @@ class Store:
             return Freeze(tuple(self.base_runs), tuple(self.delta), tuple(self.logs))
 
     def check_commits(self) -> None:
-        """Raise `CommitError` if commits are no longer taken."""
+        """Raise `CommitError` if commits are no longer taken, or would go to another table."""
+        if self._held is not None and not folders.is_held(self.system, self.folder, self._held):
+            raise CommitError(
+                errno.ESTALE,
+                "the table was moved or removed while it was open for writing, so nothing can be committed here. Move it "
+                f"back; commit {self.manifest.commit} is whole, wherever it is",
+                self.folder,
+            )
         if self.broken is not None:
             raise CommitError(
                 errno.EIO,

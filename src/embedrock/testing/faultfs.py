@@ -193,7 +193,7 @@ class FaultFS(System):
                 folder.put(name, node)
             elif creates and flags & os.O_EXCL:
                 raise _error(errno.EEXIST, path)
-            return self._descriptor(path, node)
+        return self._descriptor(path, node)
 
     def close(self, fd: int) -> None:
         path, _ = self._file(fd)
@@ -288,8 +288,8 @@ class FaultFS(System):
                 node = _Node()
                 folder.put(name, node)
             node.write(0, text.encode())
-            fd = self._descriptor(path, node)
-        self._locked[fd] = node  # unless it failed late: who has no descriptor holds no lock
+        fd = self._descriptor(path, node)  # not where it failed late: nobody could close it
+        self._locked[fd] = node
         return fd
 
     # ---------------------------------------------------------------- inside
@@ -313,9 +313,10 @@ class FaultFS(System):
                 raise error
 
     def _descriptor(self, path: str, node: _Node) -> int:
-        self._next_fd += 1  # never used again, so that a descriptor used after its end is noticed
-        self._files[self._next_fd] = path, node
-        return self._next_fd
+        with self._lock:
+            self._next_fd += 1  # never used again, so that a descriptor used after its end is noticed
+            self._files[self._next_fd] = path, node
+            return self._next_fd
 
     def _file(self, fd: int) -> tuple[str, _Node]:
         with self._lock:
@@ -377,7 +378,7 @@ def _applies(fault: Fault | None, name: str) -> bool:
         return name in NEED_SPACE
     if fault == errno.EINTR:
         return name in INTERRUPTIBLE
-    return fault is not None and name != "exists"
+    return fault is not None
 
 
 def applies(fault: Fault, journalled: str) -> bool:

@@ -62,8 +62,14 @@ class Commit:
 
     def start(self) -> None:
         """Do the rest in the background."""
-        self._thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system allows no more threads
+            self._thaw()
+            self.error, self.is_done = error, True
+        else:
+            self._thread = thread
 
     def join(self) -> None:
         """Return once it has ended, without a claim to the table."""

@@ -12,12 +12,13 @@ import numpy as np
 
 from embedrock.arena import reserve
 from embedrock.cache import DIRTY, Cache, Whole
-from embedrock.errors import CacheTooSmallError, MemoryBudgetError
+from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
 from embedrock.interrupts import held_back
 from embedrock.plan import make_plan
 from embedrock.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
+from embedrock.store.manifest import MAX_RECORD_BYTES
 from embedrock.store.store import Located, Store
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.records import Records
@@ -52,8 +53,14 @@ def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
     """Decide how a table of `spec` uses `memory` (None: half of the machine's RAM).
 
     Raises:
+        ArgumentError: a row is too large for a file.
         MemoryBudgetError: it holds no cache that is of use.
     """
+    if spec.record_bytes >= MAX_RECORD_BYTES:
+        raise ArgumentError(
+            f"a row of {subject} takes {spec.record_bytes} bytes, and on disk it must take less than "
+            f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
+        )
     budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
     overlay, buffers = budget // SMALL_SHARE, min(BUFFER_BYTES, budget // SMALL_SHARE)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
@@ -216,9 +223,12 @@ class Disk(Tier):
         slots[missing] = made
         return slots
 
-    def changing(self, slots: np.ndarray) -> None:
+    def preserve(self, slots: np.ndarray) -> None:
         if self.commit is not None:
             self.commit.save(slots)
+
+    def changing(self, slots: np.ndarray) -> None:
+        self.preserve(slots)
         self.cache.flags[slots] |= DIRTY
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:

@@ -81,7 +81,10 @@ class Tier(ABC):
             first_state: (state_width,) float32.
         """
 
-    def changing(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not know
+    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not, nor do the next
+        """Do all that can fail of `changing`, which may be called afterwards."""
+
+    def changing(self, slots: np.ndarray) -> None:  # noqa: B027
         """Note that the records in `slots` are about to change."""
 
     @abstractmethod

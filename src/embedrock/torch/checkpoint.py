@@ -276,7 +276,8 @@ def _check_sums(file: Path) -> None:
 
 
 def _tables_on_disk(model: nn.Module) -> list[Table]:
-    return [handle.table for handle in handles(model) if handle.table.is_on_disk]
+    """Return the tables on disk that change. Of a snapshot, only the reference is saved."""
+    return [handle.table for handle in handles(model) if handle.table.is_on_disk and handle.table.mode == "w"]
 
 
 def _named(optimizer: Any) -> dict[str, Any]:

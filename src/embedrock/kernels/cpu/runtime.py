@@ -21,6 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from embedrock.errors import ArgumentError
@@ -281,3 +282,6 @@ def _forget_pool() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)
+    # Nor has it the thread that was compiling a kernel, and would hold the lock of Numba's compiler for ever.
+    release = global_compiler_lock.release
+    os.register_at_fork(before=global_compiler_lock.acquire, after_in_parent=release, after_in_child=release)
