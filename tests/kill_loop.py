@@ -24,7 +24,8 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cache import POLICIES
-from embedrock.vfs import OSSystem
+from embedrock.vfs import OS_SYSTEM, OSSystem, System
+from small_pieces import SIZES
 
 ROWS, DIM, BATCH = 400, 3, 24
 
@@ -143,8 +144,14 @@ def run(path: str, kind: str, seed: int, draw: int, steps: int, dies_at: int | N
         steps: how many.
         dies_at: the call of the operating system in which the process kills itself; None: it does not.
     """
-    life, arguments = Life(draw), KINDS[kind].arguments(seed)
-    system = OSSystem() if dies_at is None else Deadly(dies_at)
+    life = Life(draw)
+    if life.rng.random() < 0.5:
+        cut_small()
+    train_table(life, path, kind, seed, steps, OSSystem() if dies_at is None else Deadly(dies_at))
+
+
+def train_table(life: Life, path: str, kind: str, seed: int, steps: int, system: System = OS_SYSTEM) -> None:
+    arguments = KINDS[kind].arguments(seed)
     options = life.options(er.Table(**arguments).memory_for)
     table = er.Table(path=path, **arguments, **options, system=system)
     first = 1 + (table.last_step or 0)
@@ -156,6 +163,13 @@ def run(path: str, kind: str, seed: int, draw: int, steps: int, dies_at: int | N
         life.after(table, step)
     life.close(table, coming[-1])
     say("end")
+
+
+def cut_small() -> None:
+    """Have many small pieces where there would be a large one, in this process."""
+    for module, sizes in SIZES.items():
+        for name, size in sizes.items():
+            setattr(module, name, size)
 
 
 def say(text: str) -> None:
@@ -175,10 +189,10 @@ def child(line: str) -> int:
 
 
 def warm_up() -> None:
-    """Load all kernels."""
+    """Load all kernels, in this process."""
     for number, kind in enumerate(KINDS):
         with tempfile.TemporaryDirectory() as folder:
-            run(f"{folder}/table", kind, seed=0, draw=number, steps=20)
+            train_table(Life(number), f"{folder}/table", kind, seed=0, steps=20)
 
 
 def main() -> None:

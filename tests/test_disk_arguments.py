@@ -27,6 +27,9 @@ from embedrock.errors import (
     TableFileError,
 )
 
+# From Python 3.12 on, it warns where a process with threads forks.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 ROWS, DIM, BATCH = 600, 4, 10
 RULE = er.Adam(lr=0.1)
 Opener = Callable[[Path], er.Table]
@@ -92,7 +95,7 @@ def test_a_folder_of_something_else(tmp_path: Path):
 
 
 def test_a_folder_whose_parent_is_missing(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="below"):
+    with pytest.raises(TableFileError, match=f"Make {tmp_path}/below first"):
         make(tmp_path / "below" / "users.rock")
 
 
@@ -178,13 +181,13 @@ def test_a_table_that_one_may_only_read():
 
 def named_memory(error: Exception) -> int:
     """Return the budget that an error says is enough, as a number of bytes."""
-    return int(re.findall(r"\((\d+) bytes", str(error))[-1])
+    return int(re.findall(r"(\d+) bytes", str(error))[-1])
 
 
 @pytest.mark.parametrize("rows", [ROWS, 10**6, None])
 def test_a_budget_without_room_for_a_row_names_one_that_has_it(rows: int | None, tmp_path: Path):
     path = tmp_path / "users.rock"
-    with pytest.raises(MemoryBudgetError, match="needs at least") as caught:
+    with pytest.raises(MemoryBudgetError, match=r"memory=16 B\. Raise memory= to .* or more") as caught:
         make(path, rows, memory=16)
     assert not path.exists()  # what cannot be opened is not made
     memory = named_memory(caught.value)
@@ -201,7 +204,7 @@ def test_a_batch_that_does_not_fit_names_a_budget_that_holds_it(tmp_path: Path):
     ids, grads = np.arange(100), np.ones((100, DIM), np.float32)
     with er.open(path, memory=er.Table(ROWS, DIM, rule=RULE).memory_for(60)) as table:
         before = table.lookup(np.arange(ROWS))
-        with pytest.raises(CacheTooSmallError, match="holds .* rows") as caught:
+        with pytest.raises(CacheTooSmallError, match=r"holds \d+ rows") as caught:
             table.update(ids, grads)
         np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), before)
         assert table.steps == 1
@@ -312,7 +315,7 @@ def test_arguments_that_only_tables_on_disk_have(tmp_path: Path):
     with er.open(path) as table:
         with pytest.raises(er.ArgumentError, match="has no commit 7: it has 0, 1"):
             table.rollback(7)
-        with pytest.raises(er.ArgumentError, match="`step` of a commit must be a whole number or None: got 'x'"):
+        with pytest.raises(er.ArgumentError, match=r"`step` of a commit must be a whole number.*got 'x'"):
             table.commit(step="x")  # type: ignore[arg-type]
         for name in ("", "x" * 101, "a\nb", 5):
             with pytest.raises(er.ArgumentError, match="`name` of a commit must be"):

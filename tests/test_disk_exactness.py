@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import threading
 import time
@@ -23,6 +24,7 @@ from embedrock.durability import Durability
 from embedrock.testing import FaultFS
 from embedrock.vfs import OS_SYSTEM, OSSystem, System
 from same_tables import check_same
+from small_pieces import SIZES
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
 STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
@@ -55,6 +57,7 @@ class Case:
     slots: int = BATCH
     threads: int = 1
     seed: int = 0
+    small: bool = True  # many small pieces where there would be a large one
 
 
 # ---------------------------------------------------------------- traces
@@ -101,7 +104,6 @@ class Pair:
     """A table on disk, and one in RAM that is treated alike."""
 
     def __init__(self, case: Case, folder: Any, system: System = OS_SYSTEM) -> None:
-        er.set_threads(case.threads)
         self.case, self.folder, self.system = case, folder, system
         self.rng = np.random.default_rng(case.seed)
         arguments: dict[str, Any] = {
@@ -248,6 +250,11 @@ def play(pair: Pair, acts: list[Act]) -> None:
     pair.close()
 
 
+def play_case(case: Case, acts: list[Act], folder: Any, system: System = OS_SYSTEM) -> None:
+    with surroundings(case):
+        play(Pair(case, folder, system), acts)
+
+
 def perform(pair: Pair, acts: list[Act]) -> None:
     """Do everything to both tables, and compare them."""
     for act in acts:
@@ -264,18 +271,18 @@ def perform(pair: Pair, acts: list[Act]) -> None:
 
 
 @contextmanager
-def own_threads() -> Iterator[None]:
+def surroundings(case: Case) -> Iterator[None]:
+    """Have threads and pieces as a case wants them."""
     before = er.get_threads()
-    try:
-        yield
-    finally:
-        er.set_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def same_threads_afterwards() -> Iterator[None]:
-    with own_threads():
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        for module, sizes in SIZES.items() if case.small else ():
+            for name, size in sizes.items():
+                patch.setattr(module, name, size)
+        er.set_threads(case.threads)
+        try:
+            yield
+        finally:
+            er.set_threads(before)
 
 
 # ---------------------------------------------------------------- drawn programs
@@ -289,6 +296,7 @@ cases = st.builds(
     slots=st.sampled_from([BATCH, BATCH + 1, 3 * BATCH, TOTAL, EVERY]) | st.integers(BATCH, TOTAL),
     threads=st.integers(1, 8),
     seed=st.integers(0, 2**32),
+    small=st.booleans(),
 )
 acts = st.builds(
     Act,
@@ -300,8 +308,7 @@ acts = st.builds(
 
 
 def check_program(case: Case, program: list[Act]) -> None:
-    with own_threads():
-        play(Pair(case, "/table", FaultFS()), program)
+    play_case(case, program, "/table", FaultFS())
 
 
 CRASH_AFTER_COMPACTION = [Act("commit", steps=9), Act("compact", "all new", steps=9), Act("crash")]
@@ -343,7 +350,7 @@ def matrix() -> Iterator[Case]:
     )
     for number, (rule, dtype) in enumerate(itertools.product(RULES, DTYPES)):
         rows, policy, slots = next(itertools.islice(others, 6, None))  # 7 and their number, 30, have no common factor
-        yield Case(rule, dtype, rows, policy, slots, threads=1 + number % 8, seed=number)
+        yield Case(rule, dtype, rows, policy, slots, 1 + number % 8, seed=number, small=number % 4 > 0)
 
 
 def name_of(case: Case) -> str:
@@ -352,7 +359,7 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("case", list(matrix()), ids=name_of)
 def test_every_rule_dtype_policy_and_size(case: Case, tmp_path: Path):
-    play(Pair(case, tmp_path / "table"), STORY)
+    play_case(case, STORY, tmp_path / "table")
 
 
 # ---------------------------------------------------------------- slow disks
@@ -386,14 +393,14 @@ SLOW_STORY = [
 @pytest.mark.parametrize(("policy", "slots"), [("lfu", 2 * BATCH), ("lru", 4 * BATCH), ("clock", ROWS // 4)])
 def test_a_slow_disk_changes_nothing(policy: str, slots: int, tmp_path: Path):
     case = Case(policy=policy, slots=slots, threads=2, seed=slots)
-    play(Pair(case, tmp_path / "table", Jittery(slots, longest_seconds=0.002)), SLOW_STORY)
+    play_case(case, SLOW_STORY, tmp_path / "table", Jittery(slots, longest_seconds=0.002))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(matrix()), ids=name_of)
 def test_a_very_slow_disk_changes_nothing(case: Case, tmp_path: Path):
     system = Jittery(case.seed, longest_seconds=0.01)
-    play(Pair(replace(case, slots=max(case.slots, 3 * BATCH)), tmp_path / "table", system), SLOW_STORY + STORY)
+    play_case(replace(case, slots=max(case.slots, 3 * BATCH)), SLOW_STORY + STORY, tmp_path / "table", system)
 
 
 # ---------------------------------------------------------------- company
@@ -464,4 +471,97 @@ COMPANY_STORY = [
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_other_threads_change_nothing(policy: str, tmp_path: Path):
     case = Case(policy=policy, slots=6 * BATCH, threads=2, seed=3)
-    keep_company(Pair(case, tmp_path / "table", Jittery(3, longest_seconds=0.001)), COMPANY_STORY)
+    with surroundings(case):
+        keep_company(Pair(case, tmp_path / "table", Jittery(3, longest_seconds=0.001)), COMPANY_STORY)
+
+
+def rows_stay(case: Case) -> bool:
+    """Tell whether rows that no batch has stay as they are, and two threads have room."""
+    return case.rule != RULES[-1] and case.slots >= 6 * BATCH
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(
+    case=cases.filter(rows_stay),
+    program=st.lists(acts.filter(lambda act: act.event not in {*AFTER, "rollback far"}), min_size=2, max_size=12),
+)
+def test_other_threads_change_nothing_for_long(case: Case, program: list[Act]):
+    with surroundings(case):
+        keep_company(Pair(case, "/table", FaultFS()), [replace(act, depth=min(act.depth, 2)) for act in program])
+
+
+# ---------------------------------------------------------------- moments
+
+
+class Gate:
+    """Stops a thread at a call of its file system until it is let through."""
+
+    def __init__(self, call: str, thread: str) -> None:
+        self._call, self._thread = call, thread
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, call: str, path: str) -> None:
+        if call == self._call and threading.current_thread().name.startswith(self._thread) and not self._open.is_set():
+            self._reached.set()
+            assert self._open.wait(60)
+
+    def wait(self) -> None:
+        """Return once the thread is there."""
+        assert self._reached.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def stepped(slots: int, system: FaultFS) -> Pair:
+    """Return a pair whose rows have all been stepped and committed."""
+    pair = Pair(Case(slots=slots), "/table", system)
+    for first in range(0, ROWS, BATCH):
+        pair.step(np.arange(first, first + BATCH))
+    pair.commit()
+    return pair
+
+
+@pytest.mark.parametrize("change", [Pair.rollback, Pair.set_rule], ids=["rollback", "set_rule"])
+def test_rows_that_are_on_their_way_up_bring_nothing_back(change: Callable[[Pair], None]):
+    system = FaultFS()
+    pair = stepped(3 * BATCH, system)
+    pair.step(np.arange(BATCH))
+    pair.step(np.arange(BATCH, 2 * BATCH))  # the cache is full of rows that no commit has
+    gate = system.before = Gate("pread", "brings")
+    brings = threading.Thread(target=lambda: pair.table.bring(np.arange(200, 200 + 3 * BATCH)), name="brings")
+    brings.start()
+    gate.wait()
+    changes = threading.Thread(target=change, args=(pair,), name="changes")
+    changes.start()
+    changes.join(0.1)  # it waits; and where it does not, it is through
+    gate.open()
+    brings.join()
+    changes.join()
+    pair.close()
+
+
+def test_a_commit_that_is_written_again_has_what_it_froze():
+    system = FaultFS()
+    pair = stepped(BATCH, system)
+    pair.step(np.arange(BATCH))
+    gate = Gate("fdatasync", "embedrock-commit")
+
+    def fail_once(call: str, path: str) -> None:
+        gate(call, path)
+        if call == "fdatasync" and path.endswith(".dlt"):
+            system.before = None
+            raise OSError(errno.EIO, "the disk failed", path)
+
+    system.before = fail_once
+    pair.commit(wait=False)
+    gate.wait()
+    number, frozen = max(pair.saved), pair.saved[max(pair.saved)]
+    pair.step(np.arange(BATCH))  # newer values of the same rows ...
+    pair.step(np.arange(100, 100 + BATCH))  # ... that are spilled while the commit fails
+    gate.open()
+    pair.commit()
+    with er.open("/table", mode="r", at=number, **pair.options | {"keep": 1}) as reader:
+        check_same(reader, frozen)
+    pair.close()

@@ -23,8 +23,12 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
-from embedrock.vfs import OSSystem
+from embedrock.store.verify import verify
+from embedrock.vfs import OS_SYSTEM, OSSystem
 from same_tables import check_same
+
+# From Python 3.12 on, it warns where a process with threads forks.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 ROWS, DIM, BATCH = 300, 4, 20
 RULE = er.SGD(lr=1.0)
@@ -75,6 +79,17 @@ def look_until(path: Path, step: int) -> list[int]:
             check_rows(table, table.last_step)
             seen.append(table.last_step or 0)
     return seen
+
+
+def verify_until(path: Path, step: int) -> None:
+    """Verify all commits again and again until that of `step` is there."""
+    last = None
+    while last != step:
+        verdict = verify(OS_SYSTEM, str(path))
+        assert verdict.problems == []
+        assert verdict.newest_good is not None
+        with er.open(path, mode="r") as table:
+            last = table.last_step
 
 
 def write_there(path: Path) -> int:
@@ -192,6 +207,18 @@ def test_what_readers_open_is_always_whole(other: ProcessPoolExecutor, tmp_path:
             if step % 5 == 0:
                 table.compact()
         assert sorted(seen.result(timeout=60)) == seen.result()
+
+
+def test_a_table_that_goes_on_verifies(other: ProcessPoolExecutor, tmp_path: Path):
+    path = tmp_path / "table"
+    with make(path, keep=1) as table:
+        done = other.submit(verify_until, path, 40)
+        for step in range(1, 41):
+            step_all(table)
+            table.commit(step=step)
+            if step % 5 == 0:
+                table.compact()
+        done.result(timeout=60)
 
 
 def test_a_reader_of_an_older_commit(other: ProcessPoolExecutor, tmp_path: Path):

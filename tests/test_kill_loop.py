@@ -95,7 +95,8 @@ class Story:
             word, _, number = line.partition(" ")
             if word == "open":
                 assert int(number) == self.step
-            self.acknowledged = max([self.acknowledged, *([int(number)] if word == "done" else [])])
+            if word == "done":
+                self.acknowledged = max(self.acknowledged, int(number))
 
     def check(self) -> None:
         """Fail unless the table is that of the last commit acknowledged, or of one since."""

@@ -8,6 +8,7 @@ in the window uses.
 
 from __future__ import annotations
 
+import functools
 import operator
 import queue
 import sys
@@ -19,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from embedrock.errors import ArgumentError, CacheTooSmallError
-from embedrock.interrupts import held_back
 from embedrock.sizes import format_bytes
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
@@ -48,6 +48,9 @@ class Bringer(Protocol):
     def memory_for(self, rows: int) -> int:
         """Return the smallest `memory` that holds so many rows at once."""
         ...
+
+
+Wanted = list[tuple[Bringer, Any]]  # ids, by table
 
 
 def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
@@ -117,6 +120,12 @@ def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], dep
         window.join()
 
 
+def _count_rows(table: Bringer, several: list[Wanted]) -> int:
+    """Return how many different ids of a table are wanted in all."""
+    ids = [np.ravel(ids) for wanted in several for owner, ids in wanted if owner is table]
+    return len(np.unique(np.concatenate(ids)))
+
+
 class _Item(Generic[T]):
     """An item of the source on its way to the caller.
 
@@ -131,7 +140,7 @@ class _Item(Generic[T]):
     value: T
 
     def __init__(self) -> None:
-        self.wanted: list[tuple[Bringer, Any]] = []
+        self.wanted: Wanted = []
         self.tickets: list[Ticket] = []
         self.error: BaseException | None = None
         self.is_ready = threading.Event()
@@ -158,8 +167,8 @@ class _Window(Generic[T]):
 
     Attributes:
         items: them, in order.
-        requests: the items whose rows are to be brought, for the thread; None ends it.
-        thread: brings rows, and when it ends releases all that is left.
+        requests: what the thread is to do, in order; None ends it.
+        thread: brings and releases rows, and when it ends releases all that is left.
         is_closing: rows not yet brought are no longer wanted.
     """
 
@@ -167,16 +176,18 @@ class _Window(Generic[T]):
         self._source, self._ids_of, self._depth = source, ids_of, depth
         self._is_exhausted = False
         self.items: deque[_Item[T]] = deque()
-        self.requests: queue.SimpleQueue[_Item[T] | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
         self.is_closing = False
+        self._done: deque[Wanted] = deque(maxlen=depth)  # what the items before the first one wanted
 
     def advance(self) -> bool:
         """Make the next item the first one, with its rows there. Return False when there is none."""
         if self.items:
-            with held_back():  # a ticket that Ctrl-C stops half-way might never be released
-                self.items[0].release()
-                self.items.popleft()
+            # Released by the thread too, and in order: what is kept when an item is brought, and so whether the cache
+            # is large enough, then depends on no timing.
+            self.requests.put(self.items[0].release)
+            self._done.append(self.items.popleft().wanted)
         while len(self.items) <= self._depth and not self._is_exhausted:
             self._pull()
         if not self.items:
@@ -193,13 +204,14 @@ class _Window(Generic[T]):
         """Say what the table, which knows of no window, cannot: how much memory its items at once need of it."""
         failed = self.items[0]
         table, _ = failed.wanted[len(failed.tickets)]
-        ids = [np.ravel(ids) for item in self.items for owner, ids in item.wanted if owner is table]
-        rows = len(np.unique(np.concatenate(ids)))
+        # Those that were kept when it failed; and those after it, of which there may be more (at the beginning).
+        before, after = [*self._done, failed.wanted], [item.wanted for item in self.items]
+        rows = max(_count_rows(table, before), _count_rows(table, after))
         memory = table.memory_for(rows)
         return CacheTooSmallError(
-            f"{error} Looking ahead by depth={self._depth} keeps the rows of {len(self.items)} items in the cache at once, "
-            f"here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a lower `depth` "
-            "needs less."
+            f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
+            f"once, here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a lower "
+            "`depth` needs less."
         )
 
     def _pull(self) -> None:
@@ -216,7 +228,7 @@ class _Window(Generic[T]):
         self._is_exhausted = item.error is not None  # after its error, nothing will be handed out
         self.items.append(item)
         if item.error is None:
-            self.requests.put(item)
+            self.requests.put(functools.partial(self._bring, item))
 
     def _ask(self, item: _Item[T]) -> None:
         try:
@@ -224,10 +236,13 @@ class _Window(Generic[T]):
         except Exception as error:
             item.fail(error)
 
+    def _bring(self, item: _Item[T]) -> None:
+        if not self.is_closing:
+            item.bring()
+
     def _serve(self) -> None:
-        while (item := self.requests.get()) is not None:
-            if not self.is_closing:
-                item.bring()
+        while (request := self.requests.get()) is not None:
+            request()
         for item in self.items:
             item.release()
 

@@ -38,8 +38,9 @@ from embedrock.rules import History, Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 from embedrock.states import STATE_FORMAT, check_state, read_rows
 from embedrock.store.verify import Verdict, verify
+from embedrock.tiers.commit import Commit
 from embedrock.tiers.disk import Disk, Ticket, memory_for
-from embedrock.tiers.memory import Memory, choose
+from embedrock.tiers.memory import Memory, check_directory, choose
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
@@ -159,6 +160,7 @@ class Table:
 
     def _begin(self, name: str | None, on_nonfinite: str, memory: tuple[int | str | None, str]) -> None:
         """Set what is the same for all tables."""
+        check_directory(memory[1])
         if on_nonfinite not in ON_NONFINITE:
             raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
         self.name = name
@@ -759,8 +761,7 @@ class Table:
         if self._durability is None or not isinstance(tier, Disk) or self._process != os.getpid():
             return
         try:
-            self._turn.wait_for(lambda: tier.brings == 0)
-            self._end_commit(tier)
+            self._be_quiet(tier)
         finally:
             self._durability.abandon(self._changes, self._subject)
 
@@ -839,7 +840,8 @@ class Table:
         self._changes.commit()
         commit.start()
         if wait:
-            self._end_commit(tier)
+            commit.wait()
+            self._take_end(tier, commit)
         return commit.number
 
     def _commit_fields(self, step: int | None, name: str | None) -> dict[str, Any]:
@@ -855,20 +857,24 @@ class Table:
 
     def _be_quiet(self, tier: Disk) -> None:
         """Wait for all that uses a tier whose rows are about to be dropped, and might write some of them."""
-        self._turn.wait_for(lambda: tier.brings == 0 and (tier.commit is None or tier.commit.is_done))
+        self._turn.wait_for(lambda: tier.is_quiet)
         self._end_commit(tier)
 
     def _end_commit(self, tier: Disk) -> None:
         """Wait for the commit under way, and raise what went wrong with it."""
-        if tier.commit is not None:
+        while tier.commit is not None:  # another thread may begin one while this one waits
             tier.commit.wait()
             self._raise_commit_failure(tier)
 
     def _raise_commit_failure(self, tier: Disk) -> None:
-        commit = tier.commit
-        if commit is None or not commit.is_done:
-            return
-        tier.commit, error = None, self._on_disk().error_of(commit)
+        if tier.commit is not None and tier.commit.is_done:
+            self._take_end(tier, tier.commit)
+
+    def _take_end(self, tier: Disk, commit: Commit) -> None:
+        """Raise what went wrong with a commit that has ended."""
+        error = self._on_disk().error_of(commit)
+        if tier.commit is commit:
+            tier.commit = None
         if error is not None:
             self._changes.committed = -1
             raise error
@@ -914,7 +920,8 @@ class Table:
         durability.check_writes(self._subject)
         with self._turn.lock:
             self._end_commit(tier)
-        durability.compact(self.rows)  # others may use the table meanwhile
+        with tier.in_use():
+            durability.compact(self.rows)
         return self._commit_base()
 
     @_whole
@@ -941,12 +948,13 @@ class Table:
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
         checked = self._checked_ids(ids)
+        wanted = make_plan(checked).ids if self.is_on_disk else checked
         with self._turn.lock:
             tier = self._tier
             if not isinstance(tier, Disk):
                 return Ticket()
             tier.begin_bring()
-        return tier.bring_ahead(checked.reshape(-1))
+        return tier.bring_ahead(wanted)
 
     def memory_for(self, rows: int) -> int:
         """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -387,6 +388,7 @@ class OSSystem(System):
                 raise
             fd = os.open(path, flags & ~O_DIRECT, 0o666)
         self._paths[fd] = path
+        _allow_more_than(fd)
         if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
             self._direct.add(fd)
         return fd
@@ -395,7 +397,10 @@ class OSSystem(System):
         self._direct.discard(fd)
         self._tails.pop(fd, None)
         self._paths.pop(fd, None)
-        _locks.discard(fd)  # its number is soon that of another file
+        if fd in _locks:
+            _locks.discard(fd)  # its number is soon that of another file
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was just forked may have the descriptor still
         os.close(fd)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
@@ -525,6 +530,14 @@ class OSSystem(System):
 
     def drop(self, fd: int) -> None:
         _forget_pages(fd, 0, 0)
+
+
+def _allow_more_than(fd: int) -> None:
+    """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = soft * 4 if hard == resource.RLIM_INFINITY else min(soft * 4, hard)
+    if fd >= soft // 2 and more > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
 
 
 def _forget_pages(fd: int, start: int, end: int) -> None:

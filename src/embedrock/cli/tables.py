@@ -23,6 +23,7 @@ from embedrock.sizes import format_bytes, parse_bytes
 from embedrock.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.store import Store
 from embedrock.store.verify import Verdict, verify
 from embedrock.vfs import OS_SYSTEM
 
@@ -235,6 +236,7 @@ def _rescue(folder: str, commit: int) -> int:
     held = folders.lock(OS_SYSTEM, folder, locked=True)
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
+        Store(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
         last = manifests.numbers(OS_SYSTEM, folder)[-1]
         made = replace(target, commit=last + 1, parent=last, name=None, time=now())
         manifests.publish(OS_SYSTEM, folder, made)

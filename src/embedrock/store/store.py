@@ -300,7 +300,7 @@ class Store:
         if self._held is not None and not folders.is_held(self.system, self.folder, self._held):
             raise CommitError(
                 errno.ESTALE,
-                "the table was moved or removed while it was open for writing, so nothing can be committed here. Move it "
+                "the table was moved or removed while it was open for writing, so nothing is committed here. Move it "
                 f"back; commit {self.manifest.commit} is whole, wherever it is",
                 self.folder,
             )

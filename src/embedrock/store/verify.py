@@ -37,25 +37,44 @@ class Verdict(NamedTuple):
 
 
 def verify(system: System, folder: str) -> Verdict:
-    """Read all files of all commits of a table, and check every checksum."""
+    """Read all files of all commits of a table, and check every checksum.
+
+    Commits that a writer drops meanwhile do not count, and those that it makes may not.
+    """
     problems: dict[str, list[str]] = {}
-    newest, records = None, 0
-    for number in manifests.numbers(system, folder):
-        try:
-            manifest = manifests.read(system, folder, number)
-        except (EmbedrockError, OSError) as error:
-            problems[f"commit {number}"] = [str(error)]
-            continue
-        for entry in (*manifest.base, *manifest.delta):
-            if entry.file not in problems:
-                problems[entry.file] = _problems_of(system, folder, entry, manifest)
-                records += entry.count
-        for part in manifest.history:
-            if part.file not in problems:
-                problems[part.file] = check_history(system, folder, part, manifest.uuid)
-        if not any(problems[name] for name in folders.files_of(manifest)):
-            newest = number
-    return Verdict([text for found in problems.values() for text in found], newest, len(problems), records)
+    needs: dict[int, set[str]] = {}
+    records, found = 0, set[int]()
+    while not found and (numbers := manifests.numbers(system, folder)):
+        for number in numbers:
+            needs[number], count = _check_commit(system, folder, number, problems)
+            records += count
+        found = needs.keys() & set(manifests.numbers(system, folder))
+    needed = set[str]().union(*(needs[number] for number in found))
+    bad = [name for name, texts in problems.items() if texts and name in needed]
+    good = [number for number in found if needs[number].isdisjoint(bad)]
+    return Verdict([text for name in bad for text in problems[name]], max(good, default=None), len(problems), records)
+
+
+def _check_commit(system: System, folder: str, number: int, problems: dict[str, list[str]]) -> tuple[set[str], int]:
+    """Add what is wrong with the files of a commit to `problems`, which has those that were read before.
+
+    Returns:
+        the names of all its files, and the number of records that were read.
+    """
+    try:
+        manifest = manifests.read(system, folder, number)
+    except (EmbedrockError, OSError) as error:
+        problems[f"commit {number}"] = [str(error)]
+        return {f"commit {number}"}, 0
+    records = 0
+    for entry in (*manifest.base, *manifest.delta):
+        if entry.file not in problems:
+            problems[entry.file] = _problems_of(system, folder, entry, manifest)
+            records += entry.count
+    for part in manifest.history:
+        if part.file not in problems:
+            problems[part.file] = check_history(system, folder, part, manifest.uuid)
+    return folders.files_of(manifest), records
 
 
 def _problems_of(system: System, folder: str, entry: Entry, manifest: Manifest) -> list[str]:

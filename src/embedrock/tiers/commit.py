@@ -145,5 +145,6 @@ class Commit:
             flags[frozen] ^= FROZEN | DIRTY
 
     def wait(self) -> None:
-        """Return once it has ended; others may have the table meanwhile."""
-        self._tier.turn.wait_for(lambda: self.is_done)
+        """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
+        with self._tier.in_use():
+            self._tier.turn.wait_for(lambda: self.is_done)

@@ -6,6 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -14,7 +15,6 @@ from embedrock.arena import reserve
 from embedrock.cache import DIRTY, Cache, Whole
 from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
 from embedrock.interrupts import held_back
-from embedrock.plan import make_plan
 from embedrock.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
@@ -128,6 +128,7 @@ class Disk(Tier):
         self.cache = Whole(room.slots) if room.whole else Cache(room.slots, policy)
         self.commit: Commit | None = None
         self.brings = 0  # calls of bring_ahead under way
+        self._users = 0
         self.batch_rows = max(1, room.slots // 4)
         self._count = store.manifest.count
         self._batch: weakref.ref[np.ndarray] | None = None  # ids of the batch that the cache was last told of
@@ -198,7 +199,7 @@ class Disk(Tier):
 
     def _fill(self, found: Located) -> np.ndarray:
         """Read what was found into free slots, and return them."""
-        made = self.cache.insert(found.ids)
+        made = self.cache.insert(found.ids, used=False)  # the whole batch is touched once it is there
         try:
             self.store.read(found, self.records.bytes, made)
         except BaseException:
@@ -313,15 +314,31 @@ class Disk(Tier):
         overlay, most = self.store.overlay, max(self.room.budget_bytes // OVERLAY_SHARE, LEAST_OVERLAY_BYTES)
         return overlay.count > 0 and overlay.bytes_with(more) > most
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep files and rows as they are although others may have the table."""
+        with self.turn.lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self.turn.lock:
+                self._users -= 1
+                self.turn.notify()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody else is at work with it."""
+        return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
+
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
     def bring_ahead(self, ids: np.ndarray) -> Ticket:
         """Bring up the records of a later batch, and hold them until its ticket is released.
 
         The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
-        is read again.
+        is read again. Ids do not repeat.
         """
-        ids = make_plan(ids).ids
         ticket = Ticket(self)
         try:
             while ids.size:
@@ -356,7 +373,7 @@ class Disk(Tier):
             ticket.hold(slots[slots >= 0])
             good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
             if good.any():
-                made = self.cache.insert(found.ids[good])
+                made = self.cache.insert(found.ids[good], used=False)
                 self.records.bytes[made] = staged[good]
                 ticket.hold(made)
             return found.ids[(slots < 0) & ~good]

@@ -35,8 +35,7 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
         ArgumentError: `memory` or `directory` is not understood, or a direct directory is asked for open ids.
         MemoryBudgetError: a direct directory is asked for, and the table does not fit.
     """
-    if directory not in DIRECTORIES:
-        raise ArgumentError(f"`directory` must be one of {', '.join(DIRECTORIES)}: got {directory!r}.")
+    check_directory(directory)
     limit = memory_limit()
     budget = limit if memory is None else parse_bytes(memory)
     if spec.table_bytes is None or spec.rows is None:
@@ -53,6 +52,12 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
     fits = needed <= min(budget, limit)
     better = needed <= SMALL_BYTES or Hashed.bytes_for(spec.rows) + spec.table_bytes > min(budget, limit)
     return Choice(directory == "direct" or (directory == "auto" and fits and better), budget)
+
+
+def check_directory(directory: str) -> None:
+    """Raise `ArgumentError` where there is no such directory."""
+    if directory not in DIRECTORIES:
+        raise ArgumentError(f"`directory` must be one of {', '.join(DIRECTORIES)}: got {directory!r}.")
 
 
 class Memory(Tier):

@@ -212,7 +212,8 @@ class RowLayer(nn.Module):
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
-        for start, rows in _batches(weight):
+        slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # which a table on disk must write through
+        for start, rows in _batches(weight, min(IMPORT_ROWS, max(1, int(slots) // 2))):
             self._table.assign(np.arange(start, start + len(rows)), rows.numpy())
 
     def _check_weight(self, weight: Tensor) -> None:
@@ -248,10 +249,10 @@ class RowLayer(nn.Module):
             handle.forget()  # gradients of the rows that were replaced
 
 
-def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:
     """Return a weight as batches of (first row, rows float32 on the CPU)."""
-    for start in range(0, len(weight), IMPORT_ROWS):
-        yield start, weight[start : start + IMPORT_ROWS].detach().to("cpu", torch.float32)
+    for start in range(0, len(weight), size):
+        yield start, weight[start : start + size].detach().to("cpu", torch.float32)
 
 
 def _refuse_several_processes(handle: Handle) -> None:

@@ -1,0 +1,344 @@
+"""`ert.save` and `ert.load`: rows on disk and dense weights are always of the same step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_disk import ROWS, Batches, Model, check_same, optimizers_of, step, wanted
+from torch import nn
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.torch import checkpoint
+
+
+def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for batch in ert.prefetch([Batches()[k] for k in steps], wanted(model), 2):
+        step(model, optimizers, batch)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(name.rsplit("-", 1)[0] + Path(name).suffix for name in os.listdir(folder))
+
+
+def names(table: er.Table) -> list[str]:
+    return [commit["name"].rsplit("-", 1)[0] for commit in table.commits() if commit["name"]]
+
+
+@pytest.mark.parametrize("kind", [{}, {"dense": True}])
+def test_training_goes_on_to_the_same_bits(kind: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    straight, first = Model(), Model(tmp_path, "150KB")
+    optimizers = optimizers_of(first, **kind)
+    train(first, optimizers, range(10))
+    file = ert.save(first, tmp_path / "checkpoints", 10, optimizers)
+    assert file.parent == tmp_path / "checkpoints"
+    train(first, optimizers, range(10, 13))  # lost
+    first.close()
+    capfd.readouterr()
+
+    again = Model(tmp_path, "150KB")
+    its_optimizers = optimizers_of(again, **kind)
+    assert ert.load(again, tmp_path / "checkpoints", its_optimizers) == 10
+    told = capfd.readouterr().err.splitlines()
+    assert told[-1] == f"embedrock: {tmp_path}/checkpoints resumed at step 10"
+    train(again, its_optimizers, range(10, 20))
+    train(straight, optimizers_of(straight, **kind), range(20))
+    its = optimizers_of(straight, **kind)
+    assert len(its) == 2
+    check_same(straight, again)
+    again.close()
+
+
+def test_loading_in_the_same_process_goes_back(tmp_path: Path):
+    model = Model(tmp_path)
+    optimizers = optimizers_of(model)
+    train(model, optimizers, range(5))
+    ert.save(model, tmp_path / "c", step=5, optimizer=dict(zip(("rows", "dense"), optimizers, strict=True)))
+    train(model, optimizers, range(5, 9))
+    after = model.user.table.lookup(np.arange(ROWS))
+    assert ert.load(model, tmp_path / "c", {"rows": optimizers[0], "dense": optimizers[1]}) == 5
+    train(model, optimizers, range(5, 9))
+    assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), after)
+    model.close()
+
+
+def test_tables_in_ram_go_to_the_file(tmp_path: Path):
+    model, other = Model(), Model()
+    optimizers = optimizers_of(model)
+    train(model, optimizers, range(3))
+    ert.save(model, tmp_path, 3, optimizers[0])
+    optimizers_of(other)
+    assert ert.load(other, tmp_path) == 3
+    check_same(model, other)
+
+
+def test_keep_drops_old_checkpoints_and_lets_their_commits_go(tmp_path: Path):
+    model = Model(tmp_path)
+    optimizers = optimizers_of(model)
+    for k in range(6):
+        train(model, optimizers, range(k, k + 1))
+        ert.save(model, tmp_path / "c", k, keep=3)
+        model.user.table.commit()  # others, which retention may drop
+    assert files(tmp_path / "c") == ["step-3.pt", "step-4.pt", "step-5.pt"]
+    assert names(model.user.table) == names(model.item.table) == ["c-3", "c-4", "c-5"]
+    ert.save(model, tmp_path / "c", 5, keep=3)  # in the place of the one of the same step
+    assert files(tmp_path / "c") == ["step-3.pt", "step-4.pt", "step-5.pt"]
+    ert.save(model, tmp_path / "d", 1, keep=None)  # another folder
+    ert.save(model, tmp_path / "c", 6, keep=1)
+    assert files(tmp_path / "c") == ["step-6.pt"]
+    assert sorted(names(model.user.table)) == ["c-6", "d-1"]
+    train(model, optimizers, range(6, 9))
+    assert ert.load(model, tmp_path / "d") == 1
+    assert ert.load(model, tmp_path / "c") == 6
+    model.close()
+
+
+def test_steps_do_not_go_backwards_within_a_folder(tmp_path: Path):
+    model = Model()
+    ert.save(model, tmp_path, 10)
+    with pytest.raises(er.ArgumentError, match=r"at least that of the last checkpoint in .*, 10: got 9\. Go on from"):
+        ert.save(model, tmp_path, 9)
+    assert files(tmp_path) == ["step-10.pt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"step": -1}, "`step` of ert.save must be a whole number from 0: got -1"),
+        ({"step": 1.5}, "got 1.5"),
+        ({"step": None}, "got None"),
+        ({"step": 1, "keep": 0}, "`keep` of ert.save must be a whole number from 1, or None for all: got 0"),
+        ({"step": 1, "optimizer": "adam"}, r"with state_dict\(\) and load_state_dict\(\).*got 'adam'"),
+        ({"step": 1, "optimizer": [3]}, "got 3"),
+    ],
+)
+def test_arguments_of_save(arguments: dict[str, Any], text: str, tmp_path: Path):
+    model = Model(tmp_path)
+    with pytest.raises(er.ArgumentError, match=text):
+        ert.save(model, tmp_path / "c", **arguments)
+    assert not (tmp_path / "c").exists()
+    model.close()
+
+
+def test_there_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint") as caught:
+        ert.load(Model(), tmp_path / "none")
+    assert isinstance(caught.value, ert.NoCheckpointError)
+    (tmp_path / "step-x.pt").touch()
+    with pytest.raises(ert.NoCheckpointError):
+        ert.load(Model(), tmp_path)
+
+
+def test_loading_an_optimizer_that_was_not_saved(tmp_path: Path):
+    model = Model()
+    ert.save(model, tmp_path, 1, {"rows": ert.Adam(model)})
+    with pytest.raises(er.ArgumentError, match=r"\['rows'\]: got also \['dense'\]"):
+        ert.load(model, tmp_path, {"dense": torch.optim.Adam(ert.dense_parameters(model))})
+
+
+# ---------------------------------------------------------------- things go wrong
+
+
+class Unreadable:
+    """Something whose state is code, not data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": nn.Linear(1, 1)}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def failing(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "no space left on device")
+
+
+@pytest.mark.parametrize("where", ["torch.save", "fsync", "rename", "second commit", "unreadable"])
+def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = Model(tmp_path)
+    optimizers = optimizers_of(model)
+    train(model, optimizers, range(3))
+    ert.save(model, tmp_path / "c", 3, optimizers)
+    before = model.user.table.lookup(np.arange(ROWS))
+    train(model, optimizers, range(3, 6))
+    with monkeypatch.context() as patch:
+        target = {"torch.save": (torch, "save"), "fsync": (os, "fsync"), "rename": (Path, "rename")}.get(where)
+        if target is not None:
+            patch.setattr(*target, failing)
+        elif where == "second commit":
+            patch.setattr(model.item.table, "commit", failing)
+        parts = [*optimizers, Unreadable()] if where == "unreadable" else optimizers
+        with pytest.raises((OSError, er.ArgumentError), match=r"no space|containers of these"):
+            ert.save(model, tmp_path / "c", 6, parts)
+    after = model.user.table.lookup(np.arange(ROWS))
+    ert.save(model, tmp_path / "d", 6, optimizers)
+    assert ert.load(model, tmp_path / "c", optimizers) == 3
+    assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), before)
+    assert ert.load(model, tmp_path / "d", optimizers) == 6
+    assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), after)
+    ert.save(model, tmp_path / "c", 7, optimizers)
+    assert files(tmp_path / "c") == ["step-3.pt", "step-7.pt"]
+    assert sorted(names(model.user.table)) == sorted(names(model.item.table)) == ["c-3", "c-7", "d-6"]
+    model.close()
+
+
+def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):
+    model = nn.Sequential(ert.Embedding(9, 2, path=tmp_path / "t.rock"), nn.Linear(2, 3))
+    file = ert.save(model, tmp_path / "c", 1)
+    whole, weights = file.read_bytes(), model[1].weight.detach().clone()
+    refused = 0
+    for position in range(0, len(whole), 3):
+        spoilt = bytearray(whole)
+        spoilt[position] ^= 1 << position % 8
+        file.write_bytes(spoilt)
+        try:
+            ert.load(model, tmp_path / "c")
+        except er.CorruptTableError:
+            refused += 1
+        assert torch.equal(model[1].weight, weights)
+    assert refused > len(whole) // 6  # all that is not padding
+    for part in (whole[:-1], whole[: len(whole) // 2], b""):
+        file.write_bytes(part)
+        with pytest.raises(er.CorruptTableError, match=r"cannot be read.*remove it"):
+            ert.load(model, tmp_path / "c")
+    torch.save({"model": {}}, file)
+    with pytest.raises(er.CorruptTableError, match=r"must be a checkpoint of ert\.save"):
+        ert.load(model, tmp_path / "c")
+    model[0].table.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_nothing_is_loaded_of_a_checkpoint_of_other_tables(tmp_path: Path):
+    model = Model(tmp_path / "one")
+    ert.save(model, tmp_path / "c", 1)
+    other = Model(tmp_path / "two")
+    with torch.no_grad():
+        other.dense.weight.fill_(7)
+    with pytest.raises(er.ArgumentError, match=f"{other.user.table.uuid}.*{model.user.table.uuid}.*relocate="):
+        ert.load(other, tmp_path / "c")
+    assert (other.dense.weight == 7).all()
+    assert other.user.table.last_commit == 0
+    model.close()
+    other.close()
+
+
+# ---------------------------------------------------------------- tables that were moved
+
+
+@pytest.mark.parametrize("how", ["dict", "function", "by path"])
+def test_tables_that_were_moved(how: str, tmp_path: Path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    straight, first = Model(), Model(old, "150KB")
+    optimizers = optimizers_of(first)
+    train(first, optimizers, range(5))
+    ert.save(first, tmp_path / "c", 5, optimizers)
+    first.close()
+    old.rename(new)
+    again = Model(new if how == "by path" else old, "150KB")
+    its_optimizers = optimizers_of(again)
+    moves = {str(old / name): str(new / name) for name in ("users.rock", "items.rock")}
+    relocate: Any = {"dict": moves, "function": moves.__getitem__}.get(how)
+    handle = again.user.handle
+    assert ert.load(again, tmp_path / "c", its_optimizers, relocate=relocate) == 5
+    assert again.user.handle is handle
+    assert again.user.table.path == str(new / "users.rock")
+    train(again, its_optimizers, range(5, 9))
+    train(straight, optimizers_of(straight), range(9))
+    check_same(straight, again)
+    again.close()
+
+
+def test_moves_that_cannot_be(tmp_path: Path):
+    model = Model(tmp_path / "one")
+    ert.save(model, tmp_path / "c", 1)
+    other = Model(tmp_path / "two")
+    with pytest.raises(er.ArgumentError, match=r"must have old paths as its keys, here .*users.rock.*got .*nowhere"):
+        ert.load(other, tmp_path / "c", relocate={"nowhere": "x"})
+    train(other, optimizers_of(other), range(1))
+    moves = {str(tmp_path / "one" / "users.rock"): "x"}
+    with pytest.raises(er.ArgumentError, match="trained for 1 steps"):
+        ert.load(other, tmp_path / "c", relocate=moves)
+    model.close()
+    other.close()
+
+
+# ---------------------------------------------------------------- kills
+
+
+def killed_at(event: int) -> Iterator[Callable[..., Any]]:
+    """Have this process die before its `event`-th act of a save."""
+    count = 0
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == event:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return act
+
+    for owner, names_ in (
+        (er.Table, ("commit", "release")),
+        (Path, ("touch", "rename", "unlink")),
+        (checkpoint, ("_sync", "_check_readable")),
+        (torch, ("save",)),
+    ):
+        for name in names_:
+            setattr(owner, name, dying(getattr(owner, name)))
+    yield dying
+
+
+def work(folder: Path, event: int) -> None:
+    """Train and save twice, and die at an event."""
+    sys.stderr = open(os.devnull, "w")
+    torch.set_num_threads(1)
+    model = Model(folder)
+    optimizers = optimizers_of(model)
+    next(killed_at(event))
+    for k in (1, 2):
+        train(model, optimizers, range(k, k + 1))
+        ert.save(model, folder / "c", k, optimizers, keep=1)
+    os._exit(0)
+
+
+def test_a_kill_at_every_moment_of_a_save(tmp_path: Path):
+    expected = {0: Model(), 1: Model(), 2: Model()}
+    for k, model in expected.items():
+        train(model, optimizers_of(model), range(1, k + 1))
+    found, event, code = set(), 0, 9
+    while code == 9:
+        event += 1
+        folder = tmp_path / str(event)
+        child = os.fork()
+        if child == 0:
+            try:
+                work(folder, event)
+            finally:
+                os._exit(5)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        model = Model(folder)
+        optimizers = optimizers_of(model)
+        try:
+            step_found = ert.load(model, folder / "c", optimizers)
+        except ert.NoCheckpointError:
+            step_found = 0
+        found.add(step_found)
+        check_same(expected[step_found], model)
+        train(model, optimizers, range(step_found + 1, 3))
+        check_same(expected[2], model)
+        ert.save(model, folder / "c", 3, optimizers, keep=1)
+        assert files(folder / "c") == ["step-3.pt"]
+        assert names(model.user.table) == names(model.item.table) == ["c-3"]
+        model.close()
+        shutil.rmtree(folder)
+    assert found == {0, 1, 2}
+    assert event > 15
