@@ -180,6 +180,7 @@ def child(line: str) -> int:
     """Fork a process that runs `run`, and return its number."""
     if number := os.fork():
         return number
+    say(f"pid {os.getpid()}")
     try:
         run(**json.loads(line))
     except BaseException:
@@ -199,9 +200,7 @@ def main() -> None:
     warm_up()
     say("ready")
     for line in sys.stdin:
-        number = child(line)
-        say(f"pid {number}")
-        _, status = os.waitpid(number, 0)
+        _, status = os.waitpid(child(line), 0)
         say(f"exit {os.waitstatus_to_exitcode(status)}")
 
 

@@ -459,3 +459,13 @@ def test_ageing() -> None:
     np.testing.assert_array_equal(scores, expected)
     np.testing.assert_array_equal(histogram, counts)
     np.testing.assert_array_equal(histogram, np.bincount(scores, minlength=256))
+
+
+@pytest.mark.parametrize("cache", [Cache(4), Whole(4)], ids=["cache", "whole"])
+def test_a_free_slot_has_no_flags(cache: Cache | Whole):
+    # A commit once wrote free slots whose rows had been dirty, under numbers that were no ids.
+    slots = cache.insert(np.array([1, 2, 3]))
+    cache.flags[slots] = DIRTY
+    cache.release_current()
+    cache.remove(slots[1:])
+    assert cache.flagged(DIRTY).tolist() == slots[:1].tolist()

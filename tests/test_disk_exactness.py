@@ -562,6 +562,6 @@ def test_a_commit_that_is_written_again_has_what_it_froze():
     pair.step(np.arange(100, 100 + BATCH))  # ... that are spilled while the commit fails
     gate.open()
     pair.commit()
-    with er.open("/table", mode="r", at=number, **pair.options | {"keep": 1}) as reader:
+    with er.open("/table", mode="r", at=number, **pair.options) as reader:
         check_same(reader, frozen)
     pair.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock import durability
 from embedrock.cli.main import main
 from embedrock.store import compaction
 from embedrock.testing import FaultFS
@@ -130,6 +132,25 @@ def test_without_another_thread_a_commit_fails_and_nothing_hangs(tmp_path: Path,
         assert table.commit() == 1
 
 
+def test_a_compaction_that_cannot_begin_is_no_failure_of_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "embedrock-compact":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(durability, "LEAST_COMPACTED_BYTES", 1)
+    monkeypatch.setattr(durability, "LEAST_OVERLAY_BYTES", 1)
+    with make(tmp_path / "t", memory="64KiB") as table:
+        for number in range(3):
+            step(table, *range(100 * number, 100 * number + 100))
+            assert table.commit() == number + 1
+        assert table.stats()["compactions_failed"] > 0
+    make(tmp_path / "t").close()
+
+
 @pytest.mark.parametrize("rule", [er.SGD(lr=0.5), er.Adam(dense=True)])
 def test_a_commit_that_cannot_begin_is_a_commit_error(rule: er.Rule, tmp_path: Path):
     class Full(OSSystem):
@@ -212,13 +233,11 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
             raise OSError(errno.EIO, "I/O error")
 
         table.update(ids, grads(ids))
-        durability: Any = table._durability
-        publish, durability.store.publish = durability.store.publish, fail
+        files: Any = table._durability
+        publish, files.store.publish = files.store.publish, fail
         table.commit(wait=False)
-        assert table._durability is not None
-        commit = durability._commit
-        commit.join()
-        durability.store.publish = publish
+        files._commit.join()
+        files.store.publish = publish
         summed = table.sum(table.plan(ids), grads(ids))
         assert table.rule is not None
         table.step_by(table.rule, summed)  # whoever checked before the commit failed is not left half-way
@@ -291,3 +310,35 @@ def test_the_command_line_refuses_to_go_back_to_damage(tmp_path: Path, capsys: p
     with er.open(tmp_path / "t") as table:
         assert table.last_commit == 4
         assert table.steps == 1
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_process_may_open_more_files_than_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compaction, "CHUNK_BYTES", 64 * (4 * DIM + 4))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 60
+    if few * 8 > hard:
+        pytest.skip("this process may not open more files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        ids = np.arange(64 * 2 * few)
+        with make(tmp_path / "t", rows=len(ids), memory="8MiB") as table:
+            table.update(ids, grads(ids))
+            table.commit()
+            table.compact()
+            assert len(list((tmp_path / "t" / "base").glob("*/*"))) == 2 * few
+        er.open(tmp_path / "t", memory="1MiB").close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_child_that_was_just_forked_does_not_keep_the_lock(tmp_path: Path):
+    for _ in range(20):
+        with make(tmp_path / "t"):
+            child = os.fork()
+            if not child:
+                os._exit(0)
+        make(tmp_path / "t").close()
+        os.waitpid(child, 0)

@@ -48,14 +48,12 @@ class Victims:
         assert self._server.stdin is not None
         print(json.dumps(arguments), file=self._server.stdin, flush=True)
         pid, said = int(self._line().removeprefix("pid ")), []
-        clock = threading.Timer(seconds or 0, lambda: os.kill(pid, signal.SIGKILL))
         if seconds is not None:
-            clock.start()
-        try:
-            while not (line := self._line()).startswith("exit "):
-                said.append(line)
-        finally:
-            clock.cancel()
+            threading.Timer(
+                seconds, lambda: os.kill(pid, signal.SIGKILL)
+            ).start()  # it has too many steps to end before
+        while not (line := self._line()).startswith("exit "):
+            said.append(line)
         assert int(line.removeprefix("exit ")) in (0, -signal.SIGKILL), said
         return said
 

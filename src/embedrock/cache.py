@@ -164,7 +164,12 @@ class Cache:
             cpu.remember(self._ghosts, ids, levels, self._epoch)
         cpu.erase(self._entries, ids)
         self._first_free = cpu.give_slots(self.ids, self._pins, self._first_free, slots)
+        self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
         self.count -= len(slots)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags[: self._used] & flag)
 
     def touch(self, slots: np.ndarray) -> None:
         """Tell that a new batch uses these rows. They stay until the next touch, or `release_current`."""
@@ -326,10 +331,15 @@ class Whole:
     def remove(self, slots: np.ndarray) -> None:
         """Free slots (without repeats) that hold rows."""
         self._rows.remove(slots)
+        self.flags[slots] = 0
 
     def victims(self, count: int) -> np.ndarray:
         """Return no slots: all rows may stay."""
         return np.empty(0, np.int64)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags & flag)
 
     def touch(self, slots: np.ndarray) -> None:
         """Do nothing, as the next three: there is nothing to choose."""

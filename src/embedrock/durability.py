@@ -283,10 +283,13 @@ class Durability:
         """Fold logs into base chunks while others go on, unless that is under way."""
         if self._compaction is None or not self._compaction.is_alive():
             self._stopping.clear()
-            self._compaction = threading.Thread(
-                target=self._compact, args=(rows,), name="embedrock-compact", daemon=True
-            )
-            self._compaction.start()
+            thread = threading.Thread(target=self._compact, args=(rows,), name="embedrock-compact", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads: it is tried again after the next commit
+                self.compactions_failed += 1
+            else:
+                self._compaction = thread
 
     def _compact(self, rows: int | None) -> None:
         try:

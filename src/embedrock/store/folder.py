@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -117,7 +118,8 @@ UNLOCKED = -1  # in place of a descriptor, where the user knows better
 def unlock(system: System, fd: int) -> None:
     """Let other writers in."""
     if fd != UNLOCKED:
-        system.close(fd)
+        with contextlib.suppress(OSError):  # it is unlocked all the same
+            system.close(fd)
 
 
 def is_held(system: System, folder: str, fd: int) -> bool:

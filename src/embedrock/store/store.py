@@ -87,7 +87,7 @@ class Store:
         self.system, self.folder, self._held = system, folder, lock
         self.lock = threading.RLock()
         self.compacting, self.hurry = threading.Lock(), False
-        self.broken: OSError | None = None
+        self.broken: str | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
         self._serial = 0
@@ -371,7 +371,7 @@ class Store:
             freeze = replace(freeze, logs=tuple(self._rewritten(log) for log in freeze.logs))
             return freeze, self._publish(freeze, changes)
         except OSError as error:
-            self.broken = error
+            self.broken = str(error)
             raise
 
     def rollback(self, target: Manifest, time: str, keep: int) -> None:
@@ -407,10 +407,8 @@ class Store:
     def _check_unpublished(self) -> None:
         number = self.manifest.commit + 1
         if number in manifests.numbers(self.system, self.folder):
-            self.broken = OSError(
-                errno.EIO, f"commit {number} was made, but may not survive a loss of power", self.folder
-            )
-            raise self.broken
+            self.broken = f"commit {number} was made, but may not survive a loss of power"
+            raise OSError(errno.EIO, self.broken, self.folder)
 
     def _rewritten(self, log: Log) -> Log:
         """Return a new log in place of another, with the newest record of each of its rows."""

@@ -45,7 +45,7 @@ class Commit:
         self.is_done = self._failed = False
         self.error: BaseException | None = None
         flags = tier.cache.flags
-        self._slots = np.flatnonzero(flags & DIRTY)
+        self._slots = tier.cache.flagged(DIRTY)
         flags[self._slots] = FROZEN  # those of clean rows stay 0
         self.rows = len(self._slots)
 
@@ -140,8 +140,7 @@ class Commit:
     def _thaw(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
         with self._tier.turn.lock:
-            flags = self._tier.cache.flags
-            frozen = np.flatnonzero(flags & FROZEN)
+            flags, frozen = self._tier.cache.flags, self._tier.cache.flagged(FROZEN)
             flags[frozen] ^= FROZEN | DIRTY
 
     def wait(self) -> None:

@@ -264,7 +264,7 @@ class Disk(Tier):
             "spilled": self._spilled,
             "cache_slots": self.room.slots,
             "cache_rows": self.cache.count,
-            "dirty_rows": int(np.count_nonzero(self.cache.flags & DIRTY)),
+            "dirty_rows": len(self.cache.flagged(DIRTY)),
             "overlay_rows": store.overlay.count,
             "overlay_bytes": store.overlay.nbytes,
             "commit": store.manifest.commit,
