@@ -19,6 +19,7 @@ from embedrock import durability
 from embedrock.cli.main import main
 from embedrock.store import compaction
 from embedrock.testing import FaultFS
+from embedrock.tiers.records import Records
 from embedrock.vfs import OSSystem
 
 DIM = 4
@@ -342,3 +343,30 @@ def test_a_child_that_was_just_forked_does_not_keep_the_lock(tmp_path: Path):
                 os._exit(0)
         make(tmp_path / "t").close()
         os.waitpid(child, 0)
+
+
+# ---------------------------------------------------------------- too little memory
+
+
+@pytest.mark.parametrize("memory", ["12KiB", "1MiB"])
+def test_a_step_that_runs_out_of_memory_can_be_made_again(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begin, rng = Records.begin, np.random.default_rng(3)
+    ram = er.Table(1000, DIM, rule=er.Adam())
+    with make(tmp_path / "t", rule=er.Adam(), init=None, memory=memory) as table:
+        for _ in range(30):
+            ids, values = rng.integers(0, 1000, 30), rng.normal(size=(30, DIM)).astype(np.float32)
+
+            def fail(records: Records, *args: Any) -> None:
+                raise MemoryError
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Records, "begin", fail)
+                try:
+                    table.update(ids, values)
+                except MemoryError:
+                    patch.setattr(Records, "begin", begin)
+                    table.update(ids, values)
+            ram.update(ids, values)
+            assert np.array_equal(ram.lookup(np.arange(1000)), table.lookup(np.arange(1000)))
+        assert table.stats()["rows_touched"] == len(ram.export()[0])
+        table.commit()

@@ -48,12 +48,12 @@ class Victims:
         assert self._server.stdin is not None
         print(json.dumps(arguments), file=self._server.stdin, flush=True)
         pid, said = int(self._line().removeprefix("pid ")), []
+        clock = threading.Timer(seconds or 0, lambda: os.kill(pid, signal.SIGKILL))
         if seconds is not None:
-            threading.Timer(
-                seconds, lambda: os.kill(pid, signal.SIGKILL)
-            ).start()  # it has too many steps to end before
+            clock.start()
         while not (line := self._line()).startswith("exit "):
             said.append(line)
+        clock.cancel()
         assert int(line.removeprefix("exit ")) in (0, -signal.SIGKILL), said
         return said
 

@@ -203,10 +203,14 @@ class Disk(Tier):
         try:
             self.store.read(found, self.records.bytes, made)
         except BaseException:
-            self.cache.remove(made)
-            self.new_epoch()
+            self._drop(made)
             raise
         return made
+
+    def _drop(self, slots: np.ndarray) -> None:
+        """Take rows whose records were not filled in out of the cache."""
+        self.cache.remove(slots)
+        self.new_epoch()
 
     def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
@@ -217,7 +221,11 @@ class Disk(Tier):
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         missing = slots < 0
         made = self.cache.insert(ids[missing])
-        self.records.begin(made, fresh, first_state)
+        try:
+            self.records.begin(made, fresh, first_state)
+        except BaseException:  # or they would have the bytes of the rows that were in these slots before
+            self._drop(made)
+            raise
         self.cache.flags[made] = DIRTY
         self._count += len(made)
         slots = slots.copy()
