@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ pytest.importorskip("tqdm")
 
 USAGE = 2  # argparse's exit status
 TINY = ["--users", "3k", "--items", "500", "--steps", "40", "--batch-size", "256", "--dim", "8"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a demo without ``--path`` has its tables."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "embedrock" / "demo"
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
@@ -95,6 +104,56 @@ def test_no_compare_and_the_same_numbers_again(tmp_path: Path, capsys: pytest.Ca
     assert curves[0] == curves[1]
 
 
+# ---------------------------------------------------------------- tables on disk
+
+SMALL = ["--users", "20k", "--items", "2k", "--batch-size", "256", "--dim", "8", "--no-compare"]
+
+
+def test_tables_on_disk_are_removed_at_the_end(cache: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", *TINY, "--no-compare"]) == 0
+    output = capsys.readouterr().out
+    assert f"on disk  in {cache}" in output
+    assert "of the rows were in RAM" in output
+    assert "removed now; --path FOLDER keeps them" in output
+    assert not cache.exists()
+
+
+def test_killed_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, out = tmp_path / "demo", tmp_path / "out.json"
+    options = ["--steps", "600", "--path", str(folder), "--memory", "1MiB", *SMALL]
+    with start(*options, folder=tmp_path) as process:
+        wait_for(folder / "checkpoints", "*.pt")
+        process.kill()
+        process.communicate(timeout=60)
+    done = demo(*options, "--json", str(out), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    resumed = json.loads(out.read_text())["training"]
+    assert resumed["resumed_at"] in (250, 500)
+    assert f"resumed at step {resumed['resumed_at']}" in done.stderr
+    assert f"stay in {folder}" in done.stdout
+    whole = tmp_path / "whole.json"
+    assert main(["demo", *options[:3], str(tmp_path / "other"), *options[4:], "--json", str(whole)]) == 0
+    wanted = json.loads(whole.read_text())["training"]
+    assert resumed["curve"][-1]["auc"] == wanted["curve"][-1]["auc"]  # as if nothing had happened
+    assert wanted["disk"]["reads_per_step"] > 0
+
+
+def wait_for(folder: Path, pattern: str) -> None:
+    deadline = time.monotonic() + 120
+    while not any(folder.glob(pattern)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["demo", "--steps", "2", "--path", str(tmp_path / "demo"), *SMALL]
+    assert main(options) == 0
+    assert main([*options, "--seed", "5"]) == FAILED
+    assert "has the files of a demo with other options (seed=0)" in capsys.readouterr().err
+    assert main(options) == 0  # nothing is left to do
+    assert "trained  0 steps" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- what it refuses
 
 
@@ -113,6 +172,9 @@ def test_no_compare_and_the_same_numbers_again(tmp_path: Path, capsys: pytest.Ca
         (["--json", "no/such/folder.json"], "argument --json: must be a file in a folder that exists"),
         (["--epochs", "3"], "argument --epochs: only goes with --data FILE"),
         (["--data", __file__, "--steps", "3"], "argument --steps: only goes without --data FILE"),
+        (["--memory", "much"], 'argument --memory: must be a size such as "512MiB"'),
+        (["--in-ram", "--path", "x"], "argument --in-ram: does not go with --path or --memory"),
+        (["--data", __file__, "--in-ram"], "argument --in-ram: only goes without --data FILE"),
         (["--speed", "3"], "unrecognized arguments: --speed 3"),
     ],
 )
@@ -145,7 +207,7 @@ def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
     from embedrock.cli.demo import click_run
 
     monkeypatch.setattr(click_run, "available_bytes", lambda: 200_000)
-    assert main(["demo", *TINY, "--no-compare"]) == FAILED
+    assert main(["demo", *TINY, "--no-compare", "--in-ram"]) == FAILED
     error = capsys.readouterr().err
     assert "budget 97.7 KiB" in error
     assert "In the demo: fewer --steps" in error

@@ -241,8 +241,9 @@ class Disk(Tier):
         self.cache.flags[slots] |= DIRTY
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
-        resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
-        base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
+        with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
+            resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
+            base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
         rest.sort()  # the same order every time, and that of the files
         below = (
             base.ids_of(number, start, start + size)

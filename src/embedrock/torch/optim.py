@@ -132,7 +132,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
         for handle in group["params"]:
-            handle.table.set_rule(self._rule(group, handle.table.rule))
+            if handle.table.mode == "w":  # a snapshot can be in a model whose other layers train
+                handle.table.set_rule(self._rule(group, handle.table.rule))
             handle.vigil.bind(self, model)
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
@@ -204,6 +205,8 @@ class RowOptimizer(torch.optim.Optimizer):
         due = []
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
+            if handle.table.mode == "r" and handle.grad is None:
+                continue
             rule = self._rule(group, handle.table.rule)
             self._check_bound(handle, rule)
             handle.check_untouched()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +23,7 @@ from embedrock.cli.demo.options import ClickOptions
 from embedrock.cli.demo.storage import DEPTH, SAVE_STEPS, Storage, on_disk
 from embedrock.cli.demo.synthetic import ZIPF, Clicks, PlantedLog
 from embedrock.cli.demo.train import ModelPlan, Trainer, use_threads, warm_up
+from embedrock.durability import UncommittedWarning
 from embedrock.errors import MemoryBudgetError
 from embedrock.sizes import format_bytes
 
@@ -56,7 +59,8 @@ def run(options: ClickOptions) -> dict[str, Any]:
 def _train_in_ram(plan: ModelPlan, log: PlantedLog, options: ClickOptions) -> dict[str, Any]:
     warm_up(plan, EMBEDROCK)
     try:
-        return Training(plan, log, options, None).run()
+        with closing(Training(plan, log, options, None)) as training:
+            return training.run()
     except MemoryBudgetError as error:
         remedy = "In the demo: fewer --steps, or a smaller --batch-size or --dim."
         raise MemoryBudgetError(f"{error} {remedy}") from error
@@ -68,7 +72,8 @@ def _train_on_disk(plan: ModelPlan, log: PlantedLog, options: ClickOptions) -> d
     storage.claim(options)
     warm_up(plan, EMBEDROCK)
     try:
-        results = Training(on_disk(plan, storage), log, options, storage).run()
+        with closing(Training(on_disk(plan, storage), log, options, storage)) as training:
+            results = training.run()
     except KeyboardInterrupt:
         print(f"\nfiles    stay in {storage.folder}; the same command goes on from the last checkpoint")
         raise
@@ -114,9 +119,14 @@ class Training:
             "test_unseen_share": self._unseen_share(),
         }
         print(_format_training(results))
-        for table in self._tables:
-            table.close()
         return results
+
+    def close(self) -> None:
+        """Give the tables back. What no checkpoint has is lost, which is said elsewhere."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncommittedWarning)
+            for table in self._tables:
+                table.close()
 
     def _steps(self, first: int, meter: DiskMeter) -> list[dict[str, float]]:
         """Train, and return some points of the learning curve."""
