@@ -236,8 +236,8 @@ def test_memmap_records_keep_states_apart(tmp_path: Path):
 
 def test_disk_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    names = "ours*,memmap*"
-    status = cli.main(["disk", *TINY_OPTIONS, "--rows=30k", "--memory=1MiB", f"--contenders={names}", "--json=out.json"])
+    options = ["--rows=30k", "--memory=1MiB", "--contenders=ours*,memmap*", "--json=out.json"]
+    status = cli.main(["disk", *TINY_OPTIONS, *options])
     output = capsys.readouterr()
     assert status == 0, output.err
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # files are removed

@@ -495,9 +495,9 @@ class Jittery(OSSystem):
         super().__init__()
         self.noise = random.Random(3)
 
-    def read_many(self, *request: Any) -> None:
+    def read_many(self, fds: Any, offsets: Any, sizes: Any, out: Any, starts: Any) -> None:
         time.sleep(self.noise.random() * 2e-3)
-        super().read_many(*request)
+        super().read_many(fds, offsets, sizes, out, starts)
 
 
 def table_of(path: Path | None, memory: str | int | None = None, **more: Any) -> er.Table:

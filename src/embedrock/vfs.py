@@ -572,11 +572,11 @@ class _Readers:
 
 
 def _default_io_threads() -> int:
-    text = os.environ.get("EMBEDROCK_IO_THREADS", "24")
+    text = os.environ.get("EMBEDROCK_IO_THREADS", "64")
     if not text.isdigit() or not 1 <= int(text) <= 256:
         raise ArgumentError(
             f"the environment variable EMBEDROCK_IO_THREADS must be a whole number from 1 to 256: got {text!r}. "
-            "Unset it to use 24."
+            "Unset it to use 64."
         )
     return int(text)
 

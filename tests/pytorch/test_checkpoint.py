@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,9 @@ def test_loading_in_the_same_process_goes_back(tmp_path: Path):
     train(model, optimizers, range(5, 9))
     after = model.user.table.lookup(np.arange(ROWS))
     assert ert.load(model, tmp_path / "c", {"rows": optimizers[0], "dense": optimizers[1]}) == 5
+    train(model, optimizers, range(5, 9))
+    assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), after)
+    assert ert.load(model, tmp_path / "c", {"rows": optimizers[0], "dense": optimizers[1]}) == 5  # once more
     train(model, optimizers, range(5, 9))
     assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), after)
     model.close()
@@ -171,7 +173,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
     with monkeypatch.context() as patch:
         target = {"torch.save": (torch, "save"), "fsync": (os, "fsync"), "rename": (Path, "rename")}.get(where)
         if target is not None:
-            patch.setattr(*target, failing)
+            patch.setattr(target[0], target[1], failing)
         elif where == "second commit":
             patch.setattr(model.item.table, "commit", failing)
         parts = [*optimizers, Unreadable()] if where == "unreadable" else optimizers
@@ -190,9 +192,10 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
 
 
 def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):
-    model = nn.Sequential(ert.Embedding(9, 2, path=tmp_path / "t.rock"), nn.Linear(2, 3))
+    layer, dense = ert.Embedding(9, 2, path=tmp_path / "t.rock"), nn.Linear(2, 3)
+    model = nn.Sequential(layer, dense)
     file = ert.save(model, tmp_path / "c", 1)
-    whole, weights = file.read_bytes(), model[1].weight.detach().clone()
+    whole, weights = file.read_bytes(), dense.weight.detach().clone()
     refused = 0
     for position in range(0, len(whole), 3):
         spoilt = bytearray(whole)
@@ -202,7 +205,7 @@ def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):
             ert.load(model, tmp_path / "c")
         except er.CorruptTableError:
             refused += 1
-        assert torch.equal(model[1].weight, weights)
+        assert torch.equal(dense.weight, weights)
     assert refused > len(whole) // 6  # all that is not padding
     for part in (whole[:-1], whole[: len(whole) // 2], b""):
         file.write_bytes(part)
@@ -211,7 +214,7 @@ def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):
     torch.save({"model": {}}, file)
     with pytest.raises(er.CorruptTableError, match=r"must be a checkpoint of ert\.save"):
         ert.load(model, tmp_path / "c")
-    model[0].table.close()  # pyright: ignore[reportAttributeAccessIssue]
+    layer.table.close()
 
 
 def test_nothing_is_loaded_of_a_checkpoint_of_other_tables(tmp_path: Path):
@@ -296,9 +299,32 @@ def killed_at(event: int) -> Iterator[Callable[..., Any]]:
     yield dying
 
 
+def test_a_kill_between_the_commits_and_the_dense_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if (child := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)
+            model = Model(tmp_path)
+            optimizers = optimizers_of(model)
+            train(model, optimizers, range(1))
+            ert.save(model, tmp_path / "c", 1, optimizers)
+            train(model, optimizers, range(1, 2))
+            monkeypatch.setattr(torch, "save", lambda *args: os._exit(9))
+            ert.save(model, tmp_path / "c", 2, optimizers)
+        finally:
+            os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    expected, model = Model(), Model(tmp_path)
+    assert model.user.table.last_step == model.item.table.last_step == 2
+    optimizers = optimizers_of(model)
+    assert ert.load(model, tmp_path / "c", optimizers) == 1
+    train(expected, optimizers_of(expected), range(1))
+    check_same(expected, model)
+    model.close()
+
+
 def work(folder: Path, event: int) -> None:
     """Train and save twice, and die at an event."""
-    sys.stderr = open(os.devnull, "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     model = Model(folder)
     optimizers = optimizers_of(model)

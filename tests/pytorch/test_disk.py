@@ -29,6 +29,8 @@ class Model(nn.Module):
     def __init__(self, folder: Path | None = None, memory: str | None = None, **arguments: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         paths = [None, None] if folder is None else [folder / "users.rock", folder / "items.rock"]
         self.user = ert.Embedding(ROWS, DIM, path=paths[0], memory=memory, padding_idx=0, **arguments)
         self.item = ert.EmbeddingBag(ROWS, DIM, path=paths[1], memory=memory, seed=1, mode="sum", **arguments)
@@ -309,6 +311,33 @@ def test_a_snapshot_in_a_layer(tmp_path: Path):
         assert layer.state_dict()["_extra_state"] == state["_extra_state"]
         layer.load_state_dict(state)
     model.close()
+
+
+def test_a_frozen_snapshot_beside_a_layer_that_trains(tmp_path: Path):
+    with er.Table(50, DIM, path=tmp_path / "t.rock", rule=er.SGD()) as table:
+        table.assign(np.arange(50), np.random.default_rng(1).normal(size=(50, DIM)))
+        table.commit()
+    with er.open(tmp_path / "t.rock", mode="r") as snapshot:
+        frozen, trains = ert.Embedding(snapshot).requires_grad_(False), ert.Embedding(ROWS, DIM)
+        model, ids = nn.ModuleDict({"frozen": frozen, "trains": trains}), torch.arange(9)
+        optimizer, before = ert.Adam(model, lr=0.05), frozen(ids)
+        assert snapshot.rule == er.SGD()
+        for _ in range(2):
+            optimizer.zero_grad()
+            (frozen(ids) * trains(ids)).sum().backward()
+            optimizer.step()
+        assert trains.table.steps == 2
+        assert torch.equal(frozen(ids), before)
+
+        trained = trains(ids)
+        frozen.requires_grad_(True)
+        optimizer.zero_grad()
+        (frozen(ids) * trains(ids)).sum().backward()
+        with pytest.raises(er.ReadOnlyTableError):
+            optimizer.step()
+        assert torch.equal(trains(ids), trained)  # no table was stepped
+        assert torch.equal(frozen(ids), before)
+    optimizer.zero_grad()
 
 
 # ---------------------------------------------------------------- looking ahead

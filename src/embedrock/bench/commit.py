@@ -191,6 +191,7 @@ class Openings:
             "rss_growth_bytes": grown_bytes,
             "peak_growth_bytes": ram.growth_bytes,
             "overlay_rows": stats["overlay_rows"],
+            "overlay_bytes": stats["overlay_bytes"],
             "disk_bytes": stats["disk_bytes"],
         }
 
@@ -304,7 +305,7 @@ def _verdicts(lines: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
             what = f"open {format_bytes(line['disk_bytes'])}"
             yield Verdict(what, line["seconds"], OPEN_S, "s", at_most=True)
         if line["name"] == "open logs":
-            per_row = line["rss_growth_bytes"] / line["overlay_rows"]
+            per_row = line["overlay_bytes"] / line["overlay_rows"]
             yield Verdict("RAM of a row not compacted", per_row, OVERLAY_BYTES, "bytes", at_most=True)
 
 

@@ -273,7 +273,6 @@ class Disk(Tier):
             "spilled": self._spilled,
             "cache_slots": self.room.slots,
             "cache_rows": self.cache.count,
-            "dirty_rows": len(self.cache.flagged(DIRTY)),
             "overlay_rows": store.overlay.count,
             "overlay_bytes": store.overlay.nbytes,
             "commit": store.manifest.commit,
@@ -371,7 +370,7 @@ class Disk(Tier):
             slots = self.cache.find(ids)
             ticket.hold(slots[slots >= 0])
             found = self.store.located(ids[slots < 0])
-            self._misses += int(np.count_nonzero(slots < 0))
+            self._misses += len(found.ids)  # rows without a record are counted when their batch comes
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self.store.read(found, staged, np.arange(len(staged)))
         with held_back(), self.turn.alone():

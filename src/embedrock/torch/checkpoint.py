@@ -23,14 +23,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.table import Table
+from embedrock.torch.layer import RowLayer
 from embedrock.torch.moved import Relocate, open_moved, references
 from embedrock.torch.parameters import handles
-from embedrock.torch.references import check_state, tell_resumed
+from embedrock.torch.references import check_state, go_to, tell_resumed
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
@@ -124,8 +126,9 @@ def save(
         with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
             _collect(folder, tables)
         raise
-    kept = before if keep is None else before[max(len(before) - keep + 1, 0) :]
-    _drop([each for each in before if each not in kept or each.step == made.step], tables)
+    others = [each for each in before if each.step != made.step]
+    kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
+    _drop([each for each in before if each not in kept], tables)
     return made.file
 
 
@@ -218,7 +221,7 @@ def load(
     folder, parts = Path(folder), _named(optimizer)
     found = checkpoints(folder)
     if not found:
-        raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, _tables_on_disk(model))}")
+        raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
     content = _read(found[-1].file)
     states = content["optimizer"]
     if missing := sorted(parts.keys() - states.keys()):
@@ -236,15 +239,28 @@ def load(
     return content["step"]
 
 
-def _undo_first(folder: Path, tables: list[Table]) -> str:
+def _undo_first(folder: Path, model: nn.Module) -> str:
     """Take tables to before the save that was cut short, if they are as it left them; return what to say of it."""
     drafts, undone = _listed(folder, "tmp"), []
-    for table in tables:
+    for table in _tables_on_disk(model):
         *before, last = table.commits()
         if before and any(draft.owns(last) for draft in drafts):
-            table.rollback(before[-1]["commit"])
+            _go_back(model, table, before[-1])
             undone.append(str(table.path))
     return f" Its first one was cut short: {', '.join(undone)} went back to what came before it." if undone else ""
+
+
+def _go_back(model: nn.Module, table: Table, commit: dict[str, Any]) -> None:
+    """Take a table to an earlier commit; before the first one, its padding rows are zeros, as layers make them."""
+    layers = [each for each in model.modules() if isinstance(each, RowLayer) and each.table is table]
+    padding = {layer.padding_idx for layer in layers if layer.padding_idx is not None}
+    zeros = [row for row in sorted(padding) if not table.lookup([row]).any()]
+    go_to(table, commit)
+    if zeros and not table.stats()["rows_touched"]:
+        rule = table.rule
+        table.set_rule(None)  # rows of dense Adam cannot be assigned
+        table.assign(zeros, np.zeros((len(zeros), table.dim), np.float32))
+        table.set_rule(rule)
 
 
 def _read(file: Path, **how: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 import embedrock
+from embedrock.durability import UncommittedWarning
 from embedrock.errors import ArgumentError
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
@@ -72,4 +74,7 @@ def _replace(model: nn.Module, old: Table, path: str) -> None:
     for layer in model.modules():
         if isinstance(layer, RowLayer) and layer.table is old:
             layer.take_over(new)
-    old.close()
+    with warnings.catch_warnings():
+        if old.last_commit == 0:  # made just now by the layer: nothing of it is missed
+            warnings.simplefilter("ignore", UncommittedWarning)
+        old.close()

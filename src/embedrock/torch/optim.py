@@ -151,7 +151,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the param groups of `state_dict`; rows and their optimizer state come with the model's."""
         for group in state_dict["param_groups"]:
-            missing = sorted(self.defaults.keys() - group.keys())
+            # PyTorch's __setstate__ adds more to self.defaults, which a state may lack.
+            missing = sorted({*self.fields, "clip_value"} - group.keys())
             if missing:
                 raise ArgumentError(
                     f"a state for ert.{type(self).__name__} must have {', '.join(missing)} in its param groups: this "
