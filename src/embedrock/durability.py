@@ -220,7 +220,7 @@ class Durability:
     def _after_commit(self, tier: Disk) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
         base, delta = (sum(run.file.size for run in runs) for runs in (self.store.base_runs, self.store.delta))
-        crowded = self.store.overlay.nbytes > max(tier.room.overlay_bytes // 2, LEAST_OVERLAY_BYTES)
+        crowded = self.store.overlay.nbytes > max(tier.room.overlay_bytes // 6, LEAST_OVERLAY_BYTES)
         if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
             self.compact_in_background(tier.spec.rows)
         self._check_index(tier)

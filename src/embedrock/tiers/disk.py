@@ -28,9 +28,12 @@ from embedrock.tiers.turn import Turn
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
 BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
 INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
-OVERLAY_SHARE = 4  # one part in so many of the budget is the most that the overlay may take ...
-LEAST_OVERLAY_BYTES = 1 << 20  # ... but so much always
-SMALL_SHARE = 16  # one part in so many of the budget is kept for buffers, and one for the overlay
+# The overlay grows while a compaction runs that begins at a sixth of this. At 25 steps a second of the bench's workload
+# (20 M x 64, 1 GiB) it comes to 180 MB; less room would mean waiting, or compacting more often.
+OVERLAY_SIXTEENTHS = 3  # of the budget, at most, are kept for the overlay ...
+OVERLAY_ROW_BYTES = 24  # ... and no more than all rows need ...
+LEAST_OVERLAY_BYTES = 1 << 20  # ... but it may always take so much
+BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
 
 
 class Room(NamedTuple):
@@ -40,7 +43,7 @@ class Room(NamedTuple):
         budget_bytes: the most it may take.
         slots: records that the cache holds.
         whole: every row has its own slot.
-        overlay_bytes: from here on, logs are compacted.
+        overlay_bytes: what is kept for the index of rows in logs.
     """
 
     budget_bytes: int
@@ -62,7 +65,9 @@ def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
             f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
         )
     budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
-    overlay, buffers = budget // SMALL_SHARE, min(BUFFER_BYTES, budget // SMALL_SHARE)
+    overlay, buffers = budget * OVERLAY_SIXTEENTHS // 16, min(BUFFER_BYTES, budget // BUFFER_SHARE)
+    if spec.rows is not None:
+        overlay = min(overlay, spec.rows * OVERLAY_ROW_BYTES)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
     if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
@@ -89,8 +94,8 @@ def _slots_in(nbytes: int, record_bytes: int) -> int:
 def memory_for(spec: Spec, slots: int) -> int:
     """Return a budget in bytes whose cache holds at least so many rows."""
     used = slots * spec.record_bytes + Cache.bytes_for(slots)
-    rest = 1 - 2 / SMALL_SHARE
-    return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + SMALL_SHARE
+    rest = 1 - OVERLAY_SIXTEENTHS / 16 - 1 / BUFFER_SHARE
+    return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + 16
 
 
 def _index_bytes(spec: Spec) -> int:
@@ -319,7 +324,7 @@ class Disk(Tier):
 
     def _crowds(self, more: int) -> bool:
         """Tell whether the index of rows in logs would take more than its part of the budget."""
-        overlay, most = self.store.overlay, max(self.room.budget_bytes // OVERLAY_SHARE, LEAST_OVERLAY_BYTES)
+        overlay, most = self.store.overlay, max(self.room.overlay_bytes, LEAST_OVERLAY_BYTES)
         return overlay.count > 0 and overlay.bytes_with(more) > most
 
     @contextmanager

@@ -181,6 +181,7 @@ class RowOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
             MemoryBudgetError: the new rows of a table do not fit its memory.
             ClosedTableError: a table that has gradients was closed.
+            ReadOnlyTableError: a table that has gradients was opened with ``mode="r"``.
             ForgottenGradientsError: something wrote to a handle.
             ArgumentError: a table is held by another optimizer, ``handle.grad`` was set by hand, or a hyperparameter
                 in a param group cannot work.
@@ -206,7 +207,9 @@ class RowOptimizer(torch.optim.Optimizer):
         due = []
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
-            if handle.table.mode == "r" and handle.grad is None:
+            if handle.table.mode == "r":
+                if (grads := handle.gradients()) is not None:
+                    handle.table.check_step(grads)  # raises ReadOnlyTableError
                 continue
             rule = self._rule(group, handle.table.rule)
             self._check_bound(handle, rule)
