@@ -552,7 +552,7 @@ def test_counts_are_written_as_people_do(text, expected):
 
 
 def test_contenders_keep_the_order_given():
-    chosen = cli._contenders(comparisons.STEP, "torch-sparse-sgd,ours-*,ours-adam")
+    chosen = cli._contenders(contenders.STEP, "torch-sparse-sgd,ours-*,ours-adam")
     ours = [contender.name for contender in contenders.STEP if contender.name.startswith("ours")]
     assert [contender.name for contender in chosen] == ["torch-sparse-sgd", *ours]
 
