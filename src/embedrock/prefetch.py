@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from embedrock.errors import ArgumentError, CacheTooSmallError
+from embedrock.interrupts import held_back
 from embedrock.sizes import format_bytes
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
@@ -110,7 +111,8 @@ def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], dep
         return
     window = _Window(iter(source), ids_of, depth)
     try:
-        window.thread.start()
+        with held_back():  # or an interrupt may leave a thread that counts as one and never runs
+            window.thread.start()
         while window.advance():
             yield window.items[0].value
     finally:
