@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def purge_stale_kernels(kernels: Path) -> list[Path]:
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where a shell started this in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     package = importlib.util.find_spec("embedrock")
     if package is not None and package.origin is not None:
         purge_stale_kernels(Path(package.origin).parent / "kernels")

@@ -410,6 +410,14 @@ def source():
         if k == 2 and sys.argv[1] == "source":
             inside.set()
             doze()
+def left():
+    gc.collect()
+    for _ in range(1000):
+        threads = [thread.name for thread in threading.enumerate() if thread.name == "embedrock-prefetch"]
+        if not threads and not held:
+            break
+        time.sleep(0.01)
+    return threads, len(held)
 
 def interrupt():
     inside.wait()
@@ -424,13 +432,7 @@ try:
             inside.set()
             doze()
 except KeyboardInterrupt:
-    gc.collect()
-    for _ in range(1000):
-        left = [thread.name for thread in threading.enumerate() if thread.name == "embedrock-prefetch"]
-        if not left and not held:
-            break
-        time.sleep(0.01)
-    print("interrupted", left, len(held), seen)
+    print("interrupted", *left(), seen)
 """
 
 
@@ -457,13 +459,7 @@ for _ in range(300):
             pass
     except KeyboardInterrupt:
         interrupted += 1
-gc.collect()
-for _ in range(1000):
-    left = [thread.name for thread in threading.enumerate() if thread.name == "embedrock-prefetch"]
-    if not left and not held:
-        break
-    time.sleep(0.01)
-print(interrupted, left, len(held))
+print(interrupted, *left())
 """
     )
     result = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=300)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedrock.errors import CorruptTableError, EmbedrockError, NewerFormatError
+from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.store import runs
-from embedrock.store.runs import ChunkWriter, Entry, Log, MissingFileError, Run, run_bytes, uuid_of
+from embedrock.store.runs import ChunkWriter, Entry, Log, Run, run_bytes, uuid_of
 from embedrock.testing import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2

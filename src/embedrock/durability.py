@@ -25,7 +25,7 @@ from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.store import Store
 from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import INDEX_SHARE, Disk, Room, plan_room
+from embedrock.tiers.disk import INDEX_SHARE, Disk, plan_room
 from embedrock.tiers.turn import Turn
 from embedrock.vfs import NO_SPACE, OS_SYSTEM, System
 
@@ -140,19 +140,15 @@ class Durability:
                 self.settings.path,
             )
 
-    def tier(self, spec: Spec, room: Room, turn: Turn, subject: str) -> Disk:
-        """Return a new, empty cache over the files."""
-        return Disk(spec, self.store, room, self.settings.policy, turn, subject)
-
-    def room(self, spec: Spec, subject: str) -> Room:
-        """Return how the table uses RAM."""
-        return plan_room(spec, self.settings.memory, subject)
+    def tier(self, spec: Spec, turn: Turn, subject: str, store: Store | None = None) -> Disk:
+        """Return a new, empty cache over the files, or over those of another store."""
+        room = plan_room(spec, self.settings.memory, subject)
+        return Disk(spec, store or self.store, room, self.settings.policy, turn, subject)
 
     def emptied(self, spec: Spec, turn: Turn, subject: str) -> Disk:
         """Return an empty tier for records of another layout, whose first commit will replace all there is."""
         self.stop_compaction()
-        store = self.store.emptied(spec.record_bytes)
-        return Disk(spec, store, self.room(spec, subject), self.settings.policy, turn, subject)
+        return self.tier(spec, turn, subject, self.store.emptied(spec.record_bytes))
 
     def replace_store(self, store: Store) -> None:
         """Go on with what `emptied` returned."""
@@ -192,7 +188,7 @@ class Durability:
             }
             self._commit = tier.commit = Commit(tier, changes, self.settings.keep, self._after_commit)
         except OSError as error:
-            rows = int(np.count_nonzero(tier.cache.flags & DIRTY))
+            rows = len(tier.cache.flagged(DIRTY))
             raise self._commit_error(error, self.store.manifest.commit + 1, rows) from error
         return tier.commit
 
@@ -212,7 +208,7 @@ class Durability:
         manifest = self.manifest(commit)
         spec = read_spec(manifest.spec, init, self.settings.path)
         manifest.check_spec(spec.rows, spec.record_bytes, self.settings.path)
-        self.room(spec, subject)  # or it raises, before anything has changed
+        plan_room(spec, self.settings.memory, subject)  # or it raises, before anything has changed
         self.stop_compaction()
         self.store.rollback(manifest, now(), self.settings.keep)
         return spec

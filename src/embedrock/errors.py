@@ -63,6 +63,10 @@ class CorruptTableError(EmbedrockError, OSError):
     """Files of a table that are not what was committed: damaged, truncated, missing, foreign or made up."""
 
 
+class MissingFileError(CorruptTableError, FileNotFoundError):
+    """A file that a commit needs is not there: lost, or removed by the writer while a reader was opening the commit."""
+
+
 class NewerFormatError(EmbedrockError, ValueError):
     """A table written in a newer format than this release reads."""
 

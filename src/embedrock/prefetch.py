@@ -136,7 +136,6 @@ class _Item(Generic[T]):
         wanted: the ids that it needs, by table.
         tickets: of the rows that were brought for it.
         error: what is raised in its place.
-        is_ready: set when it can be handed out, or its error raised.
     """
 
     value: T
@@ -145,7 +144,10 @@ class _Item(Generic[T]):
         self.wanted: Wanted = []
         self.tickets: list[Ticket] = []
         self.error: BaseException | None = None
-        self.is_ready = threading.Event()
+        # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
+        # while the lock inside of it is let go, and is then replaced by a RuntimeError of that lock.
+        self._unready = threading.Lock()
+        self._unready.acquire()
 
     def bring(self) -> None:
         try:
@@ -153,11 +155,16 @@ class _Item(Generic[T]):
                 self.tickets.append(table.bring(ids))
         except BaseException as error:
             self.error = error
-        self.is_ready.set()
+        self._unready.release()
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self.is_ready.set()
+        self._unready.release()
+
+    def wait(self) -> None:
+        """Return when it can be handed out, or its error raised."""
+        with self._unready:
+            pass
 
     def release(self) -> None:
         for ticket in self.tickets:
@@ -194,7 +201,7 @@ class _Window(Generic[T]):
             self._pull()
         if not self.items:
             return False
-        self.items[0].is_ready.wait()
+        self.items[0].wait()
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error

@@ -195,8 +195,7 @@ class Table:
     def _resume(self, spec: Spec) -> None:
         """Take the state of the last commit."""
         durability = self._on_disk()
-        room = durability.room(spec, self._subject)
-        self._install(spec, durability.tier(spec, room, self._turn, self._subject), durability.history(spec))
+        self._install(spec, durability.tier(spec, self._turn, self._subject), durability.history(spec))
         manifest = durability.store.manifest
         self._steps, self._skipped_steps = manifest.steps, manifest.skipped_steps
         self._changes.commit()
@@ -292,7 +291,7 @@ class Table:
     @_exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return self._read_unique(plan)
+        return self._unique_weights(plan.ids, self._brought(plan))
 
     def _read(self, plan: Plan, out: np.ndarray | None) -> np.ndarray:
         if out is None:
@@ -301,7 +300,7 @@ class Table:
         if here is not None and self._history is None:
             self._read_rows(self._tier.records, here.ids, here.slots, here.inverse, flat)
         else:
-            np.take(self._read_unique(here or plan), plan.inverse, axis=0, out=flat, mode="clip")
+            np.take(self._unique_weights(plan.ids, here), plan.inverse, axis=0, out=flat, mode="clip")
         return out
 
     def _brought(self, plan: Plan) -> Plan | None:
@@ -311,11 +310,8 @@ class Table:
         except CacheTooSmallError:
             return None
 
-    def _read_unique(self, plan: Plan) -> np.ndarray:
-        here = self._brought(plan)
-        if here is not None:
-            return self._weights_at(self._tier.records, here.ids, here.slots)
-        return self._weights_of(plan.ids)
+    def _unique_weights(self, ids: np.ndarray, here: Plan | None) -> np.ndarray:
+        return self._weights_of(ids) if here is None else self._weights_at(self._tier.records, ids, here.slots)
 
     def _weights_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the weights of rows, as many as there may be, wherever they are."""

@@ -17,6 +17,7 @@ from torch import nn
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.torch import checkpoint
+from embedrock.vfs import OSSystem
 
 
 def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
@@ -291,7 +292,8 @@ def killed_at(event: int) -> Iterator[Callable[..., Any]]:
     for owner, names_ in (
         (er.Table, ("commit", "release")),
         (Path, ("touch", "rename", "unlink")),
-        (checkpoint, ("_sync", "_check_readable")),
+        (OSSystem, ("fsync_folder",)),
+        (checkpoint, ("_check_readable",)),
         (torch, ("save",)),
     ):
         for name in names_:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.files import Batch, Format, Reading, Source, fail, format_to_read, part_of, sync_folder
+from embedrock.cli.files import Batch, Format, Reading, Source, fail, format_to_read, part_of
 from embedrock.cli.files.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.cli.progress import progress
 from embedrock.rules import RULES
+from embedrock.vfs import OS_SYSTEM
 
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -186,7 +187,7 @@ def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
     with closing(VocabularyWriter(part, start)) as words:
         repeated = _assign(job, table, words, start, repeated)
     os.replace(part, job.words)
-    sync_folder(job.words.parent)
+    OS_SYSTEM.fsync_folder(str(job.words.parent))
     return repeated
 
 

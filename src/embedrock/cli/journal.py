@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.files import FileError, fail, sync_folder
+from embedrock.cli.files import FileError, fail
+from embedrock.vfs import OS_SYSTEM
 
 MAX_BYTES = 1 << 20
 RESTART = "Begin anew: --restart."
@@ -60,7 +61,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.path)
-        sync_folder(self.path.parent)
+        OS_SYSTEM.fsync_folder(str(self.path.parent))
 
     def remove(self) -> None:
         """The job is done, or forgotten."""

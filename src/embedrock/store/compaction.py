@@ -12,7 +12,7 @@ import numpy as np
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
-from embedrock.store.runs import ChunkWriter, Run
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, open_run
 from embedrock.vfs import retried
 
@@ -162,7 +162,7 @@ class _Writer:
 
         They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
         """
-        stride = self._store.manifest.record_bytes + 4
+        stride = self._store.manifest.record_bytes + CRC_BYTES
         size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
         first, end = (-(2**63), 2**63) if rows is None else (0, rows)
         waiting = [(first, max(size, 1 << (end - first - 1).bit_length()))]

@@ -9,10 +9,17 @@ import os
 import socket
 from collections.abc import Iterable
 
-from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError, TableFileError, TableLockedError
+from embedrock.errors import (
+    ArgumentError,
+    CorruptTableError,
+    EmbedrockError,
+    MissingFileError,
+    TableFileError,
+    TableLockedError,
+)
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
-from embedrock.store.runs import MissingFileError, uuid_of
+from embedrock.store.runs import uuid_of
 from embedrock.vfs import System, retried, write_whole
 
 FOLDERS = ("manifest", "base", "delta", "history")

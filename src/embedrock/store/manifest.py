@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from embedrock.errors import NewerFormatError
-from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, MissingFileError, damaged, run_bytes
+from embedrock.errors import MissingFileError, NewerFormatError
+from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, damaged, run_bytes
 from embedrock.vfs import System, read_whole, write_whole
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedrock.errors import CorruptTableError, NewerFormatError
+from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
 from embedrock.vfs import File, System, create, open_file, retried
 
 FORMAT = 1
@@ -26,10 +26,6 @@ _HEADER = struct.Struct("<8s4I16s")
 _PIECE = 1 << 16  # words of which the bits are unpacked at a time
 _BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
-
-
-class MissingFileError(CorruptTableError, FileNotFoundError):
-    """A file that a commit needs is not there: lost, or removed by the writer while a reader was opening the commit."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from embedrock.store.history import read_history
 from embedrock.store.manifest import Entry, Manifest
 from embedrock.store.overlay import Overlay
 from embedrock.store.reading import read_records
-from embedrock.store.runs import Log, Run
+from embedrock.store.runs import CRC_BYTES, Log, Run
 from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
-CRC_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -334,7 +333,7 @@ class Store:
         with self.lock:
             self.delta = [*self.delta, *(log for log in freeze.logs if log.count)]
             self.logs = [log for log in self.logs if log not in freeze.logs]
-            self.manifest = manifest
+            self.manifest, self._frozen = manifest, set()
             self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
         self._remove([log for log in freeze.logs if not log.count])
         self.collect(keep)

@@ -168,8 +168,8 @@ class Disk(Tier):
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         with held_back():  # or a slot might be taken for a row that was not read
-            known = self._note_batch(ids, int(np.count_nonzero(slots < 0)))
-            if known and (slots >= 0).all():
+            missing = int(np.count_nonzero(slots < 0))
+            if self._note_batch(ids, missing) and not missing:
                 return slots
             while (brought := self._bring(ids, slots)) is None:
                 slots = self.cache.find(ids)

@@ -33,6 +33,7 @@ from embedrock.torch.layer import RowLayer
 from embedrock.torch.moved import Relocate, open_moved, references
 from embedrock.torch.parameters import handles
 from embedrock.torch.references import check_state, go_to, tell_resumed
+from embedrock.vfs import OS_SYSTEM
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
@@ -134,7 +135,7 @@ def save(
 
 def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
     made.draft.touch()
-    _sync(made.folder)
+    OS_SYSTEM.fsync_folder(str(made.folder))
     for table in tables:
         table.commit(step=made.step, name=made.commit_name)
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -145,7 +146,7 @@ def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[s
         os.fsync(file.fileno())
     _check_readable(made.draft)
     made.draft.rename(made.file)
-    _sync(made.folder)
+    OS_SYSTEM.fsync_folder(str(made.folder))
 
 
 def _check_readable(draft: Path) -> None:
@@ -163,7 +164,7 @@ def _drop(old: list[Checkpoint], tables: list[Table]) -> None:
     for each in old:
         each.file.rename(each.draft)
     if old:
-        _sync(old[0].folder)
+        OS_SYSTEM.fsync_folder(str(old[0].folder))
         _collect(old[0].folder, tables)
 
 
@@ -184,15 +185,6 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 def _listed(folder: Path, kind: str) -> list[Checkpoint]:
     matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
     return sorted(Checkpoint(folder, int(found[1]), found[2]) for found in matches if found and found[3] == kind)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load(

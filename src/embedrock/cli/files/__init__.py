@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from embedrock.cli.files import npy, npz, parquet, raw, safetensors, text, word2vec_binary
 from embedrock.cli.files._arrays import FLOATS
-from embedrock.cli.files._sink import CHECKED_ROWS, PART, Sink, Writing, part_of, publish, sync_folder
+from embedrock.cli.files._sink import CHECKED_ROWS, PART, Sink, Writing, part_of, publish
 from embedrock.cli.files._source import (
     ROW_NUMBERS,
     Batch,
@@ -105,5 +105,4 @@ __all__ = [
     "part_of",
     "publish",
     "rows_at_once",
-    "sync_folder",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 
 from embedrock.cli.files._arrays import Array
 from embedrock.cli.files._source import fail
+from embedrock.vfs import OS_SYSTEM
 
 PART = ".part"
 CHECKED_ROWS = 64  # the last ones of a part, compared with the table before it is continued
@@ -184,14 +185,5 @@ def publish(part: Path, path: Path) -> Path:
     if path.exists():
         fail(path, "no file of this name yet", "one", "Move it away, and run the command again.")
     os.rename(part, path)
-    sync_folder(path.parent)
+    OS_SYSTEM.fsync_folder(str(path.parent))
     return path
-
-
-def sync_folder(path: Path) -> None:
-    """Make durable which files a folder has."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
