@@ -1,4 +1,4 @@
-"""What says that a table on disk is the same, byte by byte, as one in RAM."""
+"""What says that a table on disk is the same, byte by byte, as one in RAM, and the rules by which they are stepped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import numpy as np
 import embedrock as er
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.memory import Memory
+
+# Every rule. The last one is the only one that steps rows that a batch does not touch.
+RULES = (
+    er.SGD(lr=0.1),
+    er.Momentum(lr=0.1),
+    er.Adagrad(lr=0.1),
+    er.RowwiseAdagrad(lr=0.1),
+    er.RMSprop(lr=0.1),
+    er.Adam(lr=0.1),
+    er.AdamW(lr=0.1),
+    er.Ftrl(lr=0.1),
+    er.Adam(lr=0.1, dense=True),
+)
 
 
 def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:

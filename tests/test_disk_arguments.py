@@ -26,6 +26,7 @@ from embedrock.errors import (
     NewerFormatError,
     TableFileError,
 )
+from embedrock.testing import FaultFS
 
 # From Python 3.12 on, it warns where a process with threads forks.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -302,6 +303,29 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], text: str
     with pytest.raises(error, match=text):
         make(**{"path": tmp_path / "users.rock", **change})
     assert not (tmp_path / "users.rock").exists()
+
+
+OF_DISK: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "r"}, "got mode='r'"),
+    ({"mode": "a"}, "got mode='a'"),
+    ({"keep": 5}, "got keep=5"),
+    ({"policy": "lru"}, "got policy='lru'"),
+    ({"lock": False}, "got lock=False"),
+    ({"system": FaultFS()}, "got system=<embedrock.testing"),
+    ({"mode": "r", "keep": 5, "directory": "hashed"}, "got keep=5, mode='r'"),
+]
+
+
+@pytest.mark.parametrize(("options", "got"), OF_DISK, ids=lambda value: repr(value)[:30])
+def test_a_table_in_ram_refuses_options_of_tables_on_disk(options: dict[str, Any], got: str):
+    text = f"table 'users' has no `path`, and lives in RAM without the options of tables on disk: {got}"
+    with pytest.raises(er.ArgumentError, match=text) as caught:
+        er.Table(ROWS, DIM, name="users", **options)
+    assert str(caught.value).endswith(". Pass path= as well to keep its rows on disk, or leave these out.")
+
+
+def test_a_table_in_ram_takes_the_defaults_of_options_of_tables_on_disk():
+    er.Table(ROWS, DIM, mode="w", keep=2, policy="lfu", lock=True).close()
 
 
 def test_arguments_that_only_tables_on_disk_have(tmp_path: Path):

@@ -23,7 +23,7 @@ from embedrock.cache import POLICIES
 from embedrock.durability import Durability
 from embedrock.testing import FaultFS
 from embedrock.vfs import OS_SYSTEM, OSSystem, System
-from same_tables import check_same
+from same_tables import RULES, check_same
 from small_pieces import SIZES
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
@@ -32,17 +32,6 @@ TOTAL = ROWS + STILL
 EVERY = 101 * BATCH  # slots: more than there are rows, and a window of 100 batches may be without repeats
 KEEP = 3
 
-RULES = (
-    er.SGD(lr=0.1),
-    er.Momentum(lr=0.1),
-    er.Adagrad(lr=0.1),
-    er.RowwiseAdagrad(lr=0.1),
-    er.RMSprop(lr=0.1),
-    er.Adam(lr=0.1),
-    er.AdamW(lr=0.1),
-    er.Ftrl(lr=0.1),
-    er.Adam(lr=0.1, dense=True),
-)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -47,6 +47,15 @@ def step_all(table: er.Table) -> None:
         table.update(ALL[first : first + BATCH], np.ones((BATCH, DIM), np.float32))
 
 
+def go_on(table: er.Table, steps: int) -> None:
+    """Step every row so often, commit each of these steps, and compact at every fifth."""
+    for step in range(1, steps + 1):
+        step_all(table)
+        table.commit(step=step)
+        if step % 5 == 0:
+            table.compact()
+
+
 def check_rows(table: er.Table, steps: int | None) -> None:
     """Fail unless all rows have made so many steps."""
     np.testing.assert_array_equal(table.lookup(ALL), np.full((ROWS, DIM), -(steps or 0), np.float32))
@@ -201,11 +210,7 @@ def test_what_readers_open_is_always_whole(other: ProcessPoolExecutor, tmp_path:
     path = tmp_path / "table"
     with make(path, keep=1) as table:
         seen = other.submit(look_until, path, 30)
-        for step in range(1, 31):
-            step_all(table)
-            table.commit(step=step)
-            if step % 5 == 0:
-                table.compact()
+        go_on(table, 30)
         assert sorted(seen.result(timeout=60)) == seen.result()
 
 
@@ -213,20 +218,14 @@ def test_a_table_that_goes_on_verifies(other: ProcessPoolExecutor, tmp_path: Pat
     path = tmp_path / "table"
     with make(path, keep=1) as table:
         done = other.submit(verify_until, path, 40)
-        for step in range(1, 41):
-            step_all(table)
-            table.commit(step=step)
-            if step % 5 == 0:
-                table.compact()
+        go_on(table, 40)
         done.result(timeout=60)
 
 
 def test_a_reader_of_an_older_commit(other: ProcessPoolExecutor, tmp_path: Path):
     path = tmp_path / "table"
     with make(path, keep=5) as table:
-        for step in (1, 2, 3):
-            step_all(table)
-            table.commit(step=step)
+        go_on(table, 3)
         there(other, open_there, path, "r", 2)
         there(other, check_there, path, 2)
         table.rollback(1)
@@ -407,9 +406,7 @@ def read_in_every_way(path: Path, **options: Any) -> None:
 
 def written(path: Path) -> Path:
     with make(path) as table:
-        for step in (1, 2):
-            step_all(table)
-            table.commit(step=step)
+        go_on(table, 2)
     return path
 
 
@@ -561,9 +558,7 @@ def test_without_locks_one_has_to_ask_for_it(number: int, tmp_path: Path):
         make(path, system=system)
     assert caught.value.errno == number
     with make(path, system=system, lock=False) as table:
-        for step in (1, 2):
-            step_all(table)
-            table.commit(step=step)
+        go_on(table, 2)
     with pytest.raises(TableLockedError, match="lock=False"):
         er.open(path, system=system)
     read_in_every_way(path, system=system)

@@ -109,7 +109,7 @@ class Table:
         system: does the I/O of a table on disk (for tests).
 
     Raises:
-        ArgumentError: a value that cannot work.
+        ArgumentError: a value that cannot work, or an option of tables on disk without `path`.
         MemoryBudgetError: the table cannot be made in `memory`.
         TableFileError: at `path` there is something else, or a table of another kind.
         TableLockedError: another writer has the table at `path` open.
@@ -150,6 +150,8 @@ class Table:
         self._begin(name, on_nonfinite, (memory, directory))
         spec = Spec(_index(rows), _index(dim), dtype, rule, init or Normal(), _index(seed))
         if path is None:
+            of_disk = {"policy": policy, "keep": keep, "lock": lock, "mode": mode, "system": system}
+            _refuse_options_of_disk(of_disk, self._subject)
             self._install(spec, self._new_tier(spec))
         else:
             settings = Settings(os.fspath(path), memory, policy, _index(keep), lock, mode, None, system).checked()
@@ -1083,6 +1085,16 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
         raise UnknownArgumentError(
             f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, path, memory, directory, "
             "on_nonfinite, name, policy, keep, lock and mode."
+        )
+
+
+def _refuse_options_of_disk(options: dict[str, Any], subject: str) -> None:
+    """Refuse those that were given: a default says nothing."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value != Settings._field_defaults[name]]
+    if given:
+        raise ArgumentError(
+            f"{subject} has no `path`, and lives in RAM without the options of tables on disk: got {', '.join(given)}. "
+            "Pass path= as well to keep its rows on disk, or leave these out."
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from embedrock.bench import commit, create, disk
+from embedrock.bench.arguments import size, writable_file
 from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.contenders import Contender
 from embedrock.bench.counts import count
@@ -25,8 +26,6 @@ from embedrock.bench.machine import machine_facts
 from embedrock.bench.report import Report, format_verdicts, write_json
 from embedrock.bench.rounds import Effort
 from embedrock.bench.workload import MAX_ROWS, Workload
-from embedrock.errors import ArgumentError
-from embedrock.sizes import parse_bytes
 
 DESCRIPTION = """
 Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,
@@ -144,7 +143,7 @@ def _add_disk_options(parser: ArgumentParser) -> None:
 def _add(benchmarks: Any, name: str, text: str, measure: Measure, **options: Any) -> ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = benchmarks.add_parser(name, help=text, description=f"Measure {text}.", formatter_class=raw, **options)
-    parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write all numbers to FILE")
     parser.set_defaults(run=_run, measure=measure, benchmark=name, effort=Effort)
     return parser
 
@@ -260,21 +259,6 @@ def _folder(text: str) -> Path:
     return path
 
 
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ArgumentError:
-        raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
-
-
-def _writable_file(text: str) -> Path:
-    """Check now, not after minutes of measuring."""
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ArgumentTypeError(f"must be a file in a folder that exists: got {text!r}")
-    return path
-
-
 ROWS_OPTION: dict[str, tuple[Callable[[str], Any], str]] = {"rows": (_rows, "rows of the table, such as 4M")}
 WORKLOAD_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "dim": (count, "columns of a row"),
@@ -293,8 +277,8 @@ EFFORT_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 DISK_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "folder": (_folder, "where a folder for the files is made, and removed at the end"),
-    "memory": (_bytes, "RAM that our table may take"),
-    "limit": (_bytes, "of RAM and page cache of each contender's process together"),
+    "memory": (size, "RAM that our table may take"),
+    "limit": (size, "of RAM and page cache of each contender's process together"),
     "warmup": (count, "untimed steps before, which fill the cache"),
 }
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import embedrock as er
+from embedrock.bench.arguments import size, writable_file
 from embedrock.bench.counts import count
 from embedrock.bench.workload import MAX_ROWS
 from embedrock.cli.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
-from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.sizes import parse_bytes
+from embedrock.errors import EmbedrockError
 
 DESCRIPTION = """
 Train a recommender whose embeddings are Embedrock tables.
@@ -58,12 +58,12 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     text = "folder of the tables, which is kept (default: one in the user's cache, removed at the end)"
     parser.add_argument("--path", type=Path, metavar="FOLDER", help=f"{text}, only without --data")
     text = "RAM of the tables, such as 512MiB (default: a tenth of what the rows trained take)"
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=f"{text}, only without --data")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help=f"{text}, only without --data")
     parser.add_argument("--in-ram", action="store_true", help="no disk: tables in RAM, only without --data")
     _add_option(parser, "seed", type=_seed, metavar="N", text="of data, first values and negatives")
     parser.add_argument("--threads", type=count, metavar="N", help="threads of PyTorch and of Embedrock each")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave PyTorch's own embeddings out")
-    parser.add_argument("--json", type=_writable_file, metavar="FILE", help="write all numbers to FILE")
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write all numbers to FILE")
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -144,13 +144,6 @@ def _rows(text: str) -> int:
     return rows
 
 
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ArgumentError:
-        raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
-
-
 def _seed(text: str) -> int:
     if not text.isdecimal():
         raise ArgumentTypeError(f"must be a whole number of at least 0: got {text!r}")
@@ -171,12 +164,4 @@ def _readable_file(text: str) -> Path:
     path = Path(text)
     if not path.exists() or path.is_dir():
         raise ArgumentTypeError(f"must be a file that exists: got {text!r}")
-    return path
-
-
-def _writable_file(text: str) -> Path:
-    """Check now, not after minutes of training."""
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ArgumentTypeError(f"must be a file in a folder that exists: got {text!r}")
     return path
