@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from embedrock.bench import cgroups, cli, commit, disk, disk_contenders, raw_disk
+from embedrock.bench.arguments import size
 from embedrock.bench.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
 from embedrock.bench.disk import DiskEffort, Judge, Measured, SpaceError, scratch_folder
 from embedrock.bench.disk_contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
 from embedrock.bench.processes import ChildError, child_environment
 from embedrock.bench.workload import SCATTER, Workload
-from embedrock.errors import ArgumentError
 
 MIB = 1 << 20
 TINY = Workload(rows=3000, dim=8, batch=64, features=2)
@@ -370,6 +370,6 @@ def test_defaults_are_the_documented_workload():
     workload = cli._disk_workload(arguments)
     assert (workload.rows, workload.dim, workload.lookups, workload.zipf) == (20_000_000, 64, 16_384, 1.05)
     assert (DiskEffort().memory, DiskEffort().limit) == (1 << 30, 2 << 30)
-    assert cli._bytes("1KiB") == 1024
-    with pytest.raises(ArgumentError):
-        cli.parse_bytes("much")
+    assert size("1KiB") == 1024
+    with pytest.raises(ArgumentTypeError):
+        size("much")

@@ -836,6 +836,8 @@ class Table:
         self._end_commit(tier)
         commit = durability.begin(tier, self._commit_fields(step, name))
         self._changes.commit()
+        if wait:
+            commit.hurry()
         commit.start()
         if wait:
             commit.wait()

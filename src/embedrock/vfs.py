@@ -31,6 +31,8 @@ from embedrock.sizes import format_bytes
 DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
+BOUNCE_BYTES = 4 << 20  # ... and at most
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 Data = bytes | bytearray | memoryview
@@ -261,6 +263,13 @@ def _folder_of(path: str) -> str:
     return os.path.dirname(path) or "."
 
 
+def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory that can be written to disk without a copy."""
+    memory = np.empty(nbytes + BLOCK, np.uint8)
+    start = -memory.ctypes.data % BLOCK
+    return memory[start : start + nbytes]
+
+
 def create(system: System, path: str) -> File:
     """Make an empty file.
 
@@ -370,11 +379,20 @@ class _Tail:
         self.failure: OSError | None = None
 
 
+class _Bounce(threading.local):
+    """Memory of a thread, aligned as direct writes need it."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+
+
 class OSSystem(System):
     """The real system calls."""
 
     def __init__(self) -> None:
         self._direct: set[int] = set()
+        self._writers: dict[int, int] = {}  # for descriptors that are written: others of the same files, for O_DIRECT
+        self._bounce = _Bounce()
         self._paths: dict[int, str] = {}
         self._tails: dict[int, _Tail] = {}
         self._sync_file_range = _find_sync_file_range()
@@ -395,6 +413,8 @@ class OSSystem(System):
 
     def close(self, fd: int) -> None:
         self._direct.discard(fd)
+        self._give_up_writer(fd)
+        self._writers.pop(fd, None)
         self._tails.pop(fd, None)
         self._paths.pop(fd, None)
         if fd in _locks:
@@ -412,7 +432,46 @@ class OSSystem(System):
             return memory[skipped : min(got, skipped + size)]
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
+        if len(data) < DIRECT_WRITE_BYTES or not O_DIRECT:
+            return os.pwrite(fd, data, offset)
+        if offset % BLOCK:  # a short write, up to where the next can be direct
+            return os.pwrite(fd, data[: -offset % BLOCK], offset)
+        try:
+            return self._write_directly(fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._give_up_writer(fd)  # some file systems take O_DIRECT at open, and refuse to write
+            return os.pwrite(fd, data, offset)
+
+    def _write_directly(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write past the page cache: that takes a tenth of the CPU time, and leaves no pages to be written back."""
+        if fd not in self._writers:
+            self._writers[fd] = self._open_writer(fd)
+        writer = self._writers[fd]
+        if writer < 0:
+            return os.pwrite(fd, data, offset)
+        size = len(data) // BLOCK * BLOCK
+        if np.frombuffer(data, np.uint8).ctypes.data % BLOCK == 0:
+            return os.pwrite(writer, data[:size], offset)
+        memory = self._bounce.memory[: min(size, BOUNCE_BYTES)]
+        memory[:] = data[: len(memory)]
+        return os.pwrite(writer, memory, offset)
+
+    def _open_writer(self, fd: int) -> int:
+        """Return another descriptor of the same file, which writes directly, or -1."""
+        with contextlib.suppress(OSError, KeyError):
+            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT)
+            if os.path.samestat(os.fstat(fd), os.fstat(writer)):
+                return writer
+            os.close(writer)  # the file was moved, and another is in its place
+        return -1
+
+    def _give_up_writer(self, fd: int) -> None:
+        writer = self._writers.get(fd, -1)
+        if writer >= 0:
+            self._writers[fd] = -1
+            os.close(writer)
 
     def fdatasync(self, fd: int) -> None:
         tail = self._tails.pop(fd, None)

@@ -12,11 +12,12 @@ import numpy as np
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, open_run
 from embedrock.vfs import retried
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
+PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
 
 
@@ -184,7 +185,7 @@ class _Writer:
         )
         writer = ChunkWriter.create(store.system, store.folder, name, uuid, record_bytes)
         try:
-            piece = max(1, PIECE_BYTES // record_bytes)
+            piece = piece_rows(record_bytes, PIECE_BYTES)
             for start in range(0, len(ids), piece):
                 self._copy(ids[start : start + piece], locations[start : start + piece], writer)
             entry = writer.finish(lo, hi)
@@ -212,6 +213,8 @@ class _Writer:
             early = self._written / self._rate - (time.monotonic() - self._started)
             if early > 0:
                 time.sleep(early)
+        while self._store.commit_is_awaited and not self._store.hurry and not self._stops():
+            time.sleep(PAUSE_SECONDS)
 
 
 def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:

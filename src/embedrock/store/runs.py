@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
-from embedrock.vfs import File, System, create, open_file, retried
+from embedrock.vfs import BLOCK, File, System, create, open_file, retried
 
 FORMAT = 1
 MAGIC = b"EMBROCK1"
@@ -24,8 +24,19 @@ CRC_BYTES = 4
 KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
 _HEADER = struct.Struct("<8s4I16s")
 _PIECE = 1 << 16  # words of which the bits are unpacked at a time
+_BLOCK_ROWS = BLOCK // 4  # whatever the size of their records, a multiple of 4 bytes
+_JOINED_BYTES = 1 << 20  # of an index, written at once
 _BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
+
+
+def piece_rows(record_bytes: int, nbytes: int) -> int:
+    """Return how many rows make a piece of about so many bytes of a run.
+
+    Where it can be, pieces are whole blocks of the disk, so that they are written as they lie in RAM.
+    """
+    rows = max(1, nbytes // record_bytes)
+    return rows // _BLOCK_ROWS * _BLOCK_ROWS or rows
 
 
 @dataclass(frozen=True)
@@ -232,7 +243,7 @@ class Log(Run):
         assert self.count  # a run without records has no entry
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
         crc = 0
-        for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": self._ids}[kind]:
+        for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": _joined(self._ids)}[kind]:
             self._append(piece)
             crc = zlib.crc32(piece, crc)
         # Of an append that failed, more may have been written than was since; files are never cut off.
@@ -372,6 +383,19 @@ def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray
         starts = np.flatnonzero(np.diff(places, prepend=-1))
         bits[places[starts]] |= np.bitwise_or.reduceat(np.uint8(1) << (offsets & 7).astype(np.uint8), starts)
     yield bits
+
+
+def _joined(arrays: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
+    """Yield the same elements in fewer, larger arrays."""
+    waiting, nbytes = list[np.ndarray](), 0
+    for array in arrays:
+        waiting.append(array)
+        nbytes += array.nbytes
+        if nbytes >= _JOINED_BYTES:
+            yield np.concatenate(waiting)
+            waiting, nbytes = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
 
 
 def _count_ones(words: np.ndarray) -> int:

@@ -21,7 +21,7 @@ from embedrock.store.manifest import Entry, Manifest
 from embedrock.store.overlay import Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run
-from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System
+from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 
@@ -75,7 +75,8 @@ class Store:
         manifest: the last commit.
         history: arrays of the rule's, as of the commit that it was opened at; nothing, or one item.
         compacting: held by the one compaction under way.
-        hurry: it is not to mind its limit of rate.
+        hurry: it is not to mind its limit of rate, nor commits.
+        commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
             publishes both.
         broken: why no further commit is taken; None where all is well.
@@ -85,7 +86,7 @@ class Store:
     def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
         self.system, self.folder, self._held = system, folder, lock
         self.lock = threading.RLock()
-        self.compacting, self.hurry = threading.Lock(), False
+        self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.broken: str | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
@@ -220,22 +221,26 @@ class Store:
         with self.lock:
             if self._active is None:
                 self._active = self._new_log()
-            self.append_sealed(self._active, sealed, ids)
+            self.place(ids, self.append_sealed(self._active, sealed, ids))
 
     def seal(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4)."""
         cpu, read_only = kernels.cpu, kernels.cpu.runtime.read_only
-        sealed = np.empty((len(slots), self.manifest.record_bytes + CRC_BYTES), np.uint8)
+        stride = self.manifest.record_bytes + CRC_BYTES
+        sealed = aligned_empty(len(slots) * stride).reshape(-1, stride)
         args = records, read_only(slots), read_only(ids), sealed
         cpu.runtime.run(cpu.storage.seal, len(slots), *args, grain=256)
         return sealed
 
-    def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> None:
-        """Append what `seal` returned to a log; from then on the ids are found there."""
-        first = log.append(sealed, ids)
-        self.add(bytes_written=sealed.nbytes)
+    def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Append what `seal` returned to a log, one thread at a time, and return where its records are now."""
+        return _locations(log.number, log.append(sealed, ids), len(ids))
+
+    def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
+        """Have the newest records of ids, which were just appended, be found at locations."""
         with self.lock:
-            self.overlay.insert(ids, _locations(log.number, first, len(ids)))
+            self.counts["bytes_written"] += len(ids) * (self.manifest.record_bytes + CRC_BYTES)
+            self.overlay.insert(ids, locations)
 
     def _new_log(self) -> Log:
         name = self.free_name(f"delta/{self.manifest.commit + 1:010d}", ".dlt")

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from embedrock.kernels.cpu import crc
 from embedrock.kernels.cpu.directory import mix
 from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch, prefetch_to_write
 
@@ -10,42 +11,6 @@ RECORDS_AHEAD = 4
 RUN_SHIFT = 40
 BLOCK = 4096  # bytes: what disks read
 FULL, BITS, LISTED = 0, 1, 2
-ALL_ONES = np.uint32(0xFFFFFFFF)
-
-
-def _make_tables():
-    # tables[k, b]: the CRC-32 of byte b followed by k zero bytes (Kounavis and Berry, "Slicing-by-16").
-    tables = np.zeros((16, 256), np.uint32)
-    tables[0] = np.arange(256)
-    for _ in range(8):
-        tables[0] = np.where(tables[0] & 1, (tables[0] >> 1) ^ np.uint32(0xEDB88320), tables[0] >> 1)
-    for k in range(1, 16):
-        tables[k] = (tables[k - 1] >> 8) ^ tables[0][tables[k - 1] & 255]
-    return tables
-
-
-_TABLES = _make_tables()
-
-
-@inlined
-def _slice(word, zeros):
-    low = _TABLES[zeros + 3, word & np.uint32(255)] ^ _TABLES[zeros + 2, (word >> np.uint32(8)) & np.uint32(255)]
-    return low ^ _TABLES[zeros + 1, (word >> np.uint32(16)) & np.uint32(255)] ^ _TABLES[zeros, word >> np.uint32(24)]
-
-
-@inlined
-def _copy(source, target, low, high):
-    # Copy words and return the CRC-32 of an id (as two words) and them. One pass: 2.2 GB/s for records of 768 bytes.
-    crc = _slice(low ^ ALL_ONES, 4) ^ _slice(high, 0)
-    count = target.shape[0]
-    for k in range(count // 4):
-        a, b, c, d = source[4 * k], source[4 * k + 1], source[4 * k + 2], source[4 * k + 3]
-        crc = _slice(a ^ crc, 12) ^ _slice(b, 8) ^ _slice(c, 4) ^ _slice(d, 0)
-        target[4 * k], target[4 * k + 1], target[4 * k + 2], target[4 * k + 3] = a, b, c, d
-    for j in range(count // 4 * 4, count):
-        crc = _slice(source[j] ^ crc, 0)
-        target[j] = source[j]
-    return crc ^ ALL_ONES
 
 
 @kernel
@@ -55,7 +20,7 @@ def seal(records, slots, ids, out, lo, hi):
     for i in range(lo, hi):
         if i + RECORDS_AHEAD < hi:
             prefetch(source, slots[i + RECORDS_AHEAD], records.shape[1])
-        target[i, words] = _copy(source[slots[i]], target[i, :words], names[2 * i], names[2 * i + 1])
+        target[i, words] = crc.copy(source[slots[i]], target[i, :words], names[2 * i], names[2 * i + 1])
 
 
 @kernel
@@ -67,8 +32,8 @@ def unseal(buffer, starts, ids, records, slots, good, lo, hi):
             prefetch(source, starts[i + RECORDS_AHEAD] >> 2, records.shape[1])
             prefetch_to_write(target, slots[i + RECORDS_AHEAD], records.shape[1])
         start = starts[i] >> 2
-        crc = _copy(source[start : start + words], target[slots[i]], names[2 * i], names[2 * i + 1])
-        good[i] = np.uint8(source[start + words] == crc)
+        found = crc.copy(source[start : start + words], target[slots[i]], names[2 * i], names[2 * i + 1])
+        good[i] = np.uint8(source[start + words] == found)
 
 
 @kernel
