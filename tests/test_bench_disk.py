@@ -309,7 +309,8 @@ def test_verdicts_say_what_was_measured_against_what():
         TINY,
         effort,
         [
-            measured("ours", steps_per_s=30.0, resident={"resident_s": 2.0, "ram_s": 1.0}, **counted),
+            measured("ours", steps_per_s=30.0, resident={"step_s": 2.0}, **counted),
+            measured("ours-in-ram", resident={"step_s": 1.0}),
             measured("ours-prefetch-32", peak_bytes=500_000_000, raw_reads_per_s=100.0, **counted),
             measured("ours-prefetch-2", overlap={"prefetch_s": 1.0, "dense_s": 2.0, "together_s": 2.2}, **counted),
             measured("memmap", steps_per_s=2.0),

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.store import runs
-from embedrock.store.runs import ChunkWriter, Entry, Log, Run, run_bytes, uuid_of
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Entry, Log, Run, run_bytes, uuid_of
 from embedrock.testing import FaultFS
+from embedrock.vfs import BLOCK
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 WIDTH = 12
@@ -327,3 +328,37 @@ def test_whose_file_it_is():
     for data in (b"", b"EMBROCK1", bytes(4096), bytes(9999)):
         system.write_file("/t/delta/1.dlt", data)
         assert uuid_of(system, "/t/delta/1.dlt") is None
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@given(st.integers(1, 1 << 16).map(lambda words: 4 * words), st.integers(0, 1 << 25))
+def test_pieces_are_whole_blocks_where_they_can_be(record_bytes: int, nbytes: int):
+    rows, most, block_rows = runs.piece_rows(record_bytes, nbytes), nbytes // record_bytes, BLOCK // 4
+    assert rows == max(1, most) if most < block_rows else most - block_rows < rows <= most
+    assert most < block_rows or rows * (record_bytes + CRC_BYTES) % BLOCK == 0
+
+
+@given(st.lists(st.lists(st.integers(LOWEST, BEYOND - 1), max_size=9), max_size=20), st.sampled_from([1, 8, 24, 999]))
+def test_joined_arrays_have_the_same_elements(parts: list[list[int]], least: int):
+    arrays = [np.array(part, np.int64) for part in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "_JOINED_BYTES", least)
+        made = list(runs._joined(iter(arrays)))
+    assert [row for array in made for row in array.tolist()] == [row for part in parts for row in part]
+    assert all(array.dtype == np.int64 for array in made)
+    assert all(least <= array.nbytes < least + 9 * 8 for array in made[:-1])
+    assert len(made) <= len(arrays)
+
+
+@pytest.mark.parametrize("least", [1, 40, 1 << 20])
+def test_an_index_is_the_same_however_it_is_joined(least: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "_JOINED_BYTES", least)
+    system, all_ids = new_system(), np.random.default_rng(0).integers(LOWEST, BEYOND - 1, 50)
+    log = new_log(system)
+    for ids in np.split(all_ids, [3, 4, 20, 49]):
+        log.append(seal(ids, some_records(len(ids))), ids)
+    entry = log.seal()
+    assert entry.index_crc == zlib.crc32(all_ids.astype("<i8").tobytes())
+    assert listed(reopened(system, entry)) == all_ids.tolist()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 
 from embedrock import kernels
+from embedrock.kernels.cpu import crc
 from embedrock.testing.kernels import Guarded, poison
 
 CPU, REFERENCE = kernels.cpu.storage, kernels.reference.storage
@@ -102,6 +108,81 @@ def test_nothing_is_not_a_record():
         args = np.zeros(size + 4, np.uint8), np.zeros(1, np.int64), np.array([row]), np.empty((1, size), np.uint8)
         CPU.unseal(*args, np.zeros(1, np.int64), good, 0, 1)
         assert not good.any()
+
+
+# ---------------------------------------------------------------- CRC
+
+LENGTHS = (*range(131), 191, 192, 193, 1000, 1023, 1024, 4097, 20_001)  # in words
+needs_products = pytest.mark.skipif(not crc.has_products(), reason="the processor does not multiply without carries")
+
+
+def compiled(copy: Any) -> Any:
+    """Return what calls a copy as kernels do, with the words of an id."""
+
+    @njit(error_model="numpy")
+    def call(source: Any, target: Any, names: Any) -> Any:
+        return copy(source, target, names[0], names[1])
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "copy", [crc.copy_by_tables, pytest.param(crc.copy_by_products, marks=needs_products)], ids=["tables", "products"]
+)
+def test_crc(copy: Any):
+    call, rng = compiled(copy), np.random.default_rng(0)
+    for count, fill in itertools.product(LENGTHS, ("random", "zeros", "ones")):
+        row = rng.choice(np.array([*EDGES, *rng.integers(-(2**63), 0, 8)], np.int64), 1)
+        words = rng.integers(0, 2**32, count, np.uint32)
+        words[:] = {"random": words, "zeros": 0, "ones": 0xFFFFFFFF}[fill]
+        source, target = Guarded((count,), np.uint32), Guarded((count,), np.uint32)  # behind them lies poison
+        source.inside[:] = words
+        assert int(call(source.inside, target.inside, row.view(np.uint32))) == zlib.crc32(
+            row.astype("<i8").tobytes() + words.tobytes()
+        )
+        np.testing.assert_array_equal(target.inside, words)
+        np.testing.assert_array_equal(source.inside, words)
+        target.check()
+
+
+@pytest.mark.parametrize(
+    "copy", [crc.copy_by_tables, pytest.param(crc.copy_by_products, marks=needs_products)], ids=["tables", "products"]
+)
+def test_crc_at_any_address(copy: Any):
+    # A lane has 16 bytes, and records are aligned to 4: a load that wants more would end the process.
+    call, words = compiled(copy), np.random.default_rng(1).integers(0, 2**32, 100, np.uint32)
+    row = np.array([-1], np.int64)
+    for first, to in itertools.product(range(5), range(5)):
+        target = poison((100,), np.uint32)
+        count = 95 - max(first, to)
+        found = int(call(words[first : first + count], target[to : to + count], row.view(np.uint32)))
+        assert found == zlib.crc32(row.tobytes() + words[first : first + count].tobytes())
+        np.testing.assert_array_equal(target[to : to + count], words[first : first + count])
+        assert (np.delete(target, np.s_[to : to + count]) == 0xFFFFFFFF).all()
+
+
+def test_a_processor_without_products_seals_the_same_bytes(tmp_path: Path):
+    _, ids, expected = sealed_records(260, 9)
+    program = """
+import sys, numpy as np
+from embedrock.kernels.cpu import crc, storage
+assert not crc.has_products() and crc.copy is crc.copy_by_tables
+sealed = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape(9, 264 + 8)
+records, ids = sealed[:, :260].copy(), sealed[:, 264:].copy().view(np.int64).reshape(-1)
+out = np.full((9, 264), 255, np.uint8)
+storage.seal(records, np.arange(9), ids, out, 0, 9)
+sys.stdout.buffer.write(out.tobytes())
+"""
+    given = np.concatenate([expected, ids.view(np.uint8).reshape(9, 8)], axis=1).tobytes()
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment.pop("NUMBA_CPU_FEATURES", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, stdout=subprocess.PIPE, check=True, timeout=300, env=environment
+    )
+    assert done.stdout == expected.tobytes()
+
+
+# ---------------------------------------------------------------- where records are
 
 
 def test_unmix():

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from embedrock import kernels, vfs
 from embedrock.errors import ArgumentError, CorruptTableError
 from embedrock.testing import FaultFS
-from embedrock.vfs import BLOCK, OS_SYSTEM, create, open_file, read_whole, write_whole
+from embedrock.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
 
 
 def random_bytes(size, seed=0):
@@ -122,6 +127,253 @@ class TestFile:
         np.testing.assert_array_equal(out[: len(data)], data)
         assert file.read(0, len(data)) == data.tobytes()
         file.close()
+
+
+class DirectWrites:
+    """Descriptors that were opened for direct writes, as some file system has them.
+
+    Attributes:
+        kind: "real", as the one where the test runs; "taken"; "short", where writes end early; "no open" and
+            "no write", where they are refused; "none", on a system without.
+        fault: number of an error, raised by direct writes.
+        written: bytes that went by them.
+    """
+
+    KINDS = ("real", "taken", "short", "no open", "no write", "none")
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str) -> None:
+        self.kind, self.fault, self.written = kind, 0, 0
+        self._fds: set[int] = set()
+        self._open, self._pwrite, self._close = os.open, os.pwrite, os.close
+        patch.setattr(vfs, "DIRECT_WRITE_BYTES", BLOCK)
+        patch.setattr(vfs, "BOUNCE_BYTES", 2 * BLOCK)
+        patch.setattr(vfs, "DIRECT_BYTES", 7 * BLOCK)
+        if kind == "none":
+            patch.setattr(vfs, "O_DIRECT", 0)
+        elif kind != "real":
+            for name in ("open", "pwrite", "close"):
+                patch.setattr(os, name, getattr(self, name))
+
+    def open(self, path: str, flags: int, *args: Any) -> int:
+        if not vfs.O_DIRECT or not flags & vfs.O_DIRECT or not flags & os.O_WRONLY:
+            return self._open(path, flags, *args)
+        if self.kind == "no open":
+            raise OSError(errno.EINVAL, "no direct writes here", path)
+        fd = self._open(path, flags & ~vfs.O_DIRECT, *args)
+        self._fds.add(fd)
+        return fd
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if fd not in self._fds:
+            return self._pwrite(fd, data, offset)
+        if self.kind == "no write" or self.fault:
+            raise OSError(self.fault or errno.EINVAL, "no direct write")
+        assert offset % BLOCK == 0
+        assert len(data) % BLOCK == 0
+        assert np.frombuffer(data, np.uint8).ctypes.data % BLOCK == 0
+        size = len(data) if self.kind == "taken" else max(1, len(data) * 2 // 3)
+        self.written += size
+        return self._pwrite(fd, data[:size], offset)
+
+    def close(self, fd: int) -> None:
+        self._fds.discard(fd)
+        self._close(fd)
+
+
+def unaligned(data):
+    memory = aligned_empty(len(data) + 1)[1:]
+    memory[:] = np.frombuffer(data, np.uint8)
+    return memory.data
+
+
+def on_blocks(data):
+    memory = aligned_empty(len(data))
+    memory[:] = np.frombuffer(data, np.uint8)
+    return memory.data
+
+
+def read_all(system, file):
+    """Read all of a file by `read_many`."""
+    size = -(-file.size // BLOCK) * BLOCK
+    out, starts = aligned_empty(size + BLOCK), np.arange(0, size, BLOCK)
+    system.read_many(np.full(len(starts), file.fd), starts, np.full(len(starts), BLOCK), out, starts)
+    assert not out[file.size : size].any()
+    return out[: file.size].tobytes()
+
+
+MEMORIES = {"aligned": on_blocks, "unaligned": unaligned, "bytes": bytes, "bytearray": bytearray, "view": memoryview}
+PIECE_SIZES = st.integers(0, 6).map(lambda blocks: blocks * BLOCK) | st.integers(0, 6 * BLOCK)
+PIECES = st.lists(st.tuples(PIECE_SIZES, st.sampled_from(sorted(MEMORIES)), st.booleans()), max_size=6)
+
+
+class TestDirectWrites:
+    """Large appends go past the page cache, where they can."""
+
+    @pytest.fixture
+    def direct(self, monkeypatch):
+        if not vfs.O_DIRECT:
+            pytest.skip("there are no direct writes on this system")
+        return DirectWrites(monkeypatch, "taken")
+
+    @pytest.mark.parametrize("kind", DirectWrites.KINDS)
+    @given(pieces=PIECES)
+    def test_a_file_has_what_was_appended(self, kind, pieces):
+        before = open_descriptors()
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            DirectWrites(patch, kind)
+            system, data = OSSystem(), random_bytes(sum(size for size, _, _ in pieces), len(pieces)).tobytes()
+            file = create(system, f"{folder}/a")
+            ends = list(accumulate(size for size, _, _ in pieces))
+            for end, (size, memory, synced) in zip(ends, pieces, strict=True):
+                assert file.append(MEMORIES[memory](data[end - size : end])) == end - size
+                assert file.size == system.size(file.fd) == end
+                if synced:
+                    file.sync()
+                assert file.read(0, end) == read_all(system, file) == data[:end]
+            file.sync()
+            assert file.read(0, len(data)) == read_all(system, file) == data
+            file.close()
+            with open(f"{folder}/a", "rb") as found:
+                assert found.read() == data
+        assert open_descriptors() == before
+
+    def test_large_appends_are_direct(self, direct, tmp_path):
+        file = create(OSSystem(), f"{tmp_path}/a")
+        file.append(random_bytes(BLOCK - 1).data)
+        assert direct.written == 0
+        file.append(random_bytes(5 * BLOCK).data)  # one byte, whole blocks, and the rest
+        assert direct.written == 4 * BLOCK
+        file.append(on_blocks(bytes(3 * BLOCK + 5)))  # likewise, from memory that is aligned no more then
+        assert direct.written == 7 * BLOCK
+
+    def test_a_real_one_is_direct_where_the_file_system_takes_it(self, monkeypatch, tmp_path):
+        DirectWrites(monkeypatch, "real")
+        try:
+            os.close(os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT | vfs.O_DIRECT))
+        except OSError:
+            pytest.skip("this file system takes no direct writes")
+        system = OSSystem()
+        file = create(system, f"{tmp_path}/a")
+        file.append(bytes(3 * BLOCK))
+        assert fcntl.fcntl(system._writers[file.fd], fcntl.F_GETFL) & vfs.O_DIRECT
+
+    @pytest.mark.parametrize("other", [None, b"of another file"], ids=["moved", "replaced"])
+    def test_the_right_file_is_written(self, direct, tmp_path, other):
+        file, data = create(OSSystem(), f"{tmp_path}/a"), random_bytes(6 * BLOCK + 7).tobytes()
+        file.append(data[:100])
+        os.rename(tmp_path / "a", tmp_path / "b")
+        if other is not None:
+            (tmp_path / "a").write_bytes(other)
+        before = open_descriptors()
+        file.append(data[100 : 4 * BLOCK])
+        assert open_descriptors() == before
+        file.append(data[4 * BLOCK :])
+        file.sync()
+        assert file.read(0, len(data)) == (tmp_path / "b").read_bytes() == data
+        assert direct.written == 0
+        assert (tmp_path / "a").exists() == (other is not None)
+        assert other is None or (tmp_path / "a").read_bytes() == other
+
+    def test_refused_writes_go_another_way(self, direct, tmp_path):
+        file, data = create(OSSystem(), f"{tmp_path}/a"), random_bytes(12 * BLOCK).tobytes()
+        before = open_descriptors()
+        file.append(data[: 3 * BLOCK])
+        assert (direct.written, len(open_descriptors() - before)) == (3 * BLOCK, 1)
+        direct.kind = "no write"
+        file.append(data[3 * BLOCK : 6 * BLOCK])
+        assert open_descriptors() == before
+        direct.kind = "taken"  # nobody asks again
+        file.append(data[6 * BLOCK :])
+        file.sync()
+        assert (direct.written, open_descriptors() >= before) == (3 * BLOCK, True)
+        assert file.read(0, len(data)) == (tmp_path / "a").read_bytes() == data
+
+    @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+    @pytest.mark.parametrize("start", [0, 100, BLOCK])
+    def test_errors_are_raised_and_change_nothing(self, direct, tmp_path, fault, start):
+        file, data = create(OSSystem(), f"{tmp_path}/a"), random_bytes(6 * BLOCK).tobytes()
+        file.append(data[:start])
+        direct.fault = fault
+        with pytest.raises(OSError, match=os.strerror(fault)) as caught:
+            file.append(data[start:])
+        assert (caught.value.errno, caught.value.filename, file.size) == (fault, f"{tmp_path}/a", start)
+        assert ("are free" in str(caught.value)) == (fault in vfs.NO_SPACE)
+        direct.fault = 0
+        assert file.append(data[start:]) == start
+        file.sync()
+        assert direct.written
+        assert file.read(0, len(data)) == (tmp_path / "a").read_bytes() == data
+
+    def test_interrupted_writes_are_repeated(self, direct, tmp_path, monkeypatch):
+        file, data, calls = create(OSSystem(), f"{tmp_path}/a"), random_bytes(5 * BLOCK).tobytes(), []
+        through = os.pwrite
+
+        def interrupted(fd, data, offset):
+            calls.append(offset)
+            if len(calls) % 2:
+                raise InterruptedError(errno.EINTR, "a signal")
+            return through(fd, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", interrupted)
+        file.append(data)
+        assert direct.written == 5 * BLOCK
+        assert file.read(0, len(data)) == data
+
+    @pytest.mark.parametrize("closes", [True, False], ids=["closed", "left"])
+    def test_both_descriptors_are_closed(self, direct, tmp_path, closes):
+        gc.collect()
+        before = open_descriptors()
+        file = create(OSSystem(), f"{tmp_path}/a")
+        file.append(bytes(6 * BLOCK))
+        assert len(open_descriptors() - before) == 2
+        file.append(bytes(6 * BLOCK))  # now it is read directly too
+        assert len(open_descriptors() - before) == 3
+        if closes:
+            file.close()
+        else:
+            del file
+            gc.collect()
+        assert open_descriptors() == before
+
+    def test_a_number_that_is_taken_anew_is_of_another_file(self, direct, tmp_path):
+        system = OSSystem()
+        first = create(system, f"{tmp_path}/a")
+        first.append(bytes(2 * BLOCK))
+        number = first.fd
+        first.close()
+        second = create(system, f"{tmp_path}/b")
+        assert second.fd == number
+        second.append(b"x" * (3 * BLOCK))
+        assert (tmp_path / "a").read_bytes() == bytes(2 * BLOCK)
+        assert (tmp_path / "b").read_bytes() == b"x" * (3 * BLOCK)
+
+    def test_many_threads_write_at_once(self, direct, tmp_path):
+        system, failed = OSSystem(), []
+
+        def work(seed):
+            data = random_bytes(64 * BLOCK, seed).tobytes()
+            file = create(system, f"{tmp_path}/{seed}")
+            for start in range(0, len(data), 4 * BLOCK):
+                file.append(data[start : start + 4 * BLOCK])  # through memory of the thread
+            if file.read(0, len(data)) != data:
+                failed.append(seed)
+            file.close()
+
+        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not failed
+
+    def test_aligned_memory(self):
+        assert aligned_empty(0).shape == (0,)
+        for size in range(1, 10_001):
+            memory = aligned_empty(size)
+            assert (memory.shape, memory.dtype, memory.flags.writeable) == ((size,), np.uint8, True)
+            assert memory.ctypes.data % BLOCK == 0
+            assert memory.base is not None
+            assert memory.ctypes.data + size <= memory.base.ctypes.data + memory.base.nbytes
 
 
 class TestFaults:

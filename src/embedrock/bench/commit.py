@@ -88,6 +88,7 @@ class Commits:
             "steps": len(busy),
             "quiet_step_s": usual,
             "step_s": median(busy) if busy else 0.0,
+            "slowdown": mean(busy) / mean(quiet) if busy else 1.0,
             "longest_step_s": max(busy, default=0.0),
             # Time in which training stood: the call, and what steps took beyond the longest of those without a commit.
             "stalled_s": call_s + sum(max(0.0, step - longest) for step in busy),
@@ -337,7 +338,7 @@ def _format(lines: Sequence[dict[str, Any]]) -> str:
                 f"{line['name']}, {line['rows']:,} rows: {line['seconds']:.2f} s, of which the call took "
                 f"{line['call_s'] * 1e3:.1f} ms; {line['steps']} steps of {format_number(line['step_s'] * 1e3)} ms "
                 f"(without: {format_number(line['quiet_step_s'] * 1e3)} ms), the longest "
-                f"{format_number(line['longest_step_s'] * 1e3)} ms"
+                f"{format_number(line['longest_step_s'] * 1e3)} ms, all together {line['slowdown']:.2f}x as long"
             )
         if "rss_growth_bytes" in line:
             tables.append(

@@ -325,8 +325,9 @@ class Judge:
 
     def _extras(self, name: str) -> Iterator[Verdict]:
         line = self._lines[name]
-        if "resident" in line:
-            factor = line["resident"]["resident_s"] / line["resident"]["ram_s"]
+        in_ram = self._lines.get("ours-in-ram", {})
+        if "resident" in line and "resident" in in_ram:
+            factor = line["resident"]["step_s"] / in_ram["resident"]["step_s"]
             yield Verdict("step with all rows resident over that in RAM", factor, 1.3, "x", at_most=True)
         if "overlap" in line:
             both, alone = line["overlap"]["together_s"], max(line["overlap"][key] for key in ("prefetch_s", "dense_s"))

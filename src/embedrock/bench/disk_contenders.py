@@ -116,7 +116,29 @@ class Session:
 # ---------------------------------------------------------------- ours
 
 
-class Ours(Session):
+class TableSession(Session):
+    """A table of ours."""
+
+    table: Any
+
+    def step(self, ids: npt.NDArray[np.int64]) -> None:
+        train(self.table, ids, self._gradient)
+
+    def resident(self, first: int, steps: int) -> dict[str, float]:
+        """Return the median seconds of a step on a few batches that come again and again, so that they are in RAM."""
+        batches = list(self.job.batches(first, RESIDENT_BATCHES))
+        times: list[float] = []
+        for turn in range(1 + -(-steps // RESIDENT_BATCHES)):
+            for ids in batches:
+                start = time.perf_counter()
+                self.step(ids)
+                self.table.stats()  # waits until the step is made
+                if turn:  # in the first one, rows are read and made
+                    times.append(time.perf_counter() - start)
+        return {"step_s": median(times)}
+
+
+class Ours(TableSession):
     """`er.Table` with ``path=`` and ``memory=``."""
 
     def __init__(self, job: Job) -> None:
@@ -129,9 +151,6 @@ class Ours(Session):
     def use(self, *how: int) -> None:
         """Look so many batches ahead by `Table.prefetch`; 0: not at all."""
         (self._depth,) = how
-
-    def step(self, ids: npt.NDArray[np.int64]) -> None:
-        train(self.table, ids, self._gradient)
 
     def counters(self) -> dict[str, float]:
         stats = self.table.stats()
@@ -161,24 +180,6 @@ class Ours(Session):
         # Either alone once more: the machine may have become slower or faster meanwhile.
         alone = (alone + self._mean_s(first + 2 * steps, steps, self.step)) / 2
         return {"prefetch_s": alone, "dense_s": (dense_s + dense.mean_s(steps)) / 2, "together_s": together}
-
-    def resident(self, first: int, steps: int) -> dict[str, float]:
-        """Return the median seconds of a step whose rows are all in RAM, and of one of a table wholly in RAM.
-
-        The two take turns on the same few batches.
-        """
-        batches = list(self.job.batches(first, RESIDENT_BATCHES))
-        with _ram_table(self.job.workload) as ram:
-            times: dict[str, list[float]] = {"resident_s": [], "ram_s": []}
-            for turn in range(1 + -(-steps // RESIDENT_BATCHES)):
-                for name, table in (("resident_s", self.table), ("ram_s", ram)):
-                    for ids in batches:
-                        start = time.perf_counter()
-                        train(table, ids, self._gradient)
-                        table.stats()  # waits until the step is made
-                        if turn:  # in the first one, rows are read and made
-                            times[name].append(time.perf_counter() - start)
-        return {name: median(values) for name, values in times.items()}
 
     def amplification(self, first: int, steps: int) -> dict[str, float]:
         """Train for five times as many steps, and commit ten times, so that compaction has its share.
@@ -210,15 +211,14 @@ class Ours(Session):
         return float(np.mean(times[len(times) // 5 :]))  # the first ones fill the window
 
 
-class OursInRam(Session):
+class OursInRam(TableSession):
     """`er.Table` without a path: what the disk costs."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.table = _ram_table(job.workload)
+        import embedrock as er
 
-    def step(self, ids: npt.NDArray[np.int64]) -> None:
-        train(self.table, ids, self._gradient)
+        self.table = er.Table(job.workload.rows, job.workload.dim, rule=er.Adam(lr=LEARNING_RATE))
 
 
 def write_table(job: Job) -> dict[str, float]:
@@ -237,12 +237,6 @@ def write_table(job: Job) -> dict[str, float]:
         table.commit()
         table.compact()
         return {"seconds": time.perf_counter() - start, "disk_bytes": table.stats()["disk_bytes"]}
-
-
-def _ram_table(workload: Workload) -> Any:
-    import embedrock as er
-
-    return er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE))
 
 
 def train(table: Any, ids: npt.NDArray[np.int64], gradient: npt.NDArray[np.float32]) -> None:
@@ -406,6 +400,12 @@ class DiskContender:
     extras: tuple[str, ...] = ()
 
 
+def _in_ram(*extras: str) -> DiskContender:
+    return DiskContender(
+        "ours-in-ram", "er.Table without path=, no limit", OursInRam, None, limited=False, extras=extras
+    )
+
+
 def _ours(name: str, label: str, depth: int, *extras: str) -> DiskContender:
     return DiskContender(name, label, Ours, write_table, (depth,), probed=True, extras=extras)
 
@@ -414,7 +414,9 @@ CONTENDERS = (
     _ours("ours", "er.Table(path=, memory=)", 0, "resident"),
     _ours("ours-prefetch-2", "the same, Table.prefetch(depth=2)", 2, "overlap"),
     _ours("ours-prefetch-32", "the same, Table.prefetch(depth=32)", 32, "overlap", "amplification"),
-    DiskContender("ours-in-ram", "er.Table without path=, no limit", OursInRam, None, limited=False),
+    DiskContender(
+        "ours-in-ram", "er.Table without path=, no limit", OursInRam, None, limited=False, extras=("resident",)
+    ),
     DiskContender("memmap", "three np.memmap, fancy indexing, SparseAdam in NumPy", Memmap, write_arrays),
     DiskContender("torch-from-file", "torch.from_file, nn.Embedding, SparseAdam", TorchFile, write_arrays),
     DiskContender("memmap-records", "one np.memmap of whole records", MemmapRecords, write_records),

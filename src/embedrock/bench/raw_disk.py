@@ -21,6 +21,7 @@ DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight
 REQUESTS = 8192  # of one call of our own reader
 WRITE_BYTES = 8 << 20  # of one call, when writing
 PROBE_S = 2.0
+FIO_CHARACTERS = 4000  # of an option
 TIMEOUT_S = 120.0
 
 
@@ -52,10 +53,10 @@ def again(rate: Rate, paths: Sequence[Path], seconds: float = PROBE_S) -> Rate:
 
 def fio(paths: Sequence[Path], depth: int, seconds: float) -> float:
     """Return the reads/s of `depth` threads of fio, each with one read in flight."""
-    names = ":".join(str(path).replace(":", r"\:") for path in paths)
+    folder = os.path.commonpath([path.parent for path in paths])
     arguments = {
         "name": "random",
-        "filename": names,
+        "filename": _listed([os.path.relpath(path, folder) for path in paths]),
         "rw": "randread",
         "bs": BLOCK,
         "direct": 1 if O_DIRECT else 0,
@@ -66,11 +67,20 @@ def fio(paths: Sequence[Path], depth: int, seconds: float) -> float:
     }
     flags = ["--thread", "--time_based", "--group_reporting", "--readonly", "--norandommap", "--randrepeat=0"]
     command = ["fio", *(f"--{key}={value}" for key, value in arguments.items()), *flags]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder
+    )
     if done.returncode:
         raise ChildError("Died", f"fio ended with exit status {done.returncode}", done.stderr)
     report = done.stdout[done.stdout.index("{") :]  # warnings may come first
     return json.loads(report)["jobs"][0]["read"]["iops"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as fio takes them: as many as it does, some from every part of the list."""
+    escaped = [name.replace(":", r"\:") for name in names]
+    count = max(1, FIO_CHARACTERS // (1 + max(map(len, escaped))))
+    return ":".join(escaped[:: -(-len(escaped) // count)])
 
 
 def own(paths: Sequence[Path], depth: int, seconds: float) -> float:
