@@ -322,6 +322,13 @@ class Durability:
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
+        if threading.current_thread().name.startswith("embedrock-"):
+            # Garbage was collected inside of what has to end before the files are closed.
+            threading.Thread(target=self._abandon, args=(changes, subject), name="close-embedrock").start()
+        else:
+            self._abandon(changes, subject)
+
+    def _abandon(self, changes: Changes, subject: str) -> None:
         commit, last = self._commit, self.store.manifest
         self.close()
         if commit is not None and commit.error is not None:
@@ -330,7 +337,7 @@ class Durability:
             warnings.warn(
                 f"{subject} is closed with changes since commit {last.commit}, which are lost. Call commit() before.",
                 UncommittedWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +48,6 @@ from embedrock.vfs import OS_SYSTEM, System
 
 EXPORT_BATCH_ROWS = 65_536
 ON_NONFINITE = ("raise", "skip")
-
-if TYPE_CHECKING:
-    from embedrock.kernels.cpu.runtime import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -167,13 +164,11 @@ class Table:
             raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {on_nonfinite!r}.")
         self.name = name
         self._subject = f"table {name!r}" if name else "the table"
-        self._turn = Turn(_settling(self))
+        self._turn = Turn()
         self._memory_arguments = memory
         self._on_nonfinite = on_nonfinite
         self._durability: Durability | None = None
         self._place: Tier | None = None
-        self._running: Call | None = None
-        self._failure: BaseException | None = None
         self._changes = Changes()
         self._process = os.getpid()
 
@@ -377,10 +372,10 @@ class Table:
             raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
         if self._process != os.getpid() and self._durability is not None:
             self._after_fork()
-        if self._failure is not None:
+        if self._turn.failure is not None:
             raise EmbedrockError(
                 f"step {self._steps} of {self._subject} failed, and some of its rows may have been stepped: "
-                f"{self._failure!r}. Make a new Table and load the last state that you saved."
+                f"{self._turn.failure!r}. Make a new Table and load the last state that you saved."
             )
         return self._place
 
@@ -452,7 +447,7 @@ class Table:
             self._history.append(rule)
         numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
         args = grads.plan.ids, slots, grads.values, numbers, self._steps
-        self._running = kernels.cpu.runtime.start(tier.records.step, *args)
+        self._turn.running = kernels.cpu.runtime.start(tier.records.step, *args)
 
     @_exclusive
     def check_step(self, grads: RowGradients) -> None:
@@ -473,19 +468,6 @@ class Table:
     def _count_change(self, steps: int = 0) -> None:
         self._steps += steps
         self._changes.made += 1
-
-    def _finish_step(self) -> None:
-        running = self._running
-        if running is None:
-            return
-        with held_back():
-            try:
-                running.finish()
-            except BaseException as error:
-                self._failure = error
-                raise
-            finally:
-                self._running = None
 
     def _rule_for_step(self, lr: float | None, changes: dict[str, Any]) -> Rule:
         if self.rule is None:
@@ -750,7 +732,7 @@ class Table:
                 return
             tier, self._place = self._place, None
             try:
-                self._finish_step()
+                self._turn.settle()
                 self._close_files(tier)
             finally:
                 tier.new_epoch()
@@ -857,7 +839,7 @@ class Table:
 
     def _be_quiet(self, tier: Disk) -> None:
         """Wait for all that uses a tier whose rows are about to be dropped, and might write some of them."""
-        self._turn.wait_for(lambda: tier.is_quiet)
+        self._turn.wait_for(tier.becomes_quiet)
         self._end_commit(tier)
 
     def _end_commit(self, tier: Disk) -> None:
@@ -984,7 +966,7 @@ class Table:
                 durability.settings.path,
             )
         self._process = os.getpid()
-        self._turn = Turn(_settling(self))
+        self._turn = Turn()
         durability.after_fork()
         self._resume(self._spec)
 
@@ -1026,18 +1008,6 @@ class Table:
                 "model.state_dict()."
             )
         return named_table, (self.name,)
-
-
-def _settling(table: Table) -> Callable[[], None]:
-    """Return what waits for a table's running step, and does not keep the table alive."""
-    found = weakref.ref(table)
-
-    def settle() -> None:
-        table = found()
-        if table is not None:
-            table._finish_step()
-
-    return settle
 
 
 def named_table(name: str) -> Table:

@@ -12,20 +12,20 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import resource
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from embedrock import kernels
-from embedrock.errors import ArgumentError, CorruptTableError
+from embedrock import readers
+from embedrock.errors import CorruptTableError
 from embedrock.sizes import format_bytes
 
 DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
@@ -382,8 +382,14 @@ class _Tail:
 class _Bounce(threading.local):
     """Memory of a thread, aligned as direct writes need it."""
 
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+    @functools.cached_property
+    def memory(self) -> memoryview:
+        return memoryview(_pages(BOUNCE_BYTES))
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    # Private: by default children would share it.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class OSSystem(System):
@@ -427,7 +433,7 @@ class OSSystem(System):
         if fd not in self._direct:
             return os.pread(fd, size, offset)
         skipped = offset % BLOCK
-        with mmap.mmap(-1, max(-(-(skipped + size) // BLOCK), 1) * BLOCK) as memory:
+        with _pages(max(-(-(skipped + size) // BLOCK), 1) * BLOCK) as memory:
             got = self._read_again(fd, memoryview(memory), offset - skipped)
             return memory[skipped : min(got, skipped + size)]
 
@@ -461,7 +467,8 @@ class OSSystem(System):
     def _open_writer(self, fd: int) -> int:
         """Return another descriptor of the same file, which writes directly, or -1."""
         with contextlib.suppress(OSError, KeyError):
-            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT)
+            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT | os.O_NONBLOCK)
+            _allow_more_than(writer)
             if os.path.samestat(os.fstat(fd), os.fstat(writer)):
                 return writer
             os.close(writer)  # the file was moved, and another is in its place
@@ -471,7 +478,8 @@ class OSSystem(System):
         writer = self._writers.get(fd, -1)
         if writer >= 0:
             self._writers[fd] = -1
-            os.close(writer)
+            with contextlib.suppress(OSError):  # it says nothing that a sync does not
+                os.close(writer)
 
     def fdatasync(self, fd: int) -> None:
         tail = self._tails.pop(fd, None)
@@ -536,7 +544,7 @@ class OSSystem(System):
 
     def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
         got = np.empty(len(fds), np.int64)
-        _current_readers().read((fds, offsets, sizes, out, starts, got))
+        readers.read((fds, offsets, sizes, out, starts, got), self._direct)
         for i in np.flatnonzero(got != sizes).tolist():
             start, end = int(starts[i]), int(starts[i] + sizes[i])
             found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))
@@ -544,18 +552,20 @@ class OSSystem(System):
 
     def _read_again(self, fd: int, memory: memoryview, offset: int) -> int:
         """Fill `memory` from a file up to its end, and return how far; errors carry their number and the path."""
-        done = 0
+        done, is_refused = 0, False
         while done < len(memory):
             try:
-                count = os.preadv(fd, [memory[done:]], offset + done)
+                found = done + os.preadv(fd, [memory[done:]], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and fd in self._direct:
+                if error.errno == errno.EINVAL and not is_refused:
+                    is_refused = True
                     self._give_up_direct(fd)
                     continue
                 raise OSError(error.errno, os.strerror(error.errno or 0), self._paths.get(fd)) from error
-            done += count
-            if count == 0 or offset + done >= os.fstat(fd).st_size:
-                break
+            if found == done or offset + found >= os.fstat(fd).st_size:
+                return found
+            # A file that has grown since: direct reads go on from a whole block.
+            done = found // BLOCK * BLOCK if fd in self._direct else found
         return done
 
     def _give_up_direct(self, fd: int) -> None:
@@ -588,6 +598,7 @@ class OSSystem(System):
         tail.done = end
 
     def drop(self, fd: int) -> None:
+        self._give_up_writer(fd)
         _forget_pages(fd, 0, 0)
 
 
@@ -604,61 +615,12 @@ def _forget_pages(fd: int, start: int, end: int) -> None:
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
-class _Readers:
-    """Daemon threads that wait for the disk, started when there is first something to read."""
-
-    def __init__(self, threads: int) -> None:
-        pread = kernels.cpu.pread
-        self._desk = np.zeros((pread.JOBS + 1, pread.WORDS), np.int64)
-        self.threads = threads if pread.set_up(self._desk) else 0
-        self._jobs: SimpleQueue[int] = SimpleQueue()
-        for job in range(pread.JOBS):
-            self._jobs.put(job)
-        for index in range(self.threads):
-            name = f"embedrock-io-{index}"
-            threading.Thread(target=pread.serve, args=(self._desk,), name=name, daemon=True).start()
-
-    def read(self, pieces: tuple[npt.NDArray[Any], ...]) -> None:
-        """Do what the kernel `read_pieces` does with these arguments."""
-        count = len(pieces[0])
-        if count < 2 or self.threads == 0:
-            return kernels.cpu.pread.read_pieces(*pieces, 0, count)
-        job = self._jobs.get()
-        try:
-            kernels.cpu.pread.read_together(self._desk, job, *pieces, self.threads)
-        finally:
-            self._jobs.put(job)
-
-
-def _default_io_threads() -> int:
-    text = os.environ.get("EMBEDROCK_IO_THREADS", "64")
-    if not text.isdigit() or not 1 <= int(text) <= 256:
-        raise ArgumentError(
-            f"the environment variable EMBEDROCK_IO_THREADS must be a whole number from 1 to 256: got {text!r}. "
-            "Unset it to use 64."
-        )
-    return int(text)
-
-
-_lock = threading.Lock()
-_readers: _Readers | None = None
 _locks: set[int] = set()
 
 
-def _current_readers() -> _Readers:
-    global _readers
-    if _readers is None:
-        with _lock:
-            if _readers is None:
-                _readers = _Readers(_default_io_threads())
-    return _readers
-
-
 def _after_fork() -> None:
-    # A forked child has none of the threads. It must not keep the locks of its parent either, which could otherwise
-    # not open the table again; the descriptors stay valid, as somebody in the child may close them.
-    global _readers, _lock
-    _readers, _lock = None, threading.Lock()
+    # A forked child must not keep the locks of its parent, which could otherwise not open the table again; the
+    # descriptors stay valid, as somebody in the child may close them.
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in _locks:
         os.dup2(nothing, fd)

@@ -21,6 +21,7 @@ PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 1 << 20  # where nobody waits for the end ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
+THAWED_SLOTS = 1 << 16  # at a time
 
 
 class _Piece:
@@ -112,7 +113,8 @@ class Commit:
     def hurry(self) -> None:
         """Have it end soon, as somebody waits for that, at the cost of all else that goes on."""
         with self._ending:
-            self._tier.store.commit_is_awaited = not self._is_over
+            if not self._is_over:
+                self._tier.store.commit_is_awaited = True
         self._awaited.set()
 
     def start(self) -> None:
@@ -130,6 +132,7 @@ class Commit:
     def _end(self) -> None:
         with self._ending:
             self._tier.store.commit_is_awaited, self._is_over = False, True
+        del self._slots, self._freeze  # who has the commit still need not have its rows and files
 
     def join(self) -> None:
         """Return once it has ended, without a claim to the table."""
@@ -139,23 +142,25 @@ class Commit:
 
     def _run(self) -> None:
         """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
-        tier = self._tier
+        turn = self._tier.turn
+        try:
+            self._write_and_publish()
+        finally:
+            self._end()
+            # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
+            with turn.ahead():
+                self.is_done = True
+                turn.notify()
+
+    def _write_and_publish(self) -> None:
         try:
             self._write_all()
-            tier.store.publish(self._freeze, self._changes, self._keep)
+            self._tier.store.publish(self._freeze, self._changes, self._keep)
         except BaseException as error:
             self.error = error
             self._thaw()
-        try:
-            if self.error is None:
-                self._after(tier)  # what goes wrong there is no failure of the commit
-        finally:
-            self._end()
-            with (
-                tier.turn.ahead()
-            ):  # or who sees it might, with the lock, wait for this thread, and this one for the lock
-                self.is_done = True
-                tier.turn.notify()
+        else:
+            self._after(self._tier)  # what goes wrong there is no failure of the commit
 
     def _write_all(self) -> None:
         slots = self._slots[_rough_order(self._tier.cache.ids[self._slots])]  # frozen rows stay where they are
@@ -181,7 +186,12 @@ class Commit:
         """Write pieces while another thread seals the next ones, so that the disk never waits."""
         line = _Line()
         sealing = kernels.cpu.runtime.Call(self._seal_all, (pieces, line))
-        threading.Thread(target=sealing.run_once, name="embedrock-commit-2", daemon=True).start()
+        try:
+            threading.Thread(target=sealing.run_once, name="embedrock-commit-2", daemon=True).start()
+        except RuntimeError:  # the system allows no more threads, or Python is about to end
+            for slots in pieces:
+                self._write(self._sealed(slots))
+            return
         try:
             while (piece := line.sealed.get()) is not None:
                 self._append(piece)
@@ -240,6 +250,7 @@ class Commit:
         except BaseException:
             self._give_up(piece)
             raise
+        del piece.sealed
 
     def _place(self, piece: _Piece) -> None:
         # Each id once, and none of them leaves the cache before it can be found: so the order is of no account.
@@ -252,19 +263,20 @@ class Commit:
 
     def _give_up(self, piece: _Piece | None) -> None:
         if piece is not None:
-            with self._tier.turn.ahead():
-                self._tier.cache.flags[piece.slots] |= DIRTY
-            self._let_go(piece)
+            self._let_go(piece, DIRTY)
 
-    def _let_go(self, piece: _Piece) -> None:
+    def _let_go(self, piece: _Piece, more: int = 0) -> None:
         with self._tier.turn.ahead():
-            self._tier.cache.flags[piece.slots] &= ~np.uint8(WRITING)
+            flags = self._tier.cache.flags
+            flags[piece.slots] = flags[piece.slots] & ~np.uint8(WRITING) | np.uint8(more)
 
     def _thaw(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
         with self._tier.turn.lock:
-            flags, frozen = self._tier.cache.flags, self._tier.cache.flagged(FROZEN)
-            flags[frozen] ^= FROZEN | DIRTY
+            flags = self._tier.cache.flags
+            for start in range(0, len(flags), THAWED_SLOTS):  # RAM may be what is missing
+                part = flags[start : start + THAWED_SLOTS]
+                part[(part & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""

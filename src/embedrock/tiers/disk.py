@@ -344,6 +344,12 @@ class Disk(Tier):
         """Whether nobody else is at work with it."""
         return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
 
+    def becomes_quiet(self) -> bool:
+        """Tell whether it is quiet, and hurry what keeps it from that."""
+        if self.commit is not None:
+            self.commit.hurry()
+        return self.is_quiet
+
     # ---------------------------------------------------------------- ahead of the batch that uses them
 
     def bring_ahead(self, ids: np.ndarray) -> Ticket:

@@ -7,19 +7,28 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from embedrock.interrupts import held_back
 
+if TYPE_CHECKING:
+    from embedrock.kernels.cpu.runtime import Call
+
 
 class Turn:
-    """The lock of a table.
+    """The lock of a table, and the step that runs in the background.
 
-    Args:
-        settle: waits for the step that runs in the background.
+    It does not know the table: threads that wait here must not be the last that hold it.
+
+    Attributes:
+        lock: held by whoever has the table.
+        running: the step.
+        failure: what a step raised: records may be half changed.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self.settle = settle
+    def __init__(self) -> None:
+        self.running: Call | None = None
+        self.failure: BaseException | None = None
         self.renew()
         _turns.add(self)
 
@@ -27,6 +36,20 @@ class Turn:
         """Have a lock that nobody holds."""
         self.lock, self._next = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self.lock)
+
+    def settle(self) -> None:
+        """Return once no step is running."""
+        running = self.running
+        if running is None:
+            return
+        with held_back():
+            try:
+                running.finish()
+            except BaseException as error:
+                self.failure = error
+                raise
+            finally:
+                self.running = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:

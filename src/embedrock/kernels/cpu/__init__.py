@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from embedrock.kernels.cpu import (
+    aio,
     cache,
     codec,
     directory,
@@ -17,6 +18,7 @@ from embedrock.kernels.cpu import (
 )
 
 __all__ = [
+    "aio",
     "cache",
     "codec",
     "directory",

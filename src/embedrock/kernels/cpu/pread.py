@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from embedrock.kernels.cpu.runtime import kernel
 
 # By name, so that the machine code can be kept on disk: an address (ctypes) would be one of this process.
-_pread = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
+pread = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
 _sem_init = types.ExternalFunction("sem_init", types.int32(types.uintp, types.int32, types.uint32))
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.uintp))
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.uintp))
@@ -81,7 +81,7 @@ def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
     """Read `sizes[i]` bytes at `offsets[i]` of file `fds[i]` to `out[starts[i]:]`; `got[i]` is what pread returned."""
     address = out.ctypes.data
     for i in range(lo, hi):
-        got[i] = _pread(fds[i], address + starts[i], sizes[i], offsets[i])
+        got[i] = pread(fds[i], address + starts[i], sizes[i], offsets[i])
 
 
 @kernel
@@ -104,7 +104,7 @@ def _read_one(job):
         return False
     i, count = taken & _INDEX, end & _INDEX
     memory = _load(job, _OUT) + _load(_load(job, _STARTS), i)
-    done = _pread(_load(_load(job, _FDS), i), memory, _load(_load(job, _SIZES), i), _load(_load(job, _OFFSETS), i))
+    done = pread(_load(_load(job, _FDS), i), memory, _load(_load(job, _SIZES), i), _load(_load(job, _OFFSETS), i))
     _store(_load(job, _GOT), i, done)
     if _add(job, _DONE, 1) == count - 1:
         _sem_post(job + _SEMAPHORE * 8)
