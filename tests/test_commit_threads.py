@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock import durability as durabilities
 from embedrock.cache import DIRTY, FROZEN, WRITING
 from embedrock.durability import Durability
 from embedrock.errors import CommitError
@@ -84,7 +85,7 @@ class Ahead:
 
 @pytest.fixture
 def turn() -> Turn:
-    return Turn(lambda: None)
+    return Turn()
 
 
 def test_who_is_ahead_is_served_before_a_loop_that_never_rests(turn: Turn):
@@ -103,6 +104,7 @@ def test_a_loop_lets_everybody_through(turn: Turn):
     done, loops = threading.Event(), 0
 
     def ask() -> None:
+        until(lambda: loops)
         for _ in range(200):
             with turn.ahead():
                 pass
@@ -115,8 +117,6 @@ def test_a_loop_lets_everybody_through(turn: Turn):
                 loops += 1
 
     finished(ask, loop, loop)
-    with turn.alone():
-        assert loops
 
 
 @pytest.mark.parametrize("outer", [Turn.alone, lambda turn: turn.lock], ids=["alone", "lock"])
@@ -128,7 +128,7 @@ def test_who_has_the_table_may_ask_for_it_again(turn: Turn, outer: Callable[[Tur
             for _ in range(3):
                 with turn.alone(), turn.alone():
                     assert not waiter.served.is_set()
-            turn.wait_for(waiter.served.is_set) if waiter.served.is_set() else turn.notify()
+            turn.notify()
         assert waiter.served.wait(PATIENCE)
 
     finished(again)
@@ -167,12 +167,15 @@ def test_an_error_ends_a_turn(turn: Turn):
 class Both:
     """A table on disk, and one in RAM that is treated alike."""
 
-    def __init__(self, folder: Any = "/table", system: System | None = None, slots: int = SLOTS) -> None:
+    def __init__(
+        self, folder: Any = "/table", system: System | None = None, slots: int = SLOTS, policy: str = "lfu"
+    ) -> None:
         self.folder, self.system = folder, system or FaultFS()
         arguments: dict[str, Any] = {"rule": er.Adam(lr=0.1), "seed": 1, "init": er.Uniform(-1, 1)}
         self.ram = er.Table(ROWS, DIM, **arguments)
         self.memory = self.ram.memory_for(slots)
-        self.table = er.Table(ROWS, DIM, path=folder, memory=self.memory, keep=50, system=self.system, **arguments)
+        options: dict[str, Any] = {"memory": self.memory, "policy": policy, "keep": 50, "system": self.system}
+        self.table = er.Table(ROWS, DIM, path=folder, **arguments, **options)
         self.saved: dict[int, er.Table] = {}
         self._rng = np.random.default_rng(0)
 
@@ -199,6 +202,11 @@ class Both:
         number = self.table.commit(wait=wait)
         self.saved[number] = self.copied()
         return number
+
+    def commit_to_the_end(self, wait: bool) -> None:
+        """Commit, and raise what went wrong."""
+        self.table.commit(wait=wait)
+        self.table._end_commit(self.tier)
 
     def copied(self) -> er.Table:
         made = er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), seed=1, init=er.Uniform(-1, 1))
@@ -327,6 +335,38 @@ def test_a_commit_that_is_hurried_on_the_way_has_the_values_of_its_moment(
     both.close()
 
 
+@pytest.mark.parametrize("call", [1, 3])
+def test_rows_on_their_way_stay_until_they_can_be_found(call: int, monkeypatch: pytest.MonkeyPatch):
+    gate, both = Gate(monkeypatch, "place", {call}), Both(slots=30, policy="lru")
+    both.step(*range(24))
+    both.commit(wait=False)
+    gate.wait()
+    writing = both.flags() & WRITING != 0
+    assert np.count_nonzero(writing) == rows_of(both, commits.QUIET_BYTES)
+    ids = both.tier.cache.ids[writing].copy()
+    for first in (*range(24, ROWS, 6), *range(24, ROWS, 6)):  # more than there is room for
+        both.step(*range(first, first + 6))
+    assert (both.tier.cache.find(ids) >= 0).all()
+    both.step(*ids.tolist())
+    gate.open()
+    both.commit()
+    both.check_ended()
+    both.close()
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["awaited", "quiet"])
+def test_after_a_commit_all_rows_are_clean_and_found(wait: bool):
+    for _ in range(5):
+        both = Both()
+        both.step()
+        both.commit_to_the_end(wait)
+        both.check_ended()
+        assert not both.table.uncommitted
+        assert not (both.flags() & DIRTY).any()
+        assert (both.store.locate(np.arange(ROWS)) >= 0).all()
+        both.table.close()
+
+
 def rows_of(both: Both, nbytes: int) -> int:
     return commits.piece_rows(both.tier.spec.record_bytes, nbytes)
 
@@ -420,6 +460,7 @@ ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
 @pytest.mark.parametrize("kind", sorted(ERRORS))
 def test_whatever_call_fails(kind: str, name: str, wait: bool):
     error, expected = ERRORS[kind]
+    call = 0
     for call in itertools.count(1):
         with pytest.MonkeyPatch.context() as patch:
             failing, both = Failing(patch, name, call, error), Both()
@@ -432,8 +473,7 @@ def test_whatever_call_fails(kind: str, name: str, wait: bool):
 def check_failure(both: Both, failing: Failing, expected: type[BaseException], wait: bool) -> bool:
     """Commit, and go on after the error; return False where there was none."""
     try:
-        both.table.commit(wait=wait)
-        both.table._end_commit(both.tier)
+        both.commit_to_the_end(wait)
     except expected:
         assert failing.failed
     else:
@@ -453,10 +493,8 @@ def check_failure(both: Both, failing: Failing, expected: type[BaseException], w
 @pytest.mark.parametrize("name", ["place", "seal", "append_sealed"])
 @pytest.mark.parametrize("call", [1, 4])
 def test_rows_that_change_while_a_commit_fails(name: str, call: int, monkeypatch: pytest.MonkeyPatch):
-    gate, both = Gate(monkeypatch, "place", {call}), Both()
     Failing(monkeypatch, name, call + (name != "place"), OSError(errno.EIO, "the disk failed"))
-    if name == "place":  # the error comes after the gate
-        gate = Gate(monkeypatch, "place", {call})
+    gate, both = Gate(monkeypatch, "place", {call}), Both()  # the error comes after it
     both.step()
     both.table.commit(wait=False)
     gate.wait()
@@ -487,24 +525,29 @@ def test_what_went_wrong_behind_is_raised_by_the_next_call_that_changes(monkeypa
     both.close()
 
 
-@pytest.mark.parametrize("name", ["embedrock-commit", "embedrock-commit-2"])
-@pytest.mark.parametrize("wait", [True, False], ids=["awaited", "quiet"])
-def test_no_more_threads(name: str, wait: bool, monkeypatch: pytest.MonkeyPatch):
-    both, start = Both(), threading.Thread.start
-    both.step()
+def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Have no thread of that name start; return the names of those that were refused, and will be."""
+    start, refused = threading.Thread.start, list[str]()
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == name:
+            refused.append(name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    patch.setattr(threading.Thread, "start", refuse)
+    return refused
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["awaited", "quiet"])
+def test_no_more_threads(wait: bool, monkeypatch: pytest.MonkeyPatch):
+    both = Both()
+    both.step()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        if wait or name == "embedrock-commit":
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                both.table.commit(wait=wait)
-                both.table._end_commit(both.tier)
-            both.check_ended(dirty=True)
+        refuse_threads(patch, "embedrock-commit")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            both.commit_to_the_end(wait)
+        both.check_ended(dirty=True)
     both.step(*range(0, ROWS, 2))
     both.commit(wait)
     both.step(*range(0, ROWS, 2))
@@ -513,19 +556,27 @@ def test_no_more_threads(name: str, wait: bool, monkeypatch: pytest.MonkeyPatch)
     both.close()
 
 
-def test_errors_behind_the_pieces(monkeypatch: pytest.MonkeyPatch):
+def test_one_thread_does_it_all_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch):
+    both = Both()
+    refused = refuse_threads(monkeypatch, "embedrock-commit-2")
+    for _ in range(3):
+        both.step()
+        both.commit()
+    assert len(refused) == 3
+    both.check_ended()
+    both.close()
+
+
+def test_an_error_behind_the_pieces(monkeypatch: pytest.MonkeyPatch):
+    Failing(monkeypatch, "publish", 1, OSError(errno.EIO, "the disk failed"))
     both = Both()
     both.step()
-    for name in ("publish", "collect"):
-        with monkeypatch.context() as patch:
-            Failing(patch, name, 1, OSError(errno.EIO, "the disk failed"))
-            with pytest.raises(CommitError, match="the disk failed"):
-                both.table.commit()
-        if name == "publish":
-            both.check_ended(dirty=True)
-            both.commit()
-            both.step()
+    with pytest.raises(CommitError, match="the disk failed"):
+        both.table.commit()
+    both.check_ended(dirty=True)
+    both.commit()
     both.check_ended()
+    both.close()
 
 
 # ---------------------------------------------------------------- commits before compactions
@@ -550,13 +601,13 @@ class Clock:
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Durability]:
     """A table whose compaction waits for a commit."""
+    monkeypatch.setattr(durabilities, "LEAST_COMPACTED_BYTES", 1 << 40)  # none begins by itself
     both = Both()
     for _ in range(3):
         both.step()
         both.commit()
     durability = both.table._durability
     assert isinstance(durability, Durability)
-    durability.stop_compaction()
     compacted = both.store.counts["bytes_compacted"]
     both.store.commit_is_awaited = True
     clock = Clock(monkeypatch, compaction, lambda: both.store.counts["bytes_compacted"] - compacted)
