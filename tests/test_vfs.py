@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedrock import kernels, vfs
+from embedrock import kernels, readers, vfs
 from embedrock.errors import ArgumentError, CorruptTableError
+from embedrock.readers import Linux, Readers, Threads
 from embedrock.testing import FaultFS
 from embedrock.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
 
@@ -43,12 +45,19 @@ def place(request, tmp_path):
     return system, "/t"
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """Fresh I/O threads, as many as the test asks for."""
+@pytest.fixture(params=["by Linux", "by threads"])
+def reads(request, monkeypatch):
+    """Have so many reads made at once from now on, in either way."""
 
     def start(count):
-        monkeypatch.setattr(vfs, "_readers", vfs._Readers(count))
+        made = Readers()
+        made._threads, made._linux = Threads(count), Linux(max(count, 1))
+        if request.param == "by threads":
+            made._linux.works = False
+        elif not made._linux.works or made._linux._new_context() is None:
+            pytest.skip("no asynchronous reads here")
+        monkeypatch.setattr(readers, "_readers", made)
+        return made
 
     return start
 
@@ -521,16 +530,17 @@ class TestWholeFiles:
 
 
 class TestReadMany:
-    """The kernels, with threads and without, against what the file holds."""
+    """The kernels, in every way that reads are made, against what the file holds."""
 
     @pytest.fixture
     def file(self, tmp_path):
         self.data = random_bytes(100 * BLOCK + 123)
         with open(f"{tmp_path}/a", "wb") as target:
             target.write(self.data.tobytes())
-        file = open_file(OS_SYSTEM, f"{tmp_path}/a", direct=True)
+        file, self.other = (open_file(OS_SYSTEM, f"{tmp_path}/a", direct=direct) for direct in (True, False))
         yield file
         file.close()
+        self.other.close()
 
     def read_and_check(self, file, seed):
         rng = np.random.default_rng(seed)
@@ -539,20 +549,21 @@ class TestReadMany:
         starts = np.append(0, np.cumsum(sizes)[:-1])[:count].astype(np.int64)
         out = aligned(int(sizes.sum()) + BLOCK)
         out[:] = 0xEE
-        OS_SYSTEM.read_many(np.full(count, file.fd), offsets, sizes, out, starts)
+        fds = rng.choice([file.fd, self.other.fd] if seed % 3 else [file.fd], count)  # past the page cache, and not
+        OS_SYSTEM.read_many(fds, offsets, sizes, out, starts)
         padded = np.append(self.data, np.zeros(200 * BLOCK, np.uint8))
         for offset, size, start in zip(offsets, sizes, starts, strict=True):
             np.testing.assert_array_equal(out[start : start + size], padded[offset : offset + size])
         assert (out[int(sizes.sum()) :] == 0xEE).all()
 
     @pytest.mark.parametrize("count", [0, 1, 4, 24])
-    def test_any_number_of_threads(self, file, threads, count):
-        threads(count)
+    def test_any_number_at_once(self, file, reads, count):
+        reads(count)
         for seed in range(20):
             self.read_and_check(file, seed)
 
-    def test_many_callers_at_once(self, file, threads):
-        threads(8)
+    def test_many_callers_at_once(self, file, reads):
+        reads(8)
         errors = []
 
         def work(seed):
@@ -569,8 +580,8 @@ class TestReadMany:
             caller.join()
         assert not errors
 
-    def test_errors_are_those_of_the_system(self, file, tmp_path, threads):
-        threads(4)
+    def test_errors_are_those_of_the_system(self, file, tmp_path, reads):
+        reads(4)
         folder = OS_SYSTEM.open(str(tmp_path), os.O_RDONLY)
         fds, zeros = np.array([file.fd, folder, file.fd]), np.zeros(3, np.int64)
         with pytest.raises(IsADirectoryError, match=str(tmp_path)):
@@ -578,6 +589,55 @@ class TestReadMany:
         OS_SYSTEM.close(folder)
         with pytest.raises(OSError, match="Bad file descriptor"):
             OS_SYSTEM.read_many(np.array([-1]), zeros[:1], np.array([BLOCK]), aligned(BLOCK), zeros[:1])
+
+    def test_a_descriptor_that_was_closed(self, file, reads):
+        # What Linux refuses is read by the caller, who is told why; what it took is not lost.
+        reads(4)
+        count, bad = 40, [7, 30]
+        fds, at, got = np.full(count, file.fd), np.arange(count) * BLOCK, np.full(count, -77)
+        fds[bad] = os.dup(file.fd)
+        os.close(fds[bad[0]])
+        out = aligned(count * BLOCK)
+        readers.read((fds, at, np.full(count, BLOCK), out, at, got), {file.fd, int(fds[bad[0]])})
+        assert np.flatnonzero(got < 0).tolist() == bad
+        good = np.delete(np.arange(count), bad)
+        blocks = out.reshape(count, BLOCK)
+        np.testing.assert_array_equal(blocks[good], self.data[: count * BLOCK].reshape(count, BLOCK)[good])
+
+    def test_a_file_system_that_waits_is_left_to_threads(self, file, monkeypatch):
+        made, at = Readers(), np.arange(20) * BLOCK
+        if not made._linux.works or made._linux._new_context() is None:
+            pytest.skip("no asynchronous reads here")
+        waits = [False] * (readers.DISAPPOINTMENTS - 1) + [True] + [False] * readers.DISAPPOINTMENTS
+        answers, real = iter(waits), kernels.cpu.aio.read_together
+        monkeypatch.setattr(kernels.cpu.aio, "read_together", lambda *args: real(*args) is None or next(answers))
+        for works in [True] * len(waits) + [False]:
+            assert made._linux.works == works
+            out, got = aligned(20 * BLOCK), np.full(20, -77)
+            made.read((np.full(20, file.fd), at, np.full(20, BLOCK), out, at, got), {file.fd})
+            assert (got == BLOCK).all()
+            np.testing.assert_array_equal(out, self.data[: 20 * BLOCK])
+
+    def test_where_linux_forbids_it(self, file, monkeypatch):
+        # As in containers: the system call is there, and refused.
+        made = Readers()
+        made._linux._calls = (10**6,) * 3
+        monkeypatch.setattr(readers, "_readers", made)
+        made._linux.works = True
+        for seed in range(5):
+            self.read_and_check(file, seed)
+        assert not made._linux.works
+
+    def test_signals_while_reads_are_under_way(self, file, reads):
+        reads(4)
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        try:
+            for seed in range(200):
+                self.read_and_check(file, seed)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def test_goes_on_where_direct_reads_are_refused(self, file):
         # As on a file system that takes O_DIRECT at open and refuses to read: here because memory is not aligned.
@@ -616,29 +676,31 @@ class TestReadMany:
 
 class TestThreads:
     def test_none_before_they_are_needed(self):
-        program = "import threading; from embedrock import vfs; assert threading.active_count() == 1"
+        program = "import threading; from embedrock import vfs, readers; assert threading.active_count() == 1"
         subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "many", "1.5", "257"])
     def test_a_wrong_number(self, monkeypatch, text):
         monkeypatch.setenv("EMBEDROCK_IO_THREADS", text)
         with pytest.raises(ArgumentError, match=rf"EMBEDROCK_IO_THREADS must be .* 1 to 256: got '{text}'"):
-            vfs._default_io_threads()
+            Readers()
 
     def test_the_number_is_what_the_environment_says(self, monkeypatch):
         monkeypatch.setenv("EMBEDROCK_IO_THREADS", "3")
-        assert vfs._default_io_threads() == 3
+        assert Readers()._linux._at_once == Readers()._wanted == 3
 
     def test_a_forked_child_reads_and_has_no_lock(self, tmp_path):
         program = f"""
 import os, mmap, numpy as np
-from embedrock.vfs import OS_SYSTEM, create
+from embedrock.vfs import OS_SYSTEM, create, open_file
 file = create(OS_SYSTEM, {str(tmp_path / "a")!r})
 file.append(bytes(range(256)) * 256)
+file.sync()
+direct = open_file(OS_SYSTEM, file.path, direct=True)
 lock = OS_SYSTEM.lock({str(tmp_path / "LOCK")!r}, "me")
 def read():
     out, at = np.frombuffer(mmap.mmap(-1, 65536), np.uint8), np.arange(16) * 4096
-    OS_SYSTEM.read_many(np.full(16, file.fd), at, np.full(16, 4096), out, at)
+    OS_SYSTEM.read_many(np.array([file.fd, direct.fd] * 8), at, np.full(16, 4096), out, at)
     assert out.tobytes() == bytes(range(256)) * 256
 read()
 ready, go = os.pipe(), os.pipe()

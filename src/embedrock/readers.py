@@ -123,8 +123,8 @@ class Readers:
 
 
 def _wanted() -> int | None:
-    text = os.environ.get("EMBEDROCK_IO_THREADS", "")
-    if not text:
+    text = os.environ.get("EMBEDROCK_IO_THREADS")
+    if text is None:
         return None
     if not text.isdigit() or not 1 <= int(text) <= 256:
         raise ArgumentError(
