@@ -10,7 +10,7 @@ from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
     compaction: {"CHUNK_BYTES": 1, "PIECE_BYTES": 300, "SCAN_ROWS": 64},
-    commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100},
+    commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
     durability: {"LEAST_COMPACTED_BYTES": 1 << 14},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},

@@ -658,3 +658,67 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
     assert thread is not None
     finished(thread.join)
     both.close()
+
+
+# ---------------------------------------------------------------- tables that nobody has any more
+
+
+def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: pytest.MonkeyPatch):
+    """The thread of the commit must not be the last that holds the table: it would close the files under itself."""
+    system, inside, closed = FaultFS(), threading.Event(), list[str]()
+    settle, abandon = Turn.settle, Durability.abandon
+
+    def slow(turn: Turn) -> None:
+        if threading.current_thread().name.startswith("embedrock-commit"):
+            inside.set()
+            time.sleep(0.05)
+        settle(turn)
+
+    def noted(self: Durability, *args: Any) -> None:
+        closed.append(threading.current_thread().name)
+        abandon(self, *args)
+
+    monkeypatch.setattr(Turn, "settle", slow)
+    monkeypatch.setattr(Durability, "abandon", noted)
+    table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
+    table.update([1, 2], np.ones((2, DIM), np.float32))
+    number = table.commit(wait=False)
+    assert inside.wait(PATIENCE)
+    del table
+    gc.collect()
+    assert closed == ["MainThread"]
+    with er.open("/table", system=system) as again:
+        assert again.last_commit == number
+
+
+def test_garbage_that_is_collected_in_a_thread_of_ours(monkeypatch: pytest.MonkeyPatch):
+    """What that thread is needed for ends first; only then are the files closed."""
+    gate, both = Gate(monkeypatch, "place", {1}), Both()
+    both.step()
+    number = both.table.commit(wait=False)
+    gate.wait()
+    durability = both.table._durability
+    assert durability is not None
+    collected = threading.Thread(target=durability.abandon, args=(both.table._changes, "it"), name="embedrock-0")
+    collected.start()
+    collected.join(PATIENCE)
+    assert not collected.is_alive()
+    gate.open()
+    until(lambda: not any(thread.name == "close-embedrock" for thread in threading.enumerate()))
+    with er.open(both.folder, system=both.system) as again:
+        assert again.last_commit == number
+
+
+def test_a_commit_that_has_ended_hurries_nobody():
+    both = Both()
+    both.step()
+    both.commit()
+    ended = both.table._durability._commit if both.table._durability else None
+    assert ended is not None
+    ended.hurry()
+    assert not both.store.commit_is_awaited
+    both.store.commit_is_awaited = True  # a later one is
+    ended.hurry()
+    assert both.store.commit_is_awaited
+    both.store.commit_is_awaited = False
+    both.close()

@@ -621,7 +621,7 @@ class TestReadMany:
     def test_where_linux_forbids_it(self, file, monkeypatch):
         # As in containers: the system call is there, and refused.
         made = Readers()
-        made._linux._calls = (10**6,) * 3
+        made._linux._calls = 10**6, 10**6, 10**6
         monkeypatch.setattr(readers, "_readers", made)
         made._linux.works = True
         for seed in range(5):
@@ -631,9 +631,9 @@ class TestReadMany:
     def test_signals_while_reads_are_under_way(self, file, reads):
         reads(4)
         before = signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 3e-4)
         try:
-            for seed in range(200):
+            for seed in range(40):
                 self.read_and_check(file, seed)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -718,6 +718,42 @@ os.write(go[1], b"x")
 assert os.waitpid(child, 0)[1] == 0
 """
         subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=300)
+
+    def test_a_forked_child_has_memory_of_its_own_to_write_from(self):
+        # Shared, it would have the bytes of whoever writes at the same time.
+        program = """
+import os
+from embedrock.vfs import OS_SYSTEM
+memory = OS_SYSTEM._bounce.memory
+memory[0] = 1
+child = os.fork()
+if child == 0:
+    OS_SYSTEM._bounce.memory[0] = 2
+    os._exit(0)
+os.waitpid(child, 0)
+assert memory[0] == 1
+"""
+        subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=300)
+
+    def test_a_file_that_grows_while_its_end_is_read(self, tmp_path, monkeypatch):
+        # A direct read that ends within a block must not go on from there.
+        file = create(OS_SYSTEM, f"{tmp_path}/a")
+        file.append(bytes(BLOCK + 100))
+        direct, real, out = open_file(OS_SYSTEM, file.path, direct=True), os.preadv, aligned(4 * BLOCK)
+
+        def growing(*args):
+            found = real(*args)
+            if file.size < 4 * BLOCK:
+                file.append(b"x" * (4 * BLOCK - file.size))
+            return found
+
+        monkeypatch.setattr(os, "preadv", growing)
+        assert OS_SYSTEM._read_again(direct.fd, out.data, 0) == 4 * BLOCK
+        assert out[BLOCK + 99] == 0
+        assert (out[BLOCK + 100 :] == ord("x")).all()
+        assert (direct.fd in OS_SYSTEM._direct) == bool(vfs.O_DIRECT)
+        direct.close()
+        file.close()
 
 
 class TestLock:

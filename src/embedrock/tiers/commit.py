@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 1 << 20  # where nobody waits for the end ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
-THAWED_SLOTS = 1 << 16  # at a time
+PART_SLOTS = 1 << 20  # whose rows are put in order at a time
 
 
 class _Piece:
@@ -65,6 +66,10 @@ def _rough_order(ids: np.ndarray) -> np.ndarray:
     return np.argsort((above >> np.uint64(max(0, (last - first).bit_length() - 16))).astype(np.uint16), kind="stable")
 
 
+def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
+    return (slots[start : start + rows] for start in range(0, len(slots), rows))
+
+
 class Commit:
     """One commit under way: the rows that are dirty when it begins, as they are then.
 
@@ -93,10 +98,18 @@ class Commit:
         self._thread: threading.Thread | None = None
         self.is_done = False
         self.error: BaseException | None = None
-        flags = tier.cache.flags
-        self._slots = tier.cache.flagged(DIRTY)
-        flags[self._slots] = FROZEN  # those of clean rows stay 0
-        self.rows = len(self._slots)
+        self.rows = sum(self._freeze_rows(part) for _, part in self._parts())
+
+    def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
+        flags = self._tier.cache.flags
+        for start in range(0, len(flags), PART_SLOTS):
+            yield start, flags[start : start + PART_SLOTS]
+
+    def _freeze_rows(self, flags: np.ndarray) -> int:
+        is_dirty = (flags & DIRTY) != 0
+        flags[is_dirty] = FROZEN  # those of clean rows stay 0
+        return int(np.count_nonzero(is_dirty))
 
     def save(self, slots: np.ndarray) -> None:
         """Write those of `slots` that are frozen, which are about to change. The caller has the table for itself."""
@@ -132,7 +145,7 @@ class Commit:
     def _end(self) -> None:
         with self._ending:
             self._tier.store.commit_is_awaited, self._is_over = False, True
-        del self._slots, self._freeze  # who has the commit still need not have its rows and files
+        del self._freeze  # who has the commit still need not have its files
 
     def join(self) -> None:
         """Return once it has ended, without a claim to the table."""
@@ -163,35 +176,44 @@ class Commit:
             self._after(self._tier)  # what goes wrong there is no failure of the commit
 
     def _write_all(self) -> None:
-        slots = self._slots[_rough_order(self._tier.cache.ids[self._slots])]  # frozen rows stay where they are
-        slots, rows = slots[self._write_quietly(slots) :], piece_rows(self._tier.spec.record_bytes, PIECE_BYTES)
-        pieces = [slots[start : start + rows] for start in range(0, len(slots), rows)]
-        if len(pieces) > 1:
+        parts, rows = self._frozen_slots(), piece_rows(self._tier.spec.record_bytes, PIECE_BYTES)
+        left = self._write_quietly(parts)
+        pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
+        if self.rows > rows:
             self._write_together(pieces)
         else:
-            for piece in pieces:
-                self._write(self._sealed(piece))
+            self._write_one_by_one(pieces)
 
-    def _write_quietly(self, slots: np.ndarray) -> int:
-        """Write pieces, with pauses between them, until somebody waits for the end; return how many rows."""
-        rows, done, rest = piece_rows(self._tier.spec.record_bytes, QUIET_BYTES), 0, 0.0
-        while done < len(slots) and not self._awaited.wait(rest):
-            started = time.thread_time()
-            self._write(self._sealed(slots[done : done + rows]))
-            rest = (time.thread_time() - started) * (1 / QUIET_SHARE - 1)
-            done += rows
-        return done
+    def _frozen_slots(self) -> Iterator[np.ndarray]:
+        """Yield the slots of frozen rows, some at a time, in about the order of their ids. They stay where they are."""
+        for start, flags in self._parts():
+            slots = start + np.flatnonzero(flags & FROZEN)
+            yield slots[_rough_order(self._tier.cache.ids[slots])]
 
-    def _write_together(self, pieces: Sequence[np.ndarray]) -> None:
+    def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
+        """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
+        rows, rest = piece_rows(self._tier.spec.record_bytes, QUIET_BYTES), 0.0
+        for part in parts:
+            for done in range(0, len(part), rows):
+                if self._awaited.wait(rest):
+                    return part[done:]
+                started = time.thread_time()
+                self._write(self._sealed(part[done : done + rows]))
+                rest = (time.thread_time() - started) * (1 / QUIET_SHARE - 1)
+        return np.empty(0, np.int64)
+
+    def _write_one_by_one(self, pieces: Iterable[np.ndarray]) -> None:
+        for slots in pieces:
+            self._write(self._sealed(slots))
+
+    def _write_together(self, pieces: Iterable[np.ndarray]) -> None:
         """Write pieces while another thread seals the next ones, so that the disk never waits."""
         line = _Line()
         sealing = kernels.cpu.runtime.Call(self._seal_all, (pieces, line))
         try:
             threading.Thread(target=sealing.run_once, name="embedrock-commit-2", daemon=True).start()
         except RuntimeError:  # the system allows no more threads, or Python is about to end
-            for slots in pieces:
-                self._write(self._sealed(slots))
-            return
+            return self._write_one_by_one(pieces)
         try:
             while (piece := line.sealed.get()) is not None:
                 self._append(piece)
@@ -213,7 +235,7 @@ class Commit:
                 while not pieces.empty():
                     self._give_up(pieces.get())
 
-    def _seal_all(self, pieces: Sequence[np.ndarray], line: _Line) -> None:
+    def _seal_all(self, pieces: Iterable[np.ndarray], line: _Line) -> None:
         try:
             for slots in pieces:
                 line.room.acquire()
@@ -273,10 +295,8 @@ class Commit:
     def _thaw(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
         with self._tier.turn.lock:
-            flags = self._tier.cache.flags
-            for start in range(0, len(flags), THAWED_SLOTS):  # RAM may be what is missing
-                part = flags[start : start + THAWED_SLOTS]
-                part[(part & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
+            for _, flags in self._parts():
+                flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
