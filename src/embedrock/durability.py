@@ -31,6 +31,7 @@ from embedrock.vfs import NO_SPACE, OS_SYSTEM, System
 
 MODES = ("w", "r")
 COMPACTED_BYTES_PER_SECOND = 100e6  # in the background, so that it leaves most of a disk to training
+FULLNESS = 5 / 6  # of the overlay, from which on compaction makes room. It rewrites all, so it should fold many rows.
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 
@@ -216,7 +217,7 @@ class Durability:
     def _after_commit(self, tier: Disk) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
         base, delta = (sum(run.file.size for run in runs) for runs in (self.store.base_runs, self.store.delta))
-        crowded = self.store.overlay.nbytes > max(tier.room.overlay_bytes // 6, LEAST_OVERLAY_BYTES)
+        crowded = self.store.overlay.nbytes > LEAST_OVERLAY_BYTES and self.store.fullness > FULLNESS
         if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
             self.compact_in_background(tier.spec.rows)
         self._check_index(tier)

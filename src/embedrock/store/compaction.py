@@ -81,15 +81,16 @@ def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[
         _compact(store, _source(store, _first_unpublished(store)), rows, rate, stops)
 
 
-def relieve(store: Store, rows: int | None) -> None:
-    """Fold all logs, those of the commit in the making too, so that the overlay is empty, and return when it is.
+def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
+    """Have room in the overlay: let a compaction that is under way end, or fold all logs.
 
-    No rows may be written and no commit be under way meanwhile.
+    Those of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
     """
     store.hurry = True  # to a compaction that is under way
     try:
         with store.compacting:
-            _compact(store, _source(store, store.next_run()), rows, None, lambda: False)
+            if is_crowded():
+                _compact(store, _source(store, store.next_run()), rows, None, lambda: False)
     finally:
         store.hurry = False
 
@@ -143,7 +144,8 @@ class _Writer:
         self, store: Store, source: Source, folder: str, rate: float | None, stops: Callable[[], bool]
     ) -> None:
         self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
-        self._started, self._written = time.monotonic(), 0
+        self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
+        self._total = (source.base.count + len(source.fresh)) * (store.manifest.record_bytes + CRC_BYTES)
 
     def chunks(self, rows: int | None) -> Iterator[tuple[Run, Chunk]]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
@@ -209,12 +211,17 @@ class _Writer:
         self._pause()
 
     def _pause(self) -> None:
-        if self._rate is not None and not self._store.hurry:
+        if self._rate is not None and not self._store.hurry and not self._is_late():
             early = self._written / self._rate - (time.monotonic() - self._started)
             if early > 0:
                 time.sleep(early)
         while self._store.commit_is_awaited and not self._store.hurry and not self._stops():
             time.sleep(PAUSE_SECONDS)
+
+    def _is_late(self) -> bool:
+        """Tell whether training fills the overlay faster than this will empty it: it would have to wait in the end."""
+        filled = self._store.fullness - self._fullness
+        return filled * self._total > self._written * (1 - self._fullness)
 
 
 def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:

@@ -18,7 +18,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import read_history
 from embedrock.store.manifest import Entry, Manifest
-from embedrock.store.overlay import Overlay
+from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run
 from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
@@ -76,6 +76,7 @@ class Store:
         history: arrays of the rule's, as of the commit that it was opened at; nothing, or one item.
         compacting: held by the one compaction under way.
         hurry: it is not to mind its limit of rate, nor commits.
+        overlay_bytes: how large the overlay may become.
         commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
             publishes both.
@@ -87,6 +88,7 @@ class Store:
         self.system, self.folder, self._held = system, folder, lock
         self.lock = threading.RLock()
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
+        self.overlay_bytes = 1 << 62
         self.broken: str | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
@@ -286,6 +288,11 @@ class Store:
         """Bytes of the files that the table is read from."""
         with self.lock:
             return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
+
+    @property
+    def fullness(self) -> float:
+        """The share of the room for it that the overlay takes up, 1 at the latest when it has to be made."""
+        return self.overlay.count * BYTES_A_ROW / self.overlay_bytes
 
     # ---------------------------------------------------------------- commits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -130,6 +131,7 @@ class Disk(Tier):
     ) -> None:
         super().__init__(spec, reserve(room.slots * spec.record_bytes, subject))
         self.store, self.room, self.turn, self._subject = store, room, turn, subject
+        store.overlay_bytes = max(room.overlay_bytes, LEAST_OVERLAY_BYTES)
         self.cache = Whole(room.slots) if room.whole else Cache(room.slots, policy)
         self.commit: Commit | None = None
         self.brings = 0  # calls of bring_ahead under way
@@ -294,7 +296,7 @@ class Disk(Tier):
             crowded = self._crowds(needed)
             victims = self.cache.victims(needed)
             if crowded and (self.commit is None or self.commit.is_done):
-                relieve(self.store, self.spec.rows)
+                relieve(self.store, self.spec.rows, functools.partial(self._crowds, needed))
             elif len(victims) == needed and not crowded:
                 self._evict(victims)
             elif self.commit is None or self.commit.is_done:
@@ -324,8 +326,8 @@ class Disk(Tier):
 
     def _crowds(self, more: int) -> bool:
         """Tell whether the index of rows in logs would take more than its part of the budget."""
-        overlay, most = self.store.overlay, max(self.room.overlay_bytes, LEAST_OVERLAY_BYTES)
-        return overlay.count > 0 and overlay.bytes_with(more) > most
+        overlay = self.store.overlay
+        return overlay.count > 0 and overlay.bytes_with(more) > self.store.overlay_bytes
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
