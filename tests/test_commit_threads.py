@@ -722,3 +722,32 @@ def test_a_commit_that_has_ended_hurries_nobody():
     assert both.store.commit_is_awaited
     both.store.commit_is_awaited = False
     both.close()
+
+
+# ---------------------------------------------------------------- compaction makes room in time
+
+
+def test_a_compaction_keeps_pace_with_what_fills_the_index(monkeypatch: pytest.MonkeyPatch):
+    both = Both()
+    both.step()
+    both.commit()
+    assert both.store.overlay.count == ROWS
+    shares = itertools.chain([0.5], itertools.repeat(1.0))
+    monkeypatch.setattr(Store, "fullness", property(lambda _: next(shares)))
+    finished(lambda: compaction.compact(both.store, ROWS, 1e-3, lambda: False))  # at that rate it would take weeks
+    monkeypatch.undo()
+    assert both.store.overlay.count == 0
+    both.close()
+
+
+def test_room_is_made_once():
+    """Where a compaction that was under way has made enough of it, nothing is folded anew."""
+    both = Both()
+    both.step()
+    both.commit()
+    compaction.relieve(both.store, ROWS, lambda: False)
+    assert both.store.overlay.count == ROWS
+    compaction.relieve(both.store, ROWS, lambda: True)
+    assert both.store.overlay.count == 0
+    assert not both.store.hurry
+    both.close()

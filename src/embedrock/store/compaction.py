@@ -221,7 +221,7 @@ class _Writer:
     def _is_late(self) -> bool:
         """Tell whether training fills the overlay faster than this will empty it: it would have to wait in the end."""
         filled = self._store.fullness - self._fullness
-        return filled * self._total > self._written * (1 - self._fullness)
+        return filled * self._total >= self._written * (1 - self._fullness)
 
 
 def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:
