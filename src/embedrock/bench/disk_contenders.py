@@ -400,12 +400,6 @@ class DiskContender:
     extras: tuple[str, ...] = ()
 
 
-def _in_ram(*extras: str) -> DiskContender:
-    return DiskContender(
-        "ours-in-ram", "er.Table without path=, no limit", OursInRam, None, limited=False, extras=extras
-    )
-
-
 def _ours(name: str, label: str, depth: int, *extras: str) -> DiskContender:
     return DiskContender(name, label, Ours, write_table, (depth,), probed=True, extras=extras)
 

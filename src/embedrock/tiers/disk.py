@@ -29,8 +29,8 @@ from embedrock.tiers.turn import Turn
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
 BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
 INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
-# The overlay grows while a compaction runs that begins at a sixth of this. At 25 steps a second of the bench's workload
-# (20 M x 64, 1 GiB) it comes to 180 MB; less room would mean waiting, or compacting more often.
+# A compaction rewrites nearly all of a large table, so there should be room for many rows before one is made: it is
+# room for 8 million with a budget of 1 GiB.
 OVERLAY_SIXTEENTHS = 3  # of the budget, at most, are kept for the overlay ...
 OVERLAY_ROW_BYTES = 24  # ... and no more than all rows need ...
 LEAST_OVERLAY_BYTES = 1 << 20  # ... but it may always take so much
