@@ -11,13 +11,16 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo demo-keras test lint format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your RAM would like
 	@$(BIN)/embedrock demo $(ARGS)
+
+demo-keras: $(VENV)/.installed-demo-keras ## the same, with Keras and TensorFlow
+	@$(BIN)/embedrock demo --keras $(ARGS)
 
 test: lint ## lint, then all tests but those marked slow or gpu
 	@$(BIN)/python -m pytest $(ARGS)
@@ -41,7 +44,8 @@ clean: ## remove .venv and everything generated
 
 # One stamp per set of extras; pip runs again only after the packaging files changed.
 $(VENV)/.installed-demo: EXTRAS := torch,cli
-$(VENV)/.installed-test: EXTRAS := torch,cli,dev
+$(VENV)/.installed-demo-keras: EXTRAS := keras,cli
+$(VENV)/.installed-test: EXTRAS := torch,keras,cli,dev
 $(VENV)/.installed-bench: EXTRAS := torch,cli,bench
 $(VENV)/.installed-%: $(PACKAGING) | $(VENV)/.created
 	@echo "Installing embedrock[$(EXTRAS)] into $(VENV) (the first time takes minutes) ..."

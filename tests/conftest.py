@@ -18,6 +18,12 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# For this process and those that tests start; the frameworks read them when they are imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["KERAS_BACKEND"] = "tensorflow"
+# torch's threads wait by spinning: where two busy processors were shared with TensorFlow's, a step of 2 ms took 30.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def purge_stale_kernels(kernels: Path) -> list[Path]:
     """Delete numba's cached machine code in `kernels` if any kernel file is newer; return what was deleted.

@@ -39,6 +39,11 @@ def test_torch_front_end_loads_no_other_framework():
     assert not loaded_by("import embedrock.torch") & {"tensorflow", "keras"}
 
 
+def test_keras_front_end_loads_no_other_framework():
+    pytest.importorskip("tensorflow")
+    assert not loaded_by("import embedrock.keras") & {"torch"}
+
+
 @pytest.mark.parametrize("name", embedrock.__all__)
 def test_every_public_name_resolves(name):
     assert getattr(embedrock, name) is not None

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.arguments import TableOptions, open_table, refuse
+from embedrock.fronts.pooling import Bags, index_of, pool
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import TableArguments, open_table, pretrained_table, refuse
+from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer, outside_of_graphs
 from embedrock.torch.lookup import deliver, host_ids
-from embedrock.torch.pooled_lookup import Bags, PooledLookup, pool
+from embedrock.torch.pooled_lookup import PooledLookup, host_weights
 
 MODES = ("sum", "mean", "max")
 
@@ -69,13 +71,15 @@ class EmbeddingBag(RowLayer):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        refuse("EmbeddingBag", unknown)
+        refuse("ert.EmbeddingBag", unknown, REFUSED)
         if mode not in MODES:
             raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        arguments = TableArguments(path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite)
-        table = open_table("EmbeddingBag", num_embeddings, embedding_dim, padding_idx, arguments)
+        stored = dtype_name("ert.EmbeddingBag", dtype)
+        options = TableOptions(path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite)
+        rows, dim = num_embeddings, embedding_dim
+        table = open_table("ert.EmbeddingBag", rows, dim, padding_idx, options, dim_name="embedding_dim")
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -95,7 +99,7 @@ class EmbeddingBag(RowLayer):
         **options: Any,
     ) -> EmbeddingBag:
         """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
-        table = pretrained_table("EmbeddingBag", embeddings, dtype, options)
+        table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
         layer.requires_grad_(not freeze)
@@ -128,10 +132,10 @@ class EmbeddingBag(RowLayer):
         weights = self._flat_weights(input, per_sample_weights, len(ids))
         plan = self.table.plan(ids)
         self._renormalize(plan)
-        bags = Bags(plan, bounds, self._index_of_padding(plan.ids), self.mode)
+        bags = Bags(plan, bounds, index_of(plan, self.padding_idx), self.mode)
         if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
             return PooledLookup.apply(handle, weights, bags, self._options())
-        return deliver(pool(self.table.read_rows(plan), weights, bags)[0], handle.device, self.dtype)
+        return deliver(pool(self.table.read_rows(plan), host_weights(weights), bags)[0], handle.device, self.dtype)
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
@@ -164,12 +168,6 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.reshape(-1)[:count]
-
-    def _index_of_padding(self, unique: np.ndarray) -> int:
-        if self.padding_idx is None:
-            return -1
-        found = np.flatnonzero(unique == self.padding_idx)
-        return int(found[0]) if len(found) else -1
 
 
 def _check_bounds(bounds: np.ndarray, count: int) -> None:

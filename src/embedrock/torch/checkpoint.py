@@ -23,16 +23,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
+from embedrock.fronts.arguments import zero_rows
+from embedrock.fronts.references import check_state, go_to, tell_resumed
 from embedrock.table import Table
-from embedrock.torch.layer import RowLayer
+from embedrock.torch.layer import REMEDIES, RowLayer
 from embedrock.torch.moved import Relocate, open_moved, references
 from embedrock.torch.parameters import handles
-from embedrock.torch.references import check_state, go_to, tell_resumed
 from embedrock.vfs import OS_SYSTEM
 
 FORMAT = 1
@@ -223,7 +223,7 @@ def load(
     if relocate is not None:
         open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
-        check_state(layer.table, state, label)
+        check_state(layer.table, state, label, REMEDIES)
     model.load_state_dict(content["model"])
     for name, part in parts.items():
         part.load_state_dict(states[name])
@@ -249,10 +249,7 @@ def _go_back(model: nn.Module, table: Table, commit: dict[str, Any]) -> None:
     zeros = [row for row in sorted(padding) if not table.lookup([row]).any()]
     go_to(table, commit)
     if zeros and not table.stats()["rows_touched"]:
-        rule = table.rule
-        table.set_rule(None)  # rows of dense Adam cannot be assigned
-        table.assign(zeros, np.zeros((len(zeros), table.dim), np.float32))
-        table.set_rule(rule)
+        zero_rows(table, zeros)
 
 
 def _read(file: Path, **how: Any) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import TableArguments, open_table, pretrained_table, refuse
+from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.layer import RowLayer, outside_of_graphs
 from embedrock.torch.lookup import Lookup, deliver, host_ids
 
@@ -80,9 +81,11 @@ class Embedding(RowLayer):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        refuse("Embedding", unknown)
-        arguments = TableArguments(path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite)
-        table = open_table("Embedding", num_embeddings, embedding_dim, padding_idx, arguments)
+        refuse("ert.Embedding", unknown, REFUSED)
+        stored = dtype_name("ert.Embedding", dtype)
+        options = TableOptions(path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite)
+        rows, dim = num_embeddings, embedding_dim
+        table = open_table("ert.Embedding", rows, dim, padding_idx, options, dim_name="embedding_dim")
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
     @classmethod
@@ -115,7 +118,7 @@ class Embedding(RowLayer):
             >>> layer(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
-        table = pretrained_table("Embedding", embeddings, dtype, options)
+        table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         layer.requires_grad_(not freeze)
         return layer

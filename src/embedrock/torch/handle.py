@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.arguments import lags_behind
 from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import lags_behind
 from embedrock.torch.pending import Pending, number_of
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil
 

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
+from embedrock.fronts.arguments import lags_behind, resolve_padding
+from embedrock.fronts.references import Remedies, check_state, go_to, is_reference, reference_to
 from embedrock.plan import Plan
 from embedrock.table import Table
-from embedrock.torch.arguments import DTYPES, check_norm, lags_behind, resolve_padding
+from embedrock.torch.arguments import DTYPES, check_norm
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
-from embedrock.torch.references import check_state, go_to, is_reference, reference_to
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
-
+REMEDIES = Remedies(
+    moved="Make the layer with path=, the place where that table is now, or pass relocate={old path: new path} to "
+    "ert.load.",
+    dropped="Save by ert.save, which keeps its commits, or make the layer with a larger keep=.",
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -201,7 +206,7 @@ class RowLayer(nn.Module):
 
         A table on disk goes to the commit that a reference names; changes since that commit are lost.
         """
-        check_state(self._table, state, handle_of(self._table).label)  # not self.handle, which may be aside
+        check_state(self._table, state, handle_of(self._table).label, REMEDIES)  # not self.handle, which may be aside
         if "weight" in state:
             self._import_weight(state["weight"])
         elif is_reference(state):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
-from embedrock.errors import ArgumentError
+from embedrock.fronts.batch_ids import Kinds, ids_by_table
 from embedrock.prefetch import prefetch as prefetch_rows
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
@@ -41,46 +40,5 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
         >>> [tuple(emb(batch["user"]).shape) for batch in ert.prefetch(loader, {emb: lambda batch: batch["user"]})]
         [(3, 4), (3, 4)]
     """
-    return prefetch_rows(loader, _by_table(ids_of), depth)
-
-
-def _by_table(ids_of: Mapping[Any, Any]) -> Mapping[Table, Callable[[Any], np.ndarray]]:
-    example = 'Pass, for example, {model.user: lambda batch: batch["user"]}.'
-    if not isinstance(ids_of, Mapping):
-        raise ArgumentError(
-            f"`ids_of` of ert.prefetch must be a dict from layers to functions: got {ids_of!r}. {example}"
-        )
-    functions: dict[Table, list[tuple[str, Callable[[Any], Any]]]] = {}
-    for layer, function in ids_of.items():
-        if not isinstance(layer, RowLayer | Table):
-            raise ArgumentError(
-                f"`ids_of` of ert.prefetch must have layers of Embedrock's as its keys: got {layer!r}. {example}"
-            )
-        if not callable(function):
-            raise ArgumentError(
-                f"`ids_of` of ert.prefetch must have functions of a batch as its values: got {function!r}. {example}"
-            )
-        table, label = (layer, repr(layer)) if isinstance(layer, Table) else (layer.table, layer.handle.label)
-        functions.setdefault(table, []).append((label, function))
-    return {table: _joined(pairs) for table, pairs in functions.items()}
-
-
-def _joined(functions: list[tuple[str, Callable[[Any], Any]]]) -> Callable[[Any], np.ndarray]:
-    """Return the function of a batch that gives the ids of all the layers of one table."""
-
-    def ids_of(batch: Any) -> np.ndarray:
-        return np.concatenate([part for label, function in functions for part in _parts(function(batch), label)])
-
-    return ids_of
-
-
-def _parts(ids: Any, label: str) -> list[np.ndarray]:
-    several = isinstance(ids, tuple | list) and any(isinstance(part, Tensor | np.ndarray) for part in ids)
-    return [_flat(part, label) for part in (ids if several else [ids])]
-
-
-def _flat(ids: Any, label: str) -> np.ndarray:
-    if isinstance(ids, Tensor):
-        return host_ids(ids, label).reshape(-1)
-    array = np.asarray(ids).reshape(-1)
-    return array if array.size else array.astype(np.int64)
+    kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, host_ids)
+    return prefetch_rows(loader, ids_by_table("ert.prefetch", ids_of, kinds), depth)

@@ -12,9 +12,9 @@ from torch import nn
 import embedrock
 from embedrock.durability import UncommittedWarning
 from embedrock.errors import ArgumentError
+from embedrock.fronts.references import is_reference, keep_rule
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
-from embedrock.torch.references import is_reference, keep_rule
 
 Relocate = Mapping[str, str] | Callable[[str], str]
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.arguments import is_number
 from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.arguments import is_number
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer
 from embedrock.torch.parameters import dense_parameters, handles

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.table import Table
 
 KEYS = ("path", "uuid", "commit", "step")
+
+
+class Remedies(NamedTuple):
+    """What to do about a reference that does not fit, in a front end's words: sentences for error messages.
+
+    Attributes:
+        moved: where it is to another table than the layer's.
+        dropped: where its commit is no longer kept.
+    """
+
+    moved: str
+    dropped: str
 
 
 def tell_resumed(what: object, step: int | None, more: str = "") -> None:
@@ -31,10 +43,10 @@ def is_reference(state: Mapping[str, Any]) -> bool:
     return "uuid" in state
 
 
-def check_state(table: Table, state: Mapping[str, Any], label: str) -> None:
+def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: Remedies) -> None:
     """Raise an error unless a table can take the state of a layer, as far as tables on disk are concerned."""
     if is_reference(state):
-        _check_reference(table, state, label)
+        _check_reference(table, state, label, remedies)
     elif table.is_on_disk and "weight" not in state:
         raise UnsupportedError(
             f"the state of {label} must be a reference to its table on disk, at {str(table.path)!r}: got rows of a "
@@ -43,7 +55,7 @@ def check_state(table: Table, state: Mapping[str, Any], label: str) -> None:
         )
 
 
-def _check_reference(table: Table, state: Mapping[str, Any], label: str) -> None:
+def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedies: Remedies) -> None:
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ArgumentError(f"a reference for {label} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
@@ -56,15 +68,13 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str) -> None
     if table.uuid != state["uuid"]:
         raise ArgumentError(
             f"the state of {label} must be that of its own table, at {str(table.path)!r}, uuid {table.uuid}: got a "
-            f"reference to {meant}. Make the layer with path=, the place where that table is now, or pass "
-            "relocate={old path: new path} to ert.load."
+            f"reference to {meant}. {remedies.moved}"
         )
     there = [commit["commit"] for commit in table.commits()]
     if state["commit"] not in there:
         raise ArgumentError(
             f"the state of {label} refers to {meant}, which is no longer kept: the table has commits "
-            f"{', '.join(map(str, there))}. Save by ert.save, which keeps its commits, or make the layer with a "
-            "larger keep=."
+            f"{', '.join(map(str, there))}. {remedies.dropped}"
         )
 
 

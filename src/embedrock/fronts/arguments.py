@@ -1,0 +1,125 @@
+"""The layers' arguments: what they mean for a table, and which ones are refused."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
+from embedrock.fronts.references import tell_resumed
+from embedrock.initializers import Initializer
+from embedrock.rules import Rule
+from embedrock.table import Table
+
+
+class TableOptions(NamedTuple):
+    """Those arguments of a layer that make its table, besides the number and width of rows; with their defaults."""
+
+    path: str | os.PathLike[str] | None = None
+    memory: int | str | None = None
+    policy: str = "lfu"
+    keep: int = 2
+    init: Initializer | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    name: str | None = None
+    rule: Rule | None = None
+    directory: str = "auto"
+    on_nonfinite: str = "raise"
+
+
+def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str]) -> None:
+    """Raise an error for the first of `arguments`, names that the layer does not take.
+
+    Args:
+        layer: its name, such as "ert.Embedding", for error messages.
+        arguments: names that were given.
+        refused: of names that users of the framework know, what to do instead.
+    """
+    for name in arguments:
+        if name in refused:
+            raise UnsupportedError(f"`{name}` of {layer}: {refused[name]}.")
+        raise UnknownArgumentError(f"{layer} has no argument `{name}`: see help({layer}) for those it has.")
+
+
+def open_table(
+    layer: str,
+    rows: int | Table | None,
+    dim: int | None,
+    padding_idx: int | None,
+    options: TableOptions,
+    *,
+    dim_name: str,
+) -> Table:
+    """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
+
+    Args:
+        layer: its name, such as "ert.Embedding", for error messages.
+        rows: number of rows, None for open ids, or a ready-made table.
+        dim: weights in a row; None with a ready-made table.
+        padding_idx: id whose row starts as zeros in a table that is made here; None for no such row.
+        options: all others.
+        dim_name: what the layer calls `dim`.
+    """
+    if isinstance(rows, Table):
+        _refuse_options(layer, [dim_name] * (dim is not None), options)
+        return rows
+    if dim is None:
+        raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
+    table = make_table(rows, dim, options._asdict())
+    padding = resolve_padding(padding_idx, table.rows)
+    if padding is not None and not table.stats()["rows_touched"]:
+        zero_rows(table, [padding])
+    return table
+
+
+def _refuse_options(layer: str, given: list[str], options: TableOptions) -> None:
+    changed = [name for name, value in options._asdict().items() if value != options._field_defaults[name]]
+    for name in given + changed:
+        raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
+
+
+def make_table(rows: int | None, dim: int, options: Mapping[str, Any]) -> Table:
+    """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on."""
+    table = Table(rows, dim, **options)
+    if table.is_on_disk and table.stats()["rows_touched"]:
+        tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
+    return table
+
+
+def zero_rows(table: Table, ids: Sequence[int]) -> None:
+    """Make rows zeros, in a table with no rows touched."""
+    rule = table.rule
+    if lags_behind(rule):  # where rows cannot be assigned
+        table.set_rule(None)
+    table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
+    table.set_rule(rule)
+
+
+def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
+    """Return the id that `padding_idx` means: as in PyTorch, negative ones count from the end."""
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not hasattr(padding_idx, "__index__"):
+        raise ArgumentError(f"`padding_idx` must be an int or None: got {padding_idx!r}.")
+    padding_idx = operator.index(padding_idx)
+    if rows is None:
+        return padding_idx
+    if not -rows <= padding_idx < rows:
+        raise ArgumentError(f"`padding_idx` must lie in [{-rows}, {rows}): got {padding_idx}.")
+    return padding_idx % rows
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a real number: no bool, no NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(value == value)
+
+
+def lags_behind(rule: Rule | None) -> bool:
+    """Tell whether rows lag behind under a rule, so that they cannot be assigned: dense Adam."""
+    return rule is not None and rule.history() is not None

@@ -1,0 +1,127 @@
+"""Checkpoints in a folder: of each a file and, of each table on disk, a commit that bears its name.
+
+The order of things makes them one:
+
+1. A draft of the file appears: a checkpoint is in the making, and commits of that name may be.
+2. Every table on disk commits under the name ``<folder>-<step>-<token>``, which retention leaves alone.
+3. The file is written, with dense weights and references to those commits, and synced.
+4. It is renamed. From now on the checkpoint exists.
+
+After a crash the newest file and the commits that it refers to are whole and belong together, and every draft tells
+which commits belong to nothing. An old checkpoint is dropped by the same steps backwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from embedrock.table import Table
+from embedrock.vfs import OS_SYSTEM
+
+FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
+
+
+class Endings(NamedTuple):
+    """How the files of a front end's checkpoints end.
+
+    Attributes:
+        file: of a checkpoint, such as ".weights.h5".
+        draft: of one that does not exist yet, or no longer.
+    """
+
+    file: str
+    draft: str
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, by its place.
+
+    Attributes:
+        folder: of the checkpoints.
+        step: of the training.
+        token: tells it from all other checkpoints, whatever their folder is called.
+        endings: of its files.
+    """
+
+    folder: Path
+    step: int
+    token: str
+    endings: Endings
+
+    @classmethod
+    def new(cls, folder: Path, step: int, endings: Endings) -> Checkpoint:
+        """Return one that is still to be made."""
+        return cls(folder, step, secrets.token_hex(4), endings)
+
+    @property
+    def file(self) -> Path:
+        """Everything but the rows on disk."""
+        return self.folder / f"step-{self.step}-{self.token}{self.endings.file}"
+
+    @property
+    def draft(self) -> Path:
+        """That file, before the checkpoint exists and after it is dropped."""
+        return self.folder / f"step-{self.step}-{self.token}{self.endings.draft}"
+
+    @property
+    def commit_name(self) -> str:
+        """The name of its commits."""
+        folder = "".join(letter if letter.isprintable() else "?" for letter in self.folder.resolve().name)
+        return f"{folder[:64]}-{self.step}-{self.token}"
+
+    def owns(self, commit: dict[str, Any]) -> bool:
+        """Tell whether a commit is of this checkpoint, whatever its folder was called then."""
+        return str(commit["name"]).endswith(f"-{self.step}-{self.token}")
+
+    def begin(self) -> None:
+        """Leave the sign that commits of its name may be."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.draft.touch()
+        OS_SYSTEM.fsync_folder(str(self.folder))
+
+    def publish(self) -> None:
+        """Make it exist: its draft is written, and its commits are durable."""
+        with self.draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        self.draft.rename(self.file)
+        OS_SYSTEM.fsync_folder(str(self.folder))
+
+
+def checkpoints(folder: Path, endings: Endings) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, the last one last."""
+    return _listed(folder, endings, endings.file)
+
+
+def drafts(folder: Path, endings: Endings) -> list[Checkpoint]:
+    """Return those that do not exist yet, or no longer."""
+    return _listed(folder, endings, endings.draft)
+
+
+def _listed(folder: Path, endings: Endings, ending: str) -> list[Checkpoint]:
+    matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
+    found = [match for match in matches if match and match[3] == ending]
+    return sorted(Checkpoint(folder, int(match[1]), match[2], endings) for match in found)
+
+
+def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
+    """Drop checkpoints of one folder, and let go of their commits."""
+    for each in old:
+        each.file.rename(each.draft)
+    if old:
+        OS_SYSTEM.fsync_folder(str(old[0].folder))
+        collect(old[0].folder, old[0].endings, tables)
+
+
+def collect(folder: Path, endings: Endings, tables: Iterable[Table]) -> None:
+    """Let go of the commits of checkpoints that do not exist: never finished, or dropped."""
+    tables = list(tables)
+    for each in drafts(folder, endings):
+        for table in tables:
+            for commit in filter(each.owns, table.commits()):
+                table.release(commit["name"])
+        each.draft.unlink()
