@@ -24,8 +24,8 @@ PAGES = [
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-USES_TORCH = re.compile(r"^\s*(?:import|from) (?:embedrock\.)?torch\b", re.MULTILINE)
-OPTIONAL = {"torch", "tqdm"}
+USES = re.compile(r"^\s*(?:import|from) (?:embedrock\.)?(torch|keras)\b", re.MULTILINE)
+OPTIONAL = {"torch", "tqdm", "keras", "tensorflow"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def run_blocks(blocks: list[Block], page: str) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
         if block.no_run is None:
-            if USES_TORCH.search(block.source):
-                pytest.importorskip("torch")
+            for framework in USES.findall(block.source):
+                pytest.importorskip(framework)
             exec(compile("\n" * (block.line - 1) + block.source, page, "exec"), namespace)
     return namespace
 

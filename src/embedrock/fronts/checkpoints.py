@@ -114,13 +114,17 @@ def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
         each.file.rename(each.draft)
     if old:
         OS_SYSTEM.fsync_folder(str(old[0].folder))
-        collect(old[0].folder, old[0].endings, tables)
+    _let_go(old, tables)
 
 
 def collect(folder: Path, endings: Endings, tables: Iterable[Table]) -> None:
-    """Let go of the commits of checkpoints that do not exist: never finished, or dropped."""
+    """Let go of the commits of checkpoints that do not exist: never finished, or dropped. None may be in the making."""
+    _let_go(drafts(folder, endings), tables)
+
+
+def _let_go(drafted: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     tables = list(tables)
-    for each in drafts(folder, endings):
+    for each in drafted:
         for table in tables:
             for commit in filter(each.owns, table.commits()):
                 table.release(commit["name"])

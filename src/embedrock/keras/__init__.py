@@ -1,0 +1,19 @@
+"""Keras front end: `keras.layers.Embedding` and its bag with rows in a table, and optimizers that step them."""
+
+from __future__ import annotations
+
+from embedrock.keras.bag import EmbeddingBag
+from embedrock.keras.embedding import Embedding
+from embedrock.keras.group import EmbeddingCollection, fuse
+from embedrock.keras.handle import ForgottenGradientsError
+from embedrock.keras.optimizer import RowOptimizer, optimizer
+
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+    "ForgottenGradientsError",
+    "RowOptimizer",
+    "fuse",
+    "optimizer",
+]

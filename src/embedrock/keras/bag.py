@@ -1,0 +1,202 @@
+"""`EmbeddingBag`: the rows of several ids, pooled into one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.keras.lookup import checked_ids, look_up
+from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.readings import Request
+from embedrock.rules import Rule
+from embedrock.table import Table
+
+MODES = ("sum", "mean", "sqrtn", "max")
+
+_RAGGED: Any = tf.RaggedTensor  # TensorFlow's stubs know few of its methods
+
+
+@keras.saving.register_keras_serializable("embedrock")
+class EmbeddingBag(LookupLayer):
+    """Rows pooled over the last dimension of their ids, and no more than pooled: the rows themselves are never tensors.
+
+    It does what `tf.nn.embedding_lookup_sparse` does, for dense, padded and ragged ids.
+
+    Args:
+        input_dim, output_dim, embeddings_initializer: as in `Embedding`.
+        mask_zero: id 0 is padding, which counts in no bag.
+        mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
+            that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
+            the largest value of each column, of equal ones the first.
+        rule, path, memory, policy, keep, seed, directory, on_nonfinite, more: as in `Embedding`.
+
+    Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
+    `weights`: floats of the same shape. (Gradients reach them.)
+    Output: S + (output_dim,) each, in the layer's compute dtype; zeros for empty bags. Of inputs of three dimensions or
+    more, with ``mask_zero=True``, bags of padding only are masked out.
+
+    Raises:
+        ArgumentError: an argument has a value that cannot work.
+        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
+
+    Example:
+        >>> import numpy as np, embedrock as er, embedrock.keras as erk
+        >>> bag = erk.EmbeddingBag(100, 2, er.Constant(0.5), mask_zero=True)
+        >>> bag(np.array([[1, 2, 3], [4, 0, 0], [0, 0, 0]])).numpy()
+        array([[1.5, 1.5],
+               [0.5, 0.5],
+               [0. , 0. ]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        input_dim: int | Table | None,
+        output_dim: int | None = None,
+        embeddings_initializer: Any = None,
+        mask_zero: bool = False,
+        mode: str = "sum",
+        *,
+        rule: Rule | None = None,
+        path: str | os.PathLike[str] | None = None,
+        memory: int | str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
+        seed: int = 0,
+        directory: str = "auto",
+        on_nonfinite: str = "raise",
+        **more: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise ArgumentError(f"`mode` of erk.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
+        options = {
+            "rule": rule,
+            "path": path,
+            "memory": memory,
+            "policy": policy,
+            "keep": keep,
+            "seed": seed,
+            "directory": directory,
+            "on_nonfinite": on_nonfinite,
+        }
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
+        self.mode = mode
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """Return the pooled rows of bags of ids."""
+        requests = self.ask_all(inputs, weights)
+        return self.answer_all(inputs, requests, look_up(requests, training))
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return which bags hold more than padding, where bags may be masked."""
+        return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
+
+    def _mask(self, ids: Any) -> Any:
+        is_masked = len(ids.shape) > 2 and ragged_rank(ids) == 0
+        return keras.ops.any(keras.ops.not_equal(ids, 0), axis=-1) if is_masked else None
+
+    def ask(self, ids: Any, weights: Any) -> Request:
+        """Ask for the sums, or maxima, of bags."""
+        if weights is not None and self.mode == "max":
+            raise UnsupportedError(f"`weights` of {self.label} go with sum, mean and sqrtn: got them with mode='max'.")
+        flat, splits = self._flat(ids)
+        factors = None if weights is None else self._flat_weights(ids, weights)
+        flat = checked_ids(flat, self.label)
+        if self.mask_zero:
+            is_kept = tf.not_equal(flat, 0)
+            before = tf.concat([[0], tf.cumsum(tf.cast(is_kept, tf.int64))], 0)
+            flat, splits = tf.boolean_mask(flat, is_kept), tf.gather(before, splits)
+            factors = None if factors is None else tf.boolean_mask(factors, is_kept)
+        return Request(self.handle, flat, splits, factors, self.mode == "max")
+
+    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+        """Return bags in the layer's compute dtype, where their ids were."""
+        if self.mode in ("mean", "sqrtn"):
+            found = tf.math.divide_no_nan(found, self._size(request)[:, tf.newaxis])
+        found = tf.cast(found, self.compute_dtype)
+        if not isinstance(ids, tf.RaggedTensor):
+            return _restored(ids, found, self.output_dim)
+        if ids.flat_values.shape.rank != 1:
+            return ids.with_flat_values(_restored(ids.flat_values, found, self.output_dim))
+        return _RAGGED.from_nested_row_splits(found, ids.nested_row_splits[:-1], validate=False)
+
+    def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Return the shape of the bags of ids of a shape."""
+        if len(shape) < 2:
+            raise ArgumentError(_rank_needed(self.label, shape))
+        return (*shape[:-1], self.output_dim)
+
+    def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
+        """Return the ragged rank of bags: the last dimension of the ids is no more."""
+        rank, left = ragged_rank(ids), len(ids.shape) - 2
+        return left if left == 0 or (rank is None and left == 1) else rank if rank is None else min(rank, left)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain data."""
+        return {**super().get_config(), "mode": self.mode}
+
+    def _flat(self, ids: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
+        if isinstance(ids, tf.RaggedTensor):
+            if ids.flat_values.shape.rank == 1:
+                return ids.flat_values, tf.cast(ids.nested_row_splits[-1], tf.int64)
+            ids = ids.flat_values
+        if not isinstance(ids, tf.Tensor):
+            ids = tf.convert_to_tensor(ids)
+        if ids.shape.rank is None or ids.shape.rank < 2:
+            raise ArgumentError(_rank_needed(self.label, ids.shape))
+        shape = tf.shape(ids, tf.int64)
+        splits = tf.range(tf.reduce_prod(shape[:-1]) + 1) * shape[-1]
+        if None not in ids.shape[:-1]:
+            splits.set_shape([ids.shape[:-1].num_elements() + 1])
+        return tf.reshape(ids, [-1]), splits
+
+    def _flat_weights(self, ids: Any, weights: Any) -> tf.Tensor:
+        """Return the weights of all ids (n,)."""
+        is_ragged = isinstance(ids, tf.RaggedTensor)
+        if isinstance(weights, tf.RaggedTensor) != is_ragged or not weights.shape.is_compatible_with(ids.shape):
+            raise ArgumentError(
+                f"`weights` of {self.label} must have the ids' shape: got {_told(weights)} for ids {_told(ids)}."
+            )
+        if not is_ragged:
+            return tf.reshape(tf.cast(weights, tf.float32), [-1])
+        pairs = zip(ids.nested_row_splits, weights.nested_row_splits, strict=True)
+        message = f"`weights` of {self.label} must have the ids' row splits."
+        checks = [tf.debugging.assert_equal(ours, theirs, message) for ours, theirs in pairs if ours is not theirs]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            return tf.reshape(tf.cast(weights.flat_values, tf.float32), [-1])
+
+    def _size(self, request: Request) -> tf.Tensor:
+        """Return what the sums of bags are divided by, float32 (bags,)."""
+        if request.weights is None:
+            counts = tf.cast(request.offsets[1:] - request.offsets[:-1], tf.float32)
+            return counts if self.mode == "mean" else tf.sqrt(counts)
+        weights = _RAGGED.from_row_splits(request.weights, request.offsets, validate=False)
+        if self.mode == "mean":
+            return tf.reduce_sum(weights, axis=1)
+        squares = tf.reduce_sum(tf.square(weights), axis=1)
+        is_zero = tf.equal(squares, 0.0)  # where a square root has no gradient
+        return tf.where(is_zero, 0.0, tf.sqrt(tf.where(is_zero, 1.0, squares)))
+
+
+def _restored(ids: Any, bags: tf.Tensor, dim: int) -> tf.Tensor:
+    """Return bags (n, dim) in the shape of their ids but for the last dimension."""
+    if len(ids.shape) == 2:
+        return bags
+    out = tf.reshape(bags, tf.concat([tf.shape(ids)[:-1], [dim]], 0))
+    out.set_shape([*ids.shape[:-1], dim])
+    return out
+
+
+def _rank_needed(label: str, shape: Any) -> str:
+    return (
+        f"ids for {label} must have at least two dimensions, the last of which is pooled: got shape {tuple(shape)}. "
+        "For one id in each bag add a dimension, keras.ops.expand_dims(ids, -1), or use erk.Embedding."
+    )
+
+
+def _told(tensor: Any) -> str:
+    return f"{'ragged ' * isinstance(tensor, tf.RaggedTensor)}{tuple(tensor.shape)}"

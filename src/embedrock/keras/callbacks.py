@@ -1,0 +1,256 @@
+"""Callbacks of `fit`: `TableCheckpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import keras
+import numpy as np
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop
+from embedrock.fronts.references import go_to
+from embedrock.keras.handle import Handle, handle_behind
+from embedrock.keras.saving import with_commits
+from embedrock.table import Table
+
+PLACE = "embedrock_epoch_and_batch"
+ENDINGS = Endings(file=".weights.h5", draft=".tmp.weights.h5")
+
+
+class _Underway(NamedTuple):
+    """A checkpoint whose commits are being written in the background.
+
+    Attributes:
+        made: the checkpoint; its draft is written.
+        commits: of each table.
+    """
+
+    made: Checkpoint
+    commits: Mapping[Table, int]
+
+
+class TableCheckpoint(keras.callbacks.Callback):
+    """Checkpoints of a model with tables on disk: rows, dense weights and optimizer of the same step, or none of them.
+
+    Whatever happens, `fit` finds them as they belong together: it begins by going back to the last checkpoint in
+    `folder`, and goes on from the epoch that this was made in. No other callback is needed for that; those of Keras
+    may be used beside it.
+
+    Each checkpoint is a file, ``step-<step>-<token>.weights.h5``, which `model.load_weights` reads too, and a commit
+    of each table on disk, which is kept for as long as the file, whatever the tables' own `keep`. Commits are written
+    in the background while training goes on, but for the one at the end of training. What goes wrong with one is
+    raised by the next step.
+
+    A checkpoint from the middle of an epoch has `fit` repeat that epoch from its beginning, as `BackupAndRestore` does.
+    To go on exactly there, let the first epoch have the batches that are left, ``dataset.skip(callback.batch)``, where
+    `callback` was asked before ``fit`` by ``callback.restore(model)``. With ``every="epoch"`` nothing is repeated.
+
+    Args:
+        folder: of the checkpoints; made if there is none. Each training has one of its own.
+        every: batches from one checkpoint to the next, or "epoch". (While gradients are being accumulated over several
+            batches, it waits for the step.)
+        keep: checkpoints to keep; None: all.
+        resume: go back to the last checkpoint when `fit` begins, unless the model is there already.
+
+    Attributes:
+        step: of the checkpoint that the model went back to, ``optimizer.iterations``; None if there was none.
+        epoch: in which it was made, from 0; of one made at the end of an epoch, the next one.
+        batch: how many batches of that epoch it has seen.
+
+    Raises:
+        ArgumentError: an argument that cannot work, or the folder is inside of a table.
+        UnsupportedError: a table is in RAM.
+
+    Example:
+        >>> import keras, numpy as np, embedrock.keras as erk
+        >>> model = keras.Sequential([keras.Input((2,), dtype="int64"), erk.Embedding(10**9, 4, path="items.rock")])
+        >>> model.compile(optimizer=erk.optimizer("adam"), loss="mse")
+        >>> ids, y = np.array([[3, 14], [159, 265_358_979]]), np.zeros((2, 2, 4))
+        >>> history = model.fit(ids, y, epochs=2, verbose=0, callbacks=[erk.TableCheckpoint("checkpoints")])
+        >>> model.layers[0].table.last_step
+        2
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | str = "epoch",
+        *,
+        keep: int | None = 2,
+        resume: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_count("every", every, "epoch")
+        _check_count("keep", keep, None)
+        self.folder, self.every, self.keep, self.resume = Path(folder), every, keep, resume
+        self.step: int | None = None
+        self.epoch = self.batch = 0
+        self._seen, self._is_due = 0, False
+        self._underway: _Underway | None = None
+
+    @property
+    def _trained(self) -> Any:
+        return self.model
+
+    # ---------------------------------------------------------------- what Keras calls
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go back to the last checkpoint."""
+        self._check(self._trained)
+        self._seen, self._is_due, self._underway = 0, False, None
+        if self.resume and (self.restore(self._trained) or self.step == _step_of(self._trained)):
+            self._trained._initial_epoch = self.epoch  # as BackupAndRestore does
+        collect(self.folder, ENDINGS, _tables(self._trained))
+        self._place = self.epoch, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note where training is."""
+        self._place = epoch, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Make a checkpoint if it is time for one; finish the one before once its commits are there."""
+        epoch, before = self._place
+        self._place, self._seen = (epoch, batch + 1), self._seen + batch + 1 - before
+        self._finish()
+        self._is_due |= self.every != "epoch" and self._seen >= int(self.every)
+        self._save_if_due()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Make a checkpoint if it is time for one."""
+        self._place = epoch + 1, 0
+        self._is_due |= self.every == "epoch"
+        self._save_if_due()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Make the last checkpoint, and wait for it."""
+        self._finish(wait=True)
+        now, newest = (_step_of(self._trained), self._place), checkpoints(self.folder, ENDINGS)[-1:]
+        if [(each.step, _place_in(each.file)) for each in newest] != [now] and _has_stepped(self._trained):
+            self._save()
+            self._finish(wait=True)
+
+    # ---------------------------------------------------------------- saving
+
+    def _save_if_due(self) -> None:
+        if self._is_due and _has_stepped(self._trained):
+            self._save()
+
+    def _save(self) -> None:
+        """Begin a checkpoint: commits go on in the background, all else is written."""
+        self._is_due, self._seen = False, 0
+        made = Checkpoint.new(self.folder, _step_of(self._trained), ENDINGS)
+        made.begin()
+        tables = _tables(self._trained)
+        commits = {table: table.commit(step=made.step, name=made.commit_name, wait=False) for table in tables}
+        self._finish()  # the one before: a table has one commit at a time
+        with with_commits(commits):
+            self._trained.save_weights(made.draft)
+        with h5py.File(made.draft, "a") as file:
+            file.attrs[PLACE] = self._place
+        self._underway = _Underway(made, commits)
+
+    def _finish(self, wait: bool = False) -> None:
+        """Have the checkpoint that is under way exist, once its commits are durable; then drop old ones."""
+        if self._underway is None:
+            return
+        made, commits = self._underway
+        for table, number in commits.items():
+            if wait and table.last_commit < number:
+                table.commit(step=made.step, name=made.commit_name)  # which waits for the one before
+            if table.last_commit < number:
+                return
+        self._underway = None
+        made.publish()
+        before = [each for each in checkpoints(self.folder, ENDINGS) if each != made]
+        others = [each for each in before if each.step != made.step]
+        kept = others if self.keep is None else others[max(len(others) - self.keep + 1, 0) :]
+        drop([each for each in before if each not in kept], commits)
+
+    # ---------------------------------------------------------------- going back
+
+    def restore(self, model: keras.Model) -> bool:
+        """Take a model, compiled and built, back to the last checkpoint; tell whether it was elsewhere.
+
+        Where the first checkpoint of all was cut short, so that there is none, tables go back to before it.
+        """
+        self._check(model)
+        found = checkpoints(self.folder, ENDINGS)
+        if not found:
+            self._undo_first(_tables(model))
+            return False
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        if _step_of(model) == found[-1].step and not any(table.uncommitted for table in _tables(model)):
+            return False
+        model.load_weights(found[-1].file)
+        self.step, (self.epoch, self.batch) = found[-1].step, _place_in(found[-1].file)
+        return True
+
+    def _undo_first(self, tables: list[Table]) -> None:
+        unfinished = drafts(self.folder, ENDINGS)
+        for table in tables:
+            *before, last = table.commits()
+            if before and any(draft.owns(last) for draft in unfinished):
+                go_to(table, before[-1])
+
+    # ---------------------------------------------------------------- checks
+
+    def _check(self, model: keras.Model) -> None:
+        """Raise an error if checkpoints of a model cannot be made."""
+        if not model.built or model.optimizer is None:
+            raise ArgumentError(
+                "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
+                "on a batch of data, so that what was saved can be loaded into it."
+            )
+        folder = os.path.realpath(self.folder)
+        for handle in _handles(model):
+            table = handle.table
+            if not table.is_on_disk:
+                raise UnsupportedError(
+                    f"TableCheckpoint is for tables on disk, and the rows of {handle.label} are in RAM. Make the layer "
+                    'with path=..., or use keras.callbacks.ModelCheckpoint("x.keras").'
+                )
+            if Path(folder).is_relative_to(os.path.realpath(str(table.path))):
+                raise ArgumentError(
+                    f"`folder` of TableCheckpoint must be outside of tables: got {folder!r}, inside of the table at "
+                    f"{table.path!r}. Choose another folder."
+                )
+
+
+def _check_count(name: str, value: Any, other: str | None) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and value != other:
+        raise ArgumentError(f"`{name}` of TableCheckpoint must be a whole number from 1, or {other!r}: got {value!r}.")
+
+
+def _handles(model: keras.Model) -> list[Handle]:
+    found = [handle_behind(variable) for variable in model.variables]
+    return list(dict.fromkeys(handle for handle in found if handle is not None))
+
+
+def _tables(model: keras.Model) -> list[Table]:
+    """Return the tables that change. Of a snapshot, only the reference is saved."""
+    return [handle.table for handle in _handles(model) if handle.table.mode == "w"]
+
+
+def _step_of(model: keras.Model) -> int:
+    return int(model.optimizer.iterations)
+
+
+def _has_stepped(model: keras.Model) -> bool:
+    """Tell whether no gradients wait for more batches, which a file does not hold."""
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    steps = inner.gradient_accumulation_steps
+    return not steps or int(inner._iterations) % steps == 0
+
+
+def _place_in(file: Path) -> tuple[int, int]:
+    """Return the epoch and the batch in which a checkpoint was made."""
+    with h5py.File(file) as opened:
+        epoch, batch = np.asarray(opened.attrs[PLACE]).tolist()
+    return epoch, batch

@@ -1,0 +1,219 @@
+"""Keras' `fit` under several workers: what Keras gets wrong there is put right, and a lost worker is called so."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
+from tensorflow.python.eager import context as tf_context
+
+from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
+
+# Of Keras; in these `fit` fails under several workers, and was seen to work after the repairs below. A test of
+# plain `fit` that is expected to fail tells when a new version needs them no more.
+REPAIRED_VERSIONS = ("3.15",)
+
+_KERAS_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_reduce_in_keras: Callable[..., Any] = trainer.reduce_per_replica
+
+
+class WorkerLostError(EmbedrockError, ConnectionError):
+    """A worker of a cluster failed, is gone, or did not answer in time, so that the others cannot go on."""
+
+
+def distribute(model: Any) -> Any:
+    """Make `fit`, `evaluate` and `predict` work under the strategy in whose scope a model was made.
+
+    Under `tf.distribute.MultiWorkerMirroredStrategy` Keras fails in all of them. What is repaired there:
+
+    - models, metrics and optimizers are built from the worker's own batch;
+    - logs of a batch are means over the workers, the same on each of them, so that callbacks decide alike;
+    - what ends one worker ends them all: see `worker_errors`.
+
+    Under other strategies it checks what Keras cannot do, and changes nothing. To call it twice is harmless.
+
+    Args:
+        model: made under the scope of a strategy; whether it was compiled or built already does not matter.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ArgumentError: the model was made outside of a strategy's scope.
+        UnsupportedError: a strategy or a version of Keras that this cannot make work. `fit` raises it later, too, if
+            the model was compiled with ``steps_per_execution > 1``.
+    """
+    strategy = _strategy_of(model)
+    if getattr(model._maybe_symbolic_build, "__func__", None) is _build_symbolically:
+        return model
+    model._maybe_symbolic_build = types.MethodType(_build_symbolically, model)
+    if _has_several_workers(strategy):
+        trainer.reduce_per_replica = _reduce_per_replica
+        for name in _KERAS_METHODS:
+            setattr(model, name, _watched(getattr(model, name), strategy))
+    return model
+
+
+# ---------------------------------------------------------------- lost workers
+
+
+@contextlib.contextmanager
+def worker_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Have all workers fail if one does, for training loops of one's own; in `fit` it is done already.
+
+    Whatever is raised in it, on one worker, ends the collective operations of all: the others do not wait for it. And
+    what TensorFlow says there about a lost worker is raised as `WorkerLostError`.
+
+    Example:
+        ```python no-run: needs a cluster
+        with erk.worker_errors(strategy):
+            for batch in batches:
+                strategy.run(step, args=(batch,))
+        ```
+    """
+    try:
+        yield
+    except EmbedrockError:  # a refusal, which all workers meet before anything starts
+        raise
+    except tf.errors.OpError as error:
+        reason = _reason_of_loss(error.message)
+        if reason is None:
+            _tell_other_workers(strategy, error)
+            raise
+        raise WorkerLostError(
+            f"a worker of the cluster failed, is gone or did not answer in time: {reason}. The others cannot go on "
+            "without it, and this process has to end, too: start all workers again. Tables on disk are as of their "
+            "last commit. A worker that hangs is waited for as long as the strategy is told to by "
+            "communication_options=tf.distribute.experimental.CommunicationOptions(timeout_seconds=...)."
+        ) from error
+    except BaseException as error:
+        _tell_other_workers(strategy, error)
+        raise
+
+
+def _reason_of_loss(message: str) -> str | None:
+    """Return what TensorFlow says of a worker that is gone; None if its error is about something else."""
+    _, found, reason = message.rpartition("Collective ops is aborted by: ")
+    if found:
+        reason = reason.replace("\\n", "\n").partition("\nThe error could be from a previous")[0]
+        return " ".join(reason.split()).rstrip(".")
+    return "a collective operation timed out" if "Collective has timed out" in message else None
+
+
+def _tell_other_workers(strategy: tf.distribute.Strategy, error: BaseException) -> None:
+    """End the collective operations here, and so those of the workers that wait for this one, in 0.1 s.
+
+    Without it they would wait until this process is gone, which is for ever if somebody catches the error.
+    """
+    if _has_several_workers(strategy):
+        rank = strategy.cluster_resolver.task_id
+        said = f"worker {rank} failed: {_sentence_of(error)}"
+        collectives = tf_context.context()
+        assert collectives is not None
+        collectives.report_error_to_cluster(tf.errors.UNAVAILABLE, said)
+
+
+def _sentence_of(error: BaseException) -> str:
+    """Return one line: of an error in a call from a graph, what was raised in Python."""
+    raised = re.findall(r"^[\w.]*(?:Error|Exception): .*", str(error), re.MULTILINE)
+    return raised[-1] if raised else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _watched(method: Callable[..., Any], strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with worker_errors(strategy):
+            return method(*args, **kwargs)
+
+    return watched
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+def _strategy_of(model: Any) -> tf.distribute.Strategy:
+    strategy = model._distribute_strategy  # the public name gives the strategy of the moment where there is none
+    if strategy is None:
+        raise ArgumentError(
+            "the model of `distribute` must have been made in the scope of a strategy, but was made outside. "
+            "Make it there: `with strategy.scope(): model = ...`."
+        )
+    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
+        raise UnsupportedError(
+            f"Keras {keras.__version__} trains under MirroredStrategy and MultiWorkerMirroredStrategy; the model was "
+            f"made under {type(strategy).__name__}. Make it under one of those."
+        )
+    if _has_several_workers(strategy):
+        _check_workers(strategy)
+    return strategy
+
+
+def _check_workers(strategy: tf.distribute.Strategy) -> None:
+    devices = strategy.extended.worker_devices
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"each worker of a MultiWorkerMirroredStrategy must have one replica; this one has {len(devices)}: "
+            f"{', '.join(devices)}. Start one worker for each device, and show it no other: "
+            "`CUDA_VISIBLE_DEVICES=0`."
+        )
+    version = ".".join(keras.__version__.split(".")[:2])
+    if version not in REPAIRED_VERSIONS:
+        raise UnsupportedError(
+            f"`fit` under several workers is repaired in Keras {', '.join(REPAIRED_VERSIONS)}; installed is Keras "
+            f"{keras.__version__}. Install one of those, or train in a loop of your own with strategy.run(), which "
+            "needs no repair."
+        )
+
+
+def _check_steps_per_execution(model: Any) -> None:
+    if model.compiled and model.steps_per_execution > 1 and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise UnsupportedError(
+            f"`steps_per_execution` must be 1 under {type(model.distribute_strategy).__name__}; the model was "
+            f"compiled with {model.steps_per_execution}, with which Keras {keras.__version__} fails under several "
+            "replicas. Leave it out of compile()."
+        )
+
+
+def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    return trainer._collective_all_reduce_multi_worker(strategy)
+
+
+# ---------------------------------------------------------------- the repairs
+
+
+def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Stand in for `Model._maybe_symbolic_build`, which cannot take a batch out of an iterator over workers.
+
+    Keras averages the batches of all replicas, only to see their shapes; those of the worker's own do.
+    """
+    _check_steps_per_execution(self)
+    strategy = self.distribute_strategy
+    if iterator is None or not _has_several_workers(strategy):
+        type(self)._maybe_symbolic_build(self, iterator=iterator, data_batch=data_batch)
+        return
+    for _, _, batches in iterator:
+        data_batch = keras.tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], next(batches))
+        break
+    with strategy.scope():
+        self._symbolic_build(data_batch=data_batch)
+
+
+def _reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Any:
+    """Stand in for Keras' function of this name, which cannot average scalars over workers.
+
+    All logs of a batch travel in one message.
+    """
+    if reduction != "auto" or not _has_several_workers(strategy):
+        return _reduce_in_keras(values, strategy, reduction)
+    logs = [tf.convert_to_tensor(value) for value in keras.tree.flatten(values)]
+    numbers = tf.concat([tf.reshape(tf.cast(log, tf.float64), [-1]) for log in logs], axis=0)
+    means = tf.split(strategy.reduce("MEAN", numbers, axis=None), [tf.size(log) for log in logs])
+    shaped = [tf.cast(tf.reshape(mean, tf.shape(log)), log.dtype) for mean, log in zip(means, logs, strict=True)]
+    return keras.tree.pack_sequence_as(values, shaped)

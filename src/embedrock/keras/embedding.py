@@ -1,0 +1,114 @@
+"""`Embedding`: `keras.layers.Embedding` with its rows in a table."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from embedrock.keras.lookup import checked_ids, look_up
+from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.readings import Request
+from embedrock.rules import Rule
+from embedrock.table import Table
+
+
+@keras.saving.register_keras_serializable("embedrock")
+class Embedding(LookupLayer):
+    """`keras.layers.Embedding` with its rows in a table of any size, stepped exactly by the model's optimizer.
+
+    It does what `keras.layers.Embedding` does, except that its rows are not a variable: instead of ``embeddings`` it
+    has a small variable that stands for them (see `Handle`), which ``erk.optimizer`` knows.
+
+    Args:
+        input_dim: number of rows; None for open ids (any int64); or a ready-made `er.Table`.
+        output_dim: weights in a row.
+        embeddings_initializer: first values: a name or an instance of Keras' that draws each row by itself, or one of
+            Embedrock's. None: "uniform", as in Keras.
+        mask_zero: id 0 is padding, masked out for the layers that follow.
+        rule: how rows are stepped; None: as the model's optimizer does. Its learning rate, unless one was given to
+            it, is the optimizer's.
+        path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
+            line to stderr. None: rows in RAM.
+        memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
+        seed: of the first values. (An initializer that was given a seed brings its own.)
+        policy, keep, directory, on_nonfinite: as in `er.Table`.
+        more: name, dtype and trainable, as for all layers of Keras. Rows are kept in the dtype of variables: float32,
+            or half of it with "bfloat16" or "float16".
+
+    Input: int32 or int64 of any shape S, dense or ragged, or a list or dict of such, which are looked up at once.
+    Output: S + (output_dim,) each, in the layer's compute dtype.
+
+    Raises:
+        ArgumentError: an argument has a value that cannot work.
+        UnsupportedError, UnknownArgumentError: an argument that this layer does not have.
+
+    Example:
+        >>> import keras, numpy as np, embedrock.keras as erk
+        >>> model = keras.Sequential([erk.Embedding(10**9, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
+        >>> model.compile(optimizer=erk.optimizer("adam"), loss="mse")
+        >>> history = model.fit(np.array([[3, 14], [159, 265_358_979]]), np.zeros((2, 1)), verbose=0)
+        >>> int(model.layers[0].table.stats()["rows_touched"])
+        4
+    """
+
+    def __init__(
+        self,
+        input_dim: int | Table | None,
+        output_dim: int | None = None,
+        embeddings_initializer: Any = None,
+        mask_zero: bool = False,
+        *,
+        rule: Rule | None = None,
+        path: str | os.PathLike[str] | None = None,
+        memory: int | str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
+        seed: int = 0,
+        directory: str = "auto",
+        on_nonfinite: str = "raise",
+        **more: Any,
+    ) -> None:
+        options = {
+            "rule": rule,
+            "path": path,
+            "memory": memory,
+            "policy": policy,
+            "keep": keep,
+            "seed": seed,
+            "directory": directory,
+            "on_nonfinite": on_nonfinite,
+        }
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Return the rows of ids."""
+        requests = self.ask_all(inputs)
+        return self.answer_all(inputs, requests, look_up(requests, training))
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return which ids are not 0, with ``mask_zero=True``; None otherwise, and for ragged ids."""
+        return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
+
+    def _mask(self, ids: Any) -> Any:
+        return None if ragged_rank(ids) != 0 else keras.ops.not_equal(ids, 0)
+
+    def ask(self, ids: Any, weights: Any) -> Request:
+        """Ask for the rows of ids."""
+        flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+        return Request(self.handle, checked_ids(flat, self.label))
+
+    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+        """Return rows in the layer's compute dtype."""
+        rows = tf.cast(found, self.compute_dtype)
+        return ids.with_flat_values(rows) if isinstance(ids, tf.RaggedTensor) else rows
+
+    def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Return the shape of the rows of ids of a shape."""
+        return (*shape, self.output_dim)
+
+    def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
+        """Return the ragged rank of rows: that of the ids."""
+        return ragged_rank(ids)

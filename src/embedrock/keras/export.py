@@ -1,0 +1,166 @@
+"""`export`: a model as a SavedModel that any TensorFlow loads and serves, without Embedrock and without Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.keras.handle import handle_behind
+from embedrock.keras.serving import WHOLE_BYTES, ServingTable, serving
+from embedrock.table import Table
+
+MODEL_FILE = "model.keras"
+HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+
+
+def export(
+    model: keras.Model,
+    folder: str | os.PathLike[str],
+    *,
+    dependency: str | None = None,
+    input_signature: Sequence[Any] | None = None,
+    whole_bytes: int | str | None = None,
+) -> None:
+    """Write a model as it is now as a SavedModel, with its rows as variables: what `model.export` cannot do.
+
+    What is written is the forward pass for inference, as the function ``serve`` and the signatures "serve" and
+    "serving_default". Rows are looked up to the same bits (see `ServingTable`). It takes RAM for the rows that are
+    saved, and so does what loads them: of a table larger than `whole_bytes`, those that were ever stepped.
+
+    On a machine with a GPU, ``with tf.device("CPU:0"): tf.saved_model.load(folder)`` keeps the rows in RAM.
+
+    Args:
+        model: functional, Sequential or subclassed, built, with any number of embedding layers. It must not be trained
+            meanwhile.
+        folder: to be made. It appears as a whole, so that a server may watch for it.
+        dependency: "embedrock" for an export that depends on Embedrock, for tables that no RAM holds: ``model.keras``
+            in `folder`. Of tables on disk it has no rows, only which commit it reads, which is kept. Any number of
+            processes load it by ``erk.load_model(file, mode="r")`` while the tables are trained on.
+        input_signature: one for each argument of the model: a `tf.TensorSpec`, or a list or dict of such. None: that
+            of the model's inputs, where Keras knows these: not of a subclassed model.
+        whole_bytes: tables of up to so many bytes of weights are saved with all of their rows, in bytes or as "2GiB";
+            None: 256 MiB. Of larger ones only the rows that were stepped or assigned are saved, and the first values of
+            the others are computed. (Those made from an array are saved whole, whatever their size.)
+
+    Raises:
+        ArgumentError: the model is not built, its inputs are not known, or there is something at `folder`.
+        MemoryBudgetError: the rows would not fit this process's memory.
+        UnsupportedError: the model calls Python in other ways.
+
+    Example:
+        >>> import keras, numpy as np, tensorflow as tf, embedrock.keras as erk
+        >>> model = keras.Sequential([keras.Input((2,), dtype="int64"), erk.Embedding(10**9, 4)])
+        >>> erk.export(model, "exported")
+        >>> served = tf.saved_model.load("exported")
+        >>> served.serve(np.array([[3, 999_999_999]])).shape
+        TensorShape([1, 2, 4])
+    """
+    if not isinstance(model, keras.Model) or not model.built:
+        got = "one that is not built. Call it once" if isinstance(model, keras.Model) else f"{model!r}"
+        raise ArgumentError(f"`model` of erk.export must be a Keras model that is built: got {got}.")
+    if dependency is not None:
+        _check_dependency(dependency, {"input_signature": input_signature, "whole_bytes": whole_bytes})
+        with _appearing(Path(folder)) as draft:
+            draft.mkdir()
+            return model.save(draft / MODEL_FILE)
+    signature = _signature_of(model) if input_signature is None else list(input_signature)
+    with _appearing(Path(folder)) as draft:
+        limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
+        tables = {table: ServingTable(table, limit) for table in _tables(model)}
+        with serving(tables):
+            served = Served(model, [keras.tree.map_structure(_spec, one) for one in signature], list(tables.values()))
+            signatures = dict.fromkeys(("serve", "serving_default"), served.serve.get_concrete_function())
+            tf.saved_model.save(served, str(draft), signatures=signatures)
+
+
+class Served(tf.Module):
+    """The forward pass of a model as the function ``serve``, and all that this needs.
+
+    Args:
+        model: traced under `serving`.
+        signature: of its arguments.
+        tables: what it looks up in.
+    """
+
+    def __init__(self, model: keras.Model, signature: list[Any], tables: list[ServingTable]) -> None:
+        super().__init__()
+        self.serve = tf.function(lambda *inputs: model(*inputs), input_signature=signature, autograph=False)
+        concrete = self.serve.get_concrete_function()
+        _check_host_calls(model, concrete)
+        self._tables = tables
+        self._used = list(concrete.variables)
+        parts = tf.train.TrackableView(model).descendants()
+        self._resources = [one for one in parts if isinstance(one, tf.saved_model.experimental.TrackableResource)]
+
+
+def _tables(model: keras.Model) -> list[Table]:
+    handles = [handle_behind(variable) for variable in model.variables]
+    return list(dict.fromkeys(handle.table for handle in handles if handle is not None))
+
+
+def _check_host_calls(model: keras.Model, concrete: Any) -> None:
+    """Raise `UnsupportedError` if a function calls Python, which is not there where it is served."""
+    graph = concrete.graph.as_graph_def()
+    functions = [graph.node, *(function.node_def for function in graph.library.function)]
+    calls = [node.name for nodes in functions for node in nodes if node.op in HOST_CALLS]
+    if calls:
+        raise UnsupportedError(
+            f"model {model.name!r} cannot be exported: its forward pass calls Python, which no other process has, in "
+            f"{', '.join(calls)}. Leave out tf.numpy_function and tf.py_function; if the model has none, a tf.function "
+            "of its own was traced earlier with lookups in it: undecorate it."
+        )
+
+
+def _check_dependency(dependency: str, others: dict[str, Any]) -> None:
+    if dependency != "embedrock":
+        raise ArgumentError(f'`dependency` of erk.export must be "embedrock" or None: got {dependency!r}.')
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ArgumentError(
+            f'{", ".join(f"`{name}`" for name in given)} of erk.export cannot go with dependency="embedrock", which '
+            "saves the model itself. Leave out one or the other."
+        )
+
+
+def _signature_of(model: keras.Model) -> list[Any]:
+    if not getattr(model, "inputs", None):
+        raise ArgumentError(
+            f"`input_signature` of erk.export must be given for {type(model).__name__} {model.name!r}, whose inputs "
+            'Keras does not know: for example [tf.TensorSpec((None, 20), "int64")], one for each argument of call().'
+        )
+    return list(model.inputs) if isinstance(model, keras.Sequential) else [model.input]
+
+
+def _spec(given: Any) -> Any:
+    """Return what a function is told of an input, whose first dimension is any."""
+    if not isinstance(given, keras.KerasTensor):
+        return given
+    spec = tf.TensorSpec((None, *given.shape[1:]), given.dtype, given.name)
+    if getattr(given, "ragged", False):
+        return tf.RaggedTensorSpec(spec.shape, spec.dtype)
+    return tf.SparseTensorSpec(spec.shape, spec.dtype) if given.sparse else spec
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """Give a folder that gets its name once all is in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArgumentError(
+            f"`folder` of erk.export must be a new folder, or an empty one: got {str(folder)!r}. Remove it, or give "
+            "another."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

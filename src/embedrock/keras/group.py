@@ -1,0 +1,207 @@
+"""Several layers looked up in one call of the host: `EmbeddingCollection`, and `fuse`, which puts it into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.keras.lookup import look_up
+from embedrock.keras.lookup_layer import LookupLayer
+
+
+@keras.saving.register_keras_serializable("embedrock")
+class EmbeddingCollection(keras.layers.Layer):
+    """Embedding layers and bags, by feature, that are all looked up in one call of the host, and one in the backward.
+
+    Each call of the host costs some 0.1 ms, whatever it does, and calls wait for each other.
+
+    Args:
+        embeddings: `Embedding` and `EmbeddingBag` layers, a dict by name or a list. A layer may occur more than once.
+        more: arguments of `keras.layers.Layer`.
+
+    Input: a dict, or a list, with the same keys: what each layer takes; and `weights`, a dict of those of some bags.
+    Output: the same with what each layer returns.
+
+    Example:
+        >>> import numpy as np, embedrock.keras as erk
+        >>> features = erk.EmbeddingCollection({"user": erk.Embedding(10**9, 8), "genres": erk.EmbeddingBag(100, 4)})
+        >>> rows = features({"user": np.array([3, 14]), "genres": np.array([[1, 2], [2, 2]])})
+        >>> {name: tuple(out.shape) for name, out in rows.items()}
+        {'genres': (2, 4), 'user': (2, 8)}
+    """
+
+    def __init__(self, embeddings: Mapping[str, LookupLayer] | Sequence[LookupLayer], **more: Any) -> None:
+        super().__init__(**more)
+        self._is_dict = isinstance(embeddings, Mapping)
+        named = dict(embeddings) if isinstance(embeddings, Mapping) else dict(enumerate(embeddings))
+        for name, layer in named.items():
+            if not isinstance(layer, LookupLayer):
+                raise ArgumentError(
+                    f"`embeddings` of erk.EmbeddingCollection must be layers of Embedrock's: got {layer!r} for "
+                    f"{name!r}. Give each an erk.Embedding or an erk.EmbeddingBag."
+                )
+        if not named:
+            raise ArgumentError("`embeddings` of erk.EmbeddingCollection must be at least one layer: got none.")
+        self._names, self._members = list(named), list(named.values())
+        self.supports_masking = any(layer.supports_masking for layer in self._members)
+        self.supports_jit = False  # XLA cannot call the host
+
+    @property
+    def embeddings(self) -> Any:
+        """The layers, as they were given."""
+        return self._packed(list(self._members))
+
+    def build(self, input_shape: Any = None) -> None:
+        """Build all layers."""
+        for layer in self._members:
+            layer.build()
+        self.built = True
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """Return what each layer returns."""
+        parts, factors = self._unpacked(inputs), self._weights(weights)
+        each = list(zip(self._members, parts, factors, strict=True))
+        asked = [layer.ask_all(part, factor) for layer, part, factor in each]
+        found = iter(look_up([request for requests in asked for request in requests], training))
+        return self._packed(
+            [
+                layer.answer_all(part, requests, [next(found) for _ in requests])
+                for (layer, part, _), requests in zip(each, asked, strict=True)
+            ]
+        )
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Return the masks of all layers."""
+        pairs = list(zip(self._members, self._unpacked(inputs), strict=True))
+        masks = [layer.compute_mask(part) for layer, part in pairs]
+        nothing = [keras.tree.map_structure(lambda _: None, part) for _, part in pairs]
+        return self._packed([no if mask is None else mask for mask, no in zip(masks, nothing, strict=True)])
+
+    def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the outputs will be for symbolic inputs."""
+        pairs = zip(self._members, self._unpacked(inputs), strict=True)
+        return self._packed([layer.compute_output_spec(part) for layer, part in pairs])
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the shapes of the outputs for inputs of some shapes."""
+        pairs = zip(self._members, self._unpacked(input_shape), strict=True)
+        return self._packed([layer.compute_output_shape(part) for layer, part in pairs])
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain data."""
+        layers = list({id(layer): layer for layer in self._members}.values())
+        places = [next(k for k, one in enumerate(layers) if one is layer) for layer in self._members]
+        more = {"layers": [keras.saving.serialize_keras_object(layer) for layer in layers]}
+        return {**super().get_config(), **more, "embeddings": self._packed(places)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Make a layer of what `get_config` returned."""
+        config = dict(config)
+        layers = [keras.saving.deserialize_keras_object(one) for one in config.pop("layers")]
+        places = config.pop("embeddings")
+        if isinstance(places, Mapping):
+            return cls({name: layers[place] for name, place in places.items()}, **config)
+        return cls([layers[place] for place in places], **config)
+
+    def _packed(self, parts: list[Any]) -> Any:
+        return dict(zip(self._names, parts, strict=True)) if self._is_dict else parts
+
+    def _unpacked(self, inputs: Any) -> list[Any]:
+        """Return the input of each layer."""
+        expected = set(self._names) if self._is_dict else len(self._names)
+        if isinstance(inputs, Mapping) and set(inputs) == expected:
+            return [inputs[name] for name in self._names]
+        if isinstance(inputs, list | tuple) and len(inputs) == expected:
+            return list(inputs)
+        wanted = f"a dict of {', '.join(map(repr, self._names))}" if self._is_dict else f"a list of {expected}"
+        got = f"a dict of {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise ArgumentError(f"inputs of {self.name!r}, an erk.EmbeddingCollection, must be {wanted}: got {got}.")
+
+    def _weights(self, weights: Any) -> list[Any]:
+        """Return the weights for each layer, None for those that have none."""
+        if weights is None or not isinstance(weights, Mapping):
+            return [None] * len(self._names) if weights is None else self._unpacked(weights)
+        if unknown := set(weights) - set(self._names):
+            raise ArgumentError(
+                f"`weights` of {self.name!r}, an erk.EmbeddingCollection, must be a dict of some of "
+                f"{', '.join(map(repr, self._names))}: got {', '.join(map(repr, unknown))}."
+            )
+        return [weights.get(name) for name in self._names]
+
+
+def fuse(model: Any) -> Any:
+    """Return a functional model with the same layers that looks all of its inputs' rows up in one call of the host.
+
+    What each layer computes is the same. The lookups that depend on no other lookup become one `EmbeddingCollection`.
+    The new model shares all weights with the old one, and is to be compiled. Do it before training: a file of weights
+    that one of them saved does not fit the other.
+
+    Args:
+        model: functional. Lookups inside of models that it calls as layers stay as they are.
+
+    Raises:
+        UnsupportedError: the model is subclassed: what it looks up is known only when it runs.
+
+    Example:
+        >>> import keras, embedrock.keras as erk
+        >>> user, item = keras.Input((), dtype="int64"), keras.Input((), dtype="int64")
+        >>> dot = keras.layers.Dot(1)([erk.Embedding(10**9, 8)(user), erk.Embedding(10**6, 8)(item)])
+        >>> model = erk.fuse(keras.Model([user, item], dot))
+        >>> [type(layer).__name__ for layer in model.layers]
+        ['InputLayer', 'InputLayer', 'EmbeddingCollection', 'Dot']
+    """
+    if isinstance(model, keras.Sequential):
+        return model  # it has one input, and so one lookup
+    if not isinstance(model, keras.Model) or not getattr(model, "_nodes_by_depth", None):
+        raise UnsupportedError(
+            f"erk.fuse must be given a functional model, keras.Model(inputs, outputs): got {model!r}. In a subclassed "
+            "model call one erk.EmbeddingCollection in place of its layers."
+        )
+    depths = sorted(model._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in model._nodes_by_depth[depth] if not node.is_input]
+    lookups = _first_lookups(nodes)
+    if len(lookups) < 2:
+        return model
+    tensors = {id(tensor): tensor for node in nodes for tensor in (*node.input_tensors, *node.outputs)}
+    tensors |= {id(tensor): tensor for tensor in model.inputs}
+    changed = _look_up_together(lookups)
+    for node in nodes:
+        if node not in lookups and any(id(tensor) in changed for tensor in node.input_tensors):
+            args, kwargs = node.arguments.fill_in(tensors | changed)
+            outputs = keras.tree.flatten(node.operation(*args, **kwargs))
+            changed |= {id(old): new for old, new in zip(node.outputs, outputs, strict=True)}
+    outputs = keras.tree.map_structure(lambda old: (tensors | changed)[id(old)], model._outputs_struct)
+    return type(model)(inputs=model._inputs_struct, outputs=outputs, name=model.name)
+
+
+def _first_lookups(nodes: Sequence[Any]) -> list[Any]:
+    """Return the nodes of a model that look up what depends on no lookup."""
+    found, looked_up = [], set()
+    for node in nodes:
+        is_after = any(id(tensor) in looked_up for tensor in node.input_tensors)
+        is_lookup = isinstance(node.operation, LookupLayer)
+        if is_lookup and not is_after:
+            found.append(node)
+        if is_lookup or is_after:
+            looked_up |= {id(tensor) for tensor in node.outputs}
+    return found
+
+
+def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
+    """Call the layers of nodes as one; return what takes the place of each of the nodes' outputs."""
+    ids = [node.arguments.args[0] if node.arguments.args else node.arguments.kwargs["inputs"] for node in lookups]
+    weights = [_weights_of(node) for node in lookups]
+    given = None if all(one is None for one in weights) else {k: w for k, w in enumerate(weights) if w is not None}
+    more = {} if given is None else {"weights": given}
+    outputs = EmbeddingCollection([node.operation for node in lookups])(ids, **more)
+    old = [tensor for node in lookups for tensor in node.outputs]
+    return {id(one): new for one, new in zip(old, keras.tree.flatten(outputs), strict=True)}
+
+
+def _weights_of(node: Any) -> Any:
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    return args[1] if len(args) > 1 else kwargs.get("weights")

@@ -1,0 +1,137 @@
+"""The handle: a small variable that stands for all rows of a table in Keras' machinery."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.gradients import RowGradients
+from embedrock.keras.pending import SLOTS, Pending
+from embedrock.rules import Rule
+from embedrock.table import Table
+
+WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
+
+# Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
+# norm, and are stepped once.
+_handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+class ForgottenGradientsError(EmbedrockError, RuntimeError):
+    """Gradients of rows that no optimizer of ours applies, or a handle that something else writes to."""
+
+
+class Handle:
+    """What stands for a table's rows among the variables of a model.
+
+    Its variable is a vector of zeros that never changes. What counts is its gradient: a number for each backward pass
+    whose row gradients wait for the optimizer (see `Pending`). Each step of the rows also writes the zeros anew: that
+    orders it among the lookups, which read them.
+
+    Attributes:
+        table: the rows.
+        variable: the Keras variable, float32 (SLOTS,).
+        strategy: the `tf.distribute` strategy that it was made under.
+        label: what error messages call the layer.
+        rule: that the layers on the table brought; None where the rows follow the optimizer.
+        pending: gradients that wait for a step.
+    """
+
+    def __init__(self, table: Table, label: str) -> None:
+        self.table, self.label = table, label
+        self.rule: Rule | None = None
+        self.pending = Pending()
+        self.strategy = tf.distribute.get_strategy()
+        with tf.init_scope():  # outside of a function that is being traced, where a layer may be built
+            self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
+        self._owner: weakref.ref[Any] | None = None
+        for cell in (self.variable.value, *self.cells()):
+            _guard(cell, self)
+
+    def cells(self) -> tuple[Any, ...]:
+        """Return the TensorFlow variables behind `variable`: one for each local replica."""
+        return self.strategy.experimental_local_results(self.variable.value)
+
+    @property
+    def owner(self) -> Any:
+        """The optimizer that steps the rows, if it is still alive."""
+        return None if self._owner is None else self._owner()
+
+    def bring_rule(self, rule: Rule | None) -> None:
+        """Note the rule that a layer on the table brings.
+
+        Raises:
+            ArgumentError: another layer brought another one.
+        """
+        if rule is not None and self.rule not in (None, rule):
+            raise ArgumentError(
+                f"`rule` of layers that share a table must be the same: {self.label} has {self.rule}, got {rule}."
+            )
+        self.rule = rule if self.rule is None else self.rule
+
+    def bind(self, owner: Any, rule: Rule) -> None:
+        """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)"""
+        if self.table.mode == "w":
+            self.table.set_rule(rule)
+        self._owner = weakref.ref(owner)
+
+    def check_strategy(self) -> None:
+        """Raise an error where a strategy was entered that the handle knows nothing of."""
+        if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self.strategy:
+            raise ArgumentError(
+                f"{self.label} was built before {type(tf.distribute.get_strategy()).__name__} was entered, and is "
+                "called under it. Make and build the model inside of `with strategy.scope():`."
+            )
+
+    def check_untouched(self, value: np.ndarray) -> None:
+        """Raise `ForgottenGradientsError` if the variable, which was read, was written to."""
+        if value.any():
+            raise ForgottenGradientsError(_misuse(self.label))
+
+    def take(self, vector: np.ndarray, clip_value: float | None) -> RowGradients | None:
+        """Return the gradients that the handle's gradient stands for, each value clamped to +-`clip_value`."""
+        grads = self.pending.take(vector)
+        return grads if grads is None or clip_value is None else grads.scaled(1.0, clip_value)
+
+
+def handle_of(table: Table, label: str) -> Handle:
+    """Return the one handle of a table, and make it if there is none."""
+    reference = _handles.get(table)
+    handle = None if reference is None else reference()
+    if handle is None:
+        handle = Handle(table, label)
+        _handles[table] = weakref.ref(handle)
+    return handle
+
+
+def handle_behind(variable: Any) -> Handle | None:
+    """Return the handle that a variable of Keras' or TensorFlow's belongs to; None for all others."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    reference = getattr(value, "_embedrock_handle", None)
+    return None if reference is None else reference()
+
+
+def _guard(cell: Any, handle: Handle) -> None:
+    """Have a variable tell whose it is, and refuse to be written to: that would do nothing to the rows."""
+    cell._embedrock_handle = weakref.ref(handle)
+    label = handle.label
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ForgottenGradientsError(_misuse(label))
+
+    for name in WRITERS:
+        setattr(cell, name, refuse)
+
+
+def _misuse(label: str) -> str:
+    return (
+        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
+        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
+        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
+        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
+    )

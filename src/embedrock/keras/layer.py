@@ -1,0 +1,176 @@
+"""`RowLayer`: what `Embedding` and `EmbeddingBag` share."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import keras
+
+from embedrock.errors import ArgumentError
+from embedrock.fronts.arguments import TableOptions, open_table, refuse
+from embedrock.keras import configs, loading, saving
+from embedrock.keras.handle import Handle, handle_of
+from embedrock.keras.initializers import initializer_of
+from embedrock.table import Table
+
+TABLE_DTYPES = ("float32", "bfloat16", "float16")
+_OF_ROWS = "would touch every row at each step. Leave it out"
+REFUSED = {
+    "embeddings_regularizer": _OF_ROWS,
+    "embeddings_constraint": _OF_ROWS,
+    "weights": "use from_pretrained(weights), which copies nothing",
+    "lora_rank": "rows are trained themselves. Leave it out",
+    "lora_alpha": "rows are trained themselves. Leave it out",
+    "quantization_config": 'use dtype="bfloat16" for rows of half the size',
+    "input_length": "it is not needed. Leave it out",
+    "batch_input_shape": "use keras.Input",
+}
+KERAS = frozenset({"name", "trainable", "dtype", "autocast", "activity_regularizer", "dynamic"})
+
+
+class RowLayer(keras.layers.Layer):
+    """An embedding layer whose rows live in a `Table`, behind a handle.
+
+    Args:
+        input_dim, output_dim, embeddings_initializer, mask_zero, options: as in `Embedding`.
+        more: arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self,
+        input_dim: int | Table | None,
+        output_dim: int | None,
+        embeddings_initializer: Any,
+        mask_zero: bool,
+        options: dict[str, Any],
+        more: dict[str, Any],
+    ) -> None:
+        kind = f"erk.{type(self).__name__}"
+        given = {name for name, value in more.items() if name not in KERAS and value is not None}
+        refuse(kind, [name for name in more if name in given], REFUSED)
+        super().__init__(**{name: value for name, value in more.items() if name in KERAS})
+        self.mask_zero = self.supports_masking = mask_zero
+        self.supports_jit = False  # XLA cannot call the host
+        self._config = {
+            "input_dim": input_dim,
+            "output_dim": output_dim,
+            "embeddings_initializer": embeddings_initializer,
+            "mask_zero": mask_zero,
+            **options,
+        }
+        self._brought_rule = options["rule"]
+        self.shares_open_table = self.shares_loaded_table = False  # which `saving` sets
+        self._table = self._open(kind)
+        loading.remember(self._table)
+        self._row_state = saving.RowState(self)  # which tf.train.Checkpoint finds among the attributes
+        self._handle: Handle | None = None
+
+    def _open(self, kind: str) -> Table:
+        config = self._config
+        options = {name: config[name] for name in TableOptions._fields if name in config}
+        rows, dim = config["input_dim"], config["output_dim"]
+        if isinstance(rows, Table):
+            if config["embeddings_initializer"] is not None:
+                options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
+            # The rule is the layer's: it says that the rows do not follow the optimizer.
+            return open_table(kind, rows, dim, None, TableOptions(**{**options, "rule": None}), dim_name="output_dim")
+        if self.variable_dtype not in TABLE_DTYPES:
+            raise ArgumentError(
+                f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
+            )
+        drawn = "uniform" if config["embeddings_initializer"] is None else config["embeddings_initializer"]
+        init, seed = initializer_of(drawn, rows, dim or 0)
+        made_of = {"init": init, "dtype": self.variable_dtype, "name": self.name}
+        if seed is not None and not options["seed"]:
+            made_of["seed"] = seed
+        options |= made_of
+        if options["path"] is not None and dim is not None and loading.scope() is not None:
+            table, self.shares_open_table = loading.open_for(options["path"], {**options, "rows": rows, "dim": dim})
+            return table
+        return open_table(kind, rows, dim, None, TableOptions(**options), dim_name="output_dim")
+
+    # ------------------------------------------------------------ rows
+
+    @property
+    def table(self) -> Table:
+        """The rows: `lookup`, `assign`, `commit`, `export` and more work on it."""
+        return self._table
+
+    @property
+    def input_dim(self) -> int | None:
+        """Number of rows, or None for open ids."""
+        return self.table.rows
+
+    @property
+    def output_dim(self) -> int:
+        """Weights in a row."""
+        return self.table.dim
+
+    @property
+    def label(self) -> str:
+        """What error messages call the layer."""
+        return f"{self.name!r}, erk.{type(self).__name__}({self.input_dim}, {self.output_dim})"
+
+    @property
+    def handle(self) -> Handle:
+        """What stands for the rows in the model. It is there once the layer is built."""
+        if self._handle is None:
+            raise ArgumentError(f"{self.label} has no handle before it is built. Call it, or call build() first.")
+        return self._handle
+
+    @property
+    def embeddings(self) -> NoReturn:
+        """Refuse: the rows are no variable."""
+        raise AttributeError(
+            f"erk.{type(self).__name__} has no `embeddings`: its rows are not a variable. Read rows by "
+            "layer.table.lookup(ids) or layer.table.export(), write them by layer.table.assign(ids, values), choose "
+            "first values by embeddings_initializer, load weights by from_pretrained(weights), and share rows by "
+            "making the other layer of layer.table."
+        )
+
+    # ------------------------------------------------------------ Keras
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the handle, or take that of another layer on the table."""
+        if self.built:
+            return
+        handle = handle_of(self.table, self.label)
+        handle.check_strategy()
+        handle.bring_rule(self._brought_rule)
+        # Assigned, so that Keras counts it among the weights of each layer on the table.
+        self._handle, self.rows = handle, handle.variable
+        if not self.trainable:
+            handle.variable.trainable = False
+        saving.refuse_get_weights(self)
+        self.built = True
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return which ids are not 0, with ``mask_zero=True``; otherwise None."""
+        return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
+
+    # ------------------------------------------------------------ saving
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain data."""
+        return {**super().get_config(), **configs.config_of(self, self._config)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Make a layer of what `get_config` returned."""
+        return configs.layer_of(cls, config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Store which rows of the table are meant; rows themselves never."""
+        saving.save_own_variables(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Have a table on disk go to the commit that was stored."""
+        saving.load_own_variables(self, store)
+
+    def save_assets(self, dir_path: str) -> None:
+        """Write the rows of a table in RAM."""
+        saving.save_assets(self, dir_path)
+
+    def load_assets(self, dir_path: str | None) -> None:
+        """Read the rows of a table in RAM."""
+        saving.load_assets(self, dir_path)

@@ -1,0 +1,201 @@
+"""`load_model`, and the tables that layers get while Keras loads a model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import weakref
+import zipfile
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import h5py
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+
+from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
+from embedrock.fronts.arguments import make_table
+from embedrock.fronts.references import is_reference
+from embedrock.initializers import FromArray, Initializer
+from embedrock.keras.saving import KEY
+from embedrock.table import Table, open_table
+
+Relocate = Mapping[str, str] | Callable[[str], str]
+
+
+class _Loading(NamedTuple):
+    """What `load_model` was asked for, and how tables of the file are to be opened.
+
+    Attributes:
+        mode: "w", or "r" for snapshots.
+        where: the path of a table now, of its path then.
+        commits: of each path then.
+    """
+
+    mode: str
+    where: Callable[[str], str]
+    commits: Mapping[str, int]
+
+
+_loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
+
+# Tables of layers, so that a model that is loaded shares those that are open.
+_tables: weakref.WeakSet[Table] = weakref.WeakSet()
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_objects: Mapping[str, Any] | None = None,
+    *,
+    mode: str = "w",
+    relocate: Relocate | None = None,
+    **more: Any,
+) -> Any:
+    """Load a ``.keras`` as `keras.models.load_model` does, with tables that lie elsewhere now, or as snapshots.
+
+    `keras.models.load_model` is enough where tables on disk are where they were and may go back to the commit that
+    the file refers to: no commit is lost, but what comes next goes on from there.
+
+    Args:
+        filepath, custom_objects, more: as of Keras'.
+        mode: "r" opens snapshots of the tables on disk, as of the file's commits. It reads while others train, in
+            this process or another, and cannot be trained.
+        relocate: where tables on disk lie now: {old path: new path}, or a function of the old path.
+
+    Raises:
+        ArgumentError: `relocate` has a path that the file does not refer to, or a commit is no longer there.
+        TableLockedError: a table is open for writing elsewhere, and the mode is "w".
+    """
+    if mode not in ("w", "r"):
+        raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
+    found = {state["path"]: state["commit"] for state in references_in(filepath)}
+    token = _loading.set(_Loading(mode, _as_function(relocate, list(found)), found))
+    try:
+        return keras.models.load_model(filepath, custom_objects, **more)
+    finally:
+        _loading.reset(token)
+
+
+def references_in(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the references to tables on disk in a ``.keras`` or ``.weights.h5``."""
+    if str(file).endswith(".keras"):
+        with zipfile.ZipFile(file) as archive, archive.open("model.weights.h5") as inner:
+            return _references_in(inner)
+    return _references_in(file)
+
+
+def _references_in(file: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and name.rsplit("/", 1)[-1] == KEY:
+            content = json.loads(bytes(np.asarray(item)))
+            found.extend([content] if is_reference(content) else [])
+
+    with h5py.File(file, "r") as opened:
+        opened.visititems(visit)
+    return found
+
+
+def _as_function(relocate: Relocate | None, old_paths: list[str]) -> Callable[[str], str]:
+    if relocate is None:
+        return lambda path: path
+    if not isinstance(relocate, Mapping):
+        return relocate
+    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
+    if unknown := by_place.keys() - set(old_paths):
+        raise ArgumentError(
+            f"`relocate` of erk.load_model must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "
+            f"got {', '.join(sorted(unknown))}."
+        )
+    return lambda path: by_place.get(path, path)
+
+
+# ---------------------------------------------------------------- tables of layers that are loaded
+
+
+def scope() -> dict[Any, Any] | None:
+    """Return what all objects of a model that is being saved or loaded share; None where none is."""
+    return global_state.get_global_attribute("shared_objects/id_to_obj_map")
+
+
+def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
+    """Return the table at a path, for a layer of a model that is being loaded, and whether another model has it too.
+
+    Args:
+        path: at which the table was when the model was saved.
+        options: with which it is opened: arguments of `Table`.
+    """
+    loading, shared = _loading.get(), scope()
+    assert shared is not None  # a model is being loaded
+    asked = os.path.abspath(path)
+    if (KEY, asked) not in shared:
+        now = moved(asked)
+        if not os.path.isdir(os.path.join(now, "manifest")):
+            raise ArgumentError(
+                f"there is no table at {now!r}, to which the file refers. If it was moved, load the model by "
+                f"erk.load_model(file, relocate={{{asked!r}: new path}})."
+            )
+        if loading is not None and loading.mode == "r":
+            shared[KEY, asked] = snapshot(now, loading.commits.get(asked), options), False
+        else:
+            table = _open_in_this_process(now)
+            shared[KEY, asked] = (made({**options, "path": now}), False) if table is None else (table, True)
+    return shared[KEY, asked]
+
+
+def snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Table:
+    """Open a table for reading, as of a commit."""
+    names = ("memory", "on_nonfinite", "policy", "name", *["init"] * is_from_array(options["init"]))
+    return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
+
+
+def made(options: Mapping[str, Any]) -> Table:
+    """Return a new table, or the one that there is at its path; of that, tell where it goes on."""
+    return make_table(options["rows"], options["dim"], {k: v for k, v in options.items() if k not in ("rows", "dim")})
+
+
+def moved(path: str) -> str:
+    """Return where the table of a file that is being loaded lies now."""
+    loading = _loading.get()
+    return path if loading is None else os.path.abspath(loading.where(path))
+
+
+def is_from_array(init: Any) -> bool:
+    """Tell whether first values come from an array."""
+    return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
+
+
+def _open_in_this_process(path: str) -> Table | None:
+    """Return the writer of a table that layers of this process have."""
+    table = next((table for table in list(_tables) if table.path == path and _is_open(table)), None)
+    if table is None or not table.uncommitted:
+        return table
+    del table  # perhaps nobody has it any more: models are cycles, which are collected late
+    gc.collect()
+    return next((table for table in list(_tables) if table.path == path and _is_open(table)), None)
+
+
+def _is_open(table: Table) -> bool:
+    try:
+        return table.mode == "w" and table.stats() is not None
+    except EmbedrockError:
+        return False
+
+
+def check_not_copied(path: str, label: str) -> None:
+    """Raise an error where a layer is copied whose table on disk is open: a copy has rows of its own."""
+    if _open_in_this_process(os.path.abspath(path)) is not None:
+        raise UnsupportedError(
+            f"{label} cannot be copied (clone_model, from_config): its table on disk at {path!r} is open, and a copy "
+            "needs one of its own. To share the rows, or to give the copy others, pass clone_function to clone_model: "
+            "lambda layer: erk.Embedding(layer.table) or erk.Embedding(..., path=another one) for these layers."
+        )
+
+
+def remember(table: Table) -> None:
+    """Note that a layer has a table."""
+    _tables.add(table)

@@ -1,0 +1,224 @@
+"""`prefetch` for `tf.data`: rows that coming batches need are brought up from disk while others are trained on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
+from embedrock.keras.layer import RowLayer
+from embedrock.keras.lookup import checked_ids
+from embedrock.keras.spans import span
+from embedrock.prefetch import Ticket
+from embedrock.sizes import format_bytes
+from embedrock.table import Table
+
+EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
+# Global batches that `experimental_distribute_dataset`, and so `fit`, takes ahead of the step under a strategy of
+# several replicas: one in its own prefetch, two in its iterator (seen with TensorFlow 2.21).
+STRATEGY_AHEAD = 3
+
+
+def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]], depth: int = 2) -> tf.data.Dataset:
+    """Return `dataset` with the rows that its next batches need read from disk ahead of time.
+
+    Its batches are the same, and so is every bit of what is trained on them: values of rows are still looked up in the
+    step. `fit`, `evaluate` and `predict` take it, and so do loops of one's own, with or without a
+    `tf.distribute.MirroredStrategy`. It prefetches the batches as well: call it last. For tables in RAM it does only
+    that.
+
+    Args:
+        dataset: of batches.
+        ids_of: for each layer (or table), a function that returns the ids that a batch looks up in it: a dense, ragged
+            or sparse tensor of integers, or a list, tuple or dict of these. It is traced, and called with what a
+            function for `Dataset.map` is called with. Ids that it leaves out are read when they are looked up.
+        depth: how many batches to look ahead; the cache must hold the rows of ``depth + 1`` global batches, of
+            ``depth + 4`` where a strategy has several replicas. 0: not at all.
+
+    Raises:
+        ArgumentError: an argument that cannot work.
+        IdTypeError: a function returns something else than integers.
+        UnsupportedError: it is called inside of a `tf.function`.
+
+    The loop gets a TensorFlow error with the text of a `CacheTooSmallError` where the tables' `memory` cannot hold the
+    rows of so many batches.
+
+    Example:
+        >>> import numpy as np, tensorflow as tf, embedrock.keras as erk
+        >>> emb = erk.Embedding(10**9, 4)
+        >>> dataset = tf.data.Dataset.from_tensor_slices({"user": np.arange(6)}).batch(3)
+        >>> [tuple(emb(x["user"]).shape) for x in erk.prefetch(dataset, {emb: lambda x: x["user"]})]
+        [(3, 4), (3, 4)]
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ArgumentError(f"`dataset` of erk.prefetch must be a tf.data.Dataset: got {dataset!r}.")
+    asked = _by_table(ids_of)
+    if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
+        raise ArgumentError(f"`depth` of erk.prefetch must be a whole number of batches, 0 or more: got {depth!r}.")
+    if not tf.executing_eagerly():
+        raise UnsupportedError(
+            "erk.prefetch must be called outside of tf.function. Pass it the dataset as an argument."
+        )
+    if depth == 0:
+        return dataset
+    on_disk = {table: part for table, part in asked.items() if table.is_on_disk}
+    return _ahead(dataset, on_disk, operator.index(depth)) if on_disk else dataset.prefetch(depth)
+
+
+class _Asked(NamedTuple):
+    """A layer (or table), and what gives the ids that a batch looks up in it."""
+
+    layer: Any
+    ids_of: Callable[..., Any]
+
+    @property
+    def label(self) -> str:
+        return self.layer.label if isinstance(self.layer, RowLayer) else repr(self.layer)
+
+    @property
+    def has_replicas(self) -> bool:
+        return isinstance(self.layer, RowLayer) and self.layer.built and len(self.layer.handle.cells()) > 1
+
+
+def _by_table(ids_of: Any) -> dict[Table, list[_Asked]]:
+    if not isinstance(ids_of, Mapping) or not ids_of:
+        raise ArgumentError(
+            f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {ids_of!r}. {EXAMPLE}"
+        )
+    by_table: dict[Table, list[_Asked]] = {}
+    for layer, function in ids_of.items():
+        if not isinstance(layer, RowLayer | Table):
+            raise ArgumentError(
+                f"`ids_of` of erk.prefetch must have layers of Embedrock's as its keys: got {layer!r}. {EXAMPLE}"
+            )
+        if not callable(function):
+            raise ArgumentError(
+                f"`ids_of` of erk.prefetch must have functions of a batch as its values: got {function!r}. {EXAMPLE}"
+            )
+        table = layer if isinstance(layer, Table) else layer.table
+        by_table.setdefault(table, []).append(_Asked(layer, function))
+    return by_table
+
+
+def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_Asked]], depth: int) -> tf.data.Dataset:
+    """Return `dataset`, of which `depth` batches wait for the loop with their rows in the caches of these tables."""
+    passes = _Passes(asked, depth)
+
+    @tf.autograph.experimental.do_not_convert  # so that errors keep their class
+    def begin(number: tf.Tensor) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
+        def bring(*batch: Any) -> Any:
+            ids = [_joined(part, batch) for part in asked.values()]
+            tf.numpy_function(passes.bring, [number, *ids], [])
+            return batch if isinstance(dataset.element_spec, tuple) else batch[0]
+
+        return dataset.map(bring).prefetch(depth)
+
+    # A generator of one number for each pass through the dataset, which TensorFlow closes when the pass has handed out
+    # its last batch, or its iterator is gone: by a break, an error, or at the end of an epoch.
+    numbers = tf.data.Dataset.from_generator(passes.open, output_signature=tf.TensorSpec((), tf.int64))
+    made = numbers.flat_map(begin)  # pyright: ignore[reportArgumentType]  # it takes a generator for its numbers
+    if dataset.cardinality() != tf.data.UNKNOWN_CARDINALITY:
+        made = made.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False  # it would go further ahead than was asked for
+    return made.with_options(dataset.options().merge(options))
+
+
+def _joined(asked: Sequence[_Asked], batch: tuple[Any, ...]) -> tf.Tensor:
+    """Return the ids, int64 (n,), that a batch looks up in one table."""
+    parts = []
+    for one in asked:
+        for ids in tf.nest.flatten(tf.function(one.ids_of)(*batch)):
+            flat = tf.reshape(checked_ids(_values(ids), one.label), [-1])
+            parts.append(tf.cast(flat, tf.int64))
+    return tf.concat(parts, 0)
+
+
+def _values(ids: Any) -> Any:
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.flat_values
+    return ids.values if isinstance(ids, tf.SparseTensor) else ids
+
+
+class _Brought(NamedTuple):
+    """The rows of one batch: ids and tickets, by table."""
+
+    ids: list[np.ndarray]
+    tickets: list[Ticket]
+
+
+class _Passes:
+    """The passes through a dataset that are under way, and the rows that each of them keeps in the caches.
+
+    A pass keeps the rows of the batch that the loop has, and of those after it. It counts: `depth` batches wait, so
+    when the next one is asked for, the one that came ``depth + 1`` before it is done with.
+    """
+
+    def __init__(self, asked: dict[Table, list[_Asked]], depth: int) -> None:
+        self._asked, self._depth = asked, depth
+        self._numbers = itertools.count()
+        self._windows: dict[int, deque[_Brought]] = {}
+
+    def open(self) -> Iterator[int]:
+        """Yield the number of a new pass; when closed, let its rows go."""
+        number = next(self._numbers)
+        self._windows[number] = deque()
+        try:
+            yield number
+        finally:
+            # In a thread of its own: garbage collection may end a pass inside of a call that holds a table.
+            with contextlib.suppress(RuntimeError):  # Python is ending, and the tables with it
+                threading.Thread(target=_release, args=(self._windows.pop(number),), daemon=True).start()
+
+    def bring(self, number: np.ndarray, *ids: np.ndarray) -> None:
+        """Bring up the rows of a batch.
+
+        Args:
+            number: of the pass.
+            ids: (n,) for each table.
+        """
+        window = self._windows[int(number)]
+        while len(window) >= self._size:
+            _release([window.popleft()])
+        brought = _Brought([part.copy() for part in ids], [])  # TensorFlow will use their memory again
+        window.append(brought)
+        with span("fetch", len(ids)):
+            for table, part in zip(self._asked, brought.ids, strict=True):
+                try:
+                    brought.tickets.append(table.bring(part))
+                except IdError:
+                    return  # of which the layer will tell when it looks them up
+                except CacheTooSmallError as error:
+                    raise self._explained(error, window) from error
+
+    @property
+    def _size(self) -> int:
+        """How many batches a pass keeps the rows of."""
+        several = any(one.has_replicas for asked in self._asked.values() for one in asked)
+        return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
+
+    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought]) -> CacheTooSmallError:
+        """Say how much memory the batches of a window need of the table that could not bring up the last one's rows."""
+        which = len(window[-1].tickets)
+        rows = len(np.unique(np.concatenate([brought.ids[which] for brought in window])))
+        memory = list(self._asked)[which].memory_for(rows)
+        return CacheTooSmallError(
+            f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
+            f"once, here {rows} rows of {len(window)}: memory={format_bytes(memory)} ({memory} bytes) is enough for "
+            "them, and a lower `depth` needs less."
+        )
+
+
+def _release(window: Sequence[_Brought]) -> None:
+    for brought in window:
+        for ticket in brought.tickets:
+            ticket.release()

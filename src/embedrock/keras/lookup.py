@@ -1,0 +1,249 @@
+"""Rows out of tables as tensors, and their gradients back to the tables' handles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.gradients import RowGradients
+from embedrock.keras.handle import Handle
+from embedrock.keras.pending import SLOTS
+from embedrock.keras.readings import Group, Request, groups_of
+from embedrock.keras.serving import is_serving, serving_table
+from embedrock.keras.spans import span
+from embedrock.keras.tickets import TICKETS
+
+ID_DTYPES = (tf.int32, tf.int64)
+SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
+
+
+class Place:
+    """A place in a program where rows are looked up, all of them in one call of the host.
+
+    It is made when the program is traced, once for each replica; what the host does there runs in `look_up` and
+    `sum_gradients`. Requests of one table are planned together.
+
+    Attributes:
+        handles: of the tables.
+        trained: those whose rows get gradients.
+        groups: what is planned together.
+    """
+
+    _count = 0
+
+    def __init__(self, requests: Sequence[Request], keep: bool) -> None:
+        Place._count += 1
+        self._number, self._keep = Place._count, keep
+        self.handles = list(dict.fromkeys(request.handle for request in requests))
+        self.trained = [handle for handle in self.handles if handle.variable.trainable]
+        self.groups = groups_of(requests)
+        # Without their tensors, which would live as long as the program.
+        self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
+
+    def look_up(self, replica: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
+        """Return a ticket, the rows or bags of each request, and what groups have saved for the backward pass.
+
+        Args:
+            replica: which one asks.
+            inputs: the handles' values, and the parts of the requests.
+        """
+        values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
+        with span("lookup", len(self.handles)):
+            for handle, value in zip(self.handles, values, strict=True):
+                handle.check_untouched(value)
+                if self._keep and handle in self.trained:
+                    handle.pending.begin_forward(int(replica))
+            rows: list[Any] = [None] * len(requests)
+            plans, kept = [], []
+            for group in self.groups:
+                plan = group.plan(requests) if self._keep or group.pools else None
+                found, saved = group.read(requests, plan)
+                for k, part in zip(group.which, found, strict=True):
+                    rows[k] = part
+                plans.append(plan)
+                kept += [saved] if group.saves else []
+            ticket = TICKETS.issue(plans if self._keep else [])
+        return [np.asarray(ticket, np.int64), *rows, *kept]
+
+    def sum_gradients(self, replica: np.ndarray, ticket: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
+        """Sum gradients by row; return the gradient of each trained handle, and of the weights of each request.
+
+        Args:
+            replica: whose they are.
+            ticket: that the lookup returned.
+            inputs: the parts of the requests, what groups have saved, and the gradients of the rows and bags.
+        """
+        count = len(self._requests)
+        requests, saved, grads = self._filled(inputs), iter(inputs[self._parts : -count]), inputs[-count:]
+        plans = TICKETS.use(int(ticket), self.handles[0].label) or [group.plan(requests) for group in self.groups]
+        by_handle: dict[Handle, list[RowGradients]] = {handle: [] for handle in self.handles}
+        of_weights: dict[int, np.ndarray] = {}
+        with span("sum", len(self.handles)):
+            for group, plan in zip(self.groups, plans, strict=True):
+                kept = next(saved) if group.saves else None
+                summed, weights = group.sum_gradients(requests, plan, grads, kept)
+                by_handle[group.handle].append(summed)
+                weighted = [k for k in group.which if requests[k].weights is not None]
+                of_weights.update(zip(weighted, weights, strict=True))
+            vectors = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
+        return [*vectors, *(of_weights[k] for k in sorted(of_weights))]
+
+    @property
+    def _parts(self) -> int:
+        return sum(len(request.parts()) for request in self._requests)
+
+    def _filled(self, inputs: Sequence[np.ndarray]) -> list[Request]:
+        parts = iter(inputs)
+        return [request.of(parts) for request in self._requests]
+
+    def _add(self, handle: Handle, replica: int, grads: list[RowGradients]) -> np.ndarray:
+        slot, number = handle.pending.add(replica, self._number, functools.reduce(RowGradients.merge, grads))
+        vector = np.zeros(SLOTS, np.float32)
+        vector[slot] = number
+        return vector
+
+
+def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:
+    """Look up the rows of several inputs, of one table or of several, in one call of the host.
+
+    Args:
+        requests: what to look up.
+        training: False where gradients are not expected; they are right in either case.
+
+    Returns:
+        What each asked for: rows, float32 ``ids.shape + (dim,)``, or bags, (bags, dim).
+    """
+    if is_serving():
+        return [_served(request) for request in requests]
+    for request in requests:
+        request.handle.check_strategy()
+    place, replica = Place(requests, keep=training is not False), _replica()
+    # What a gradient goes to: handles, whose value tells nothing, and weights.
+    values = [tf.convert_to_tensor(handle.variable.value) for handle in place.handles]
+    values = [v if h in place.trained else tf.stop_gradient(v) for h, v in zip(place.handles, values, strict=True)]
+    weights = [request.weights for request in requests if request.weights is not None]
+    parts = [part for request in requests for part in request.parts()]
+
+    def summed(ticket: tf.Tensor, kept: list[tf.Tensor], *grads: tf.Tensor) -> list[tf.Tensor]:
+        inputs, kinds = [replica, ticket, *parts, *kept, *grads], [tf.float32] * (len(place.trained) + len(weights))
+        # Stateful: they come one after the other, in the order of the program. (A single output comes without its list
+        # when there is no graph.)
+        return tf.nest.flatten(tf.numpy_function(place.sum_gradients, inputs, kinds, name=NAME))
+
+    @tf.custom_gradient
+    def rows_of(*values_and_weights: tf.Tensor) -> Any:
+        inputs = [replica, *values_and_weights[: len(values)], *parts]
+        kinds = [tf.int64] + [tf.float32] * len(requests) + [_kept(group) for group in place.groups if group.saves]
+        # Stateless, so that those of several replicas, or places, need not wait for each other.
+        ticket, *found = tf.numpy_function(place.look_up, inputs, kinds, stateful=False, name=NAME)
+        rows, kept = found[: len(requests)], found[len(requests) :]
+        for request, out in zip(requests, rows, strict=True):
+            out.set_shape(_shape(request))
+
+        def gradient(*grads: tf.Tensor) -> list[tf.Tensor | None]:
+            found = _once_differentiable(functools.partial(summed, ticket, kept), place.handles[0].label)(*grads)
+            vectors = dict(zip(place.trained, found, strict=False))
+            for vector in vectors.values():
+                vector.set_shape([SLOTS])
+            for weight, out in zip(weights, found[len(vectors) :], strict=True):
+                out.set_shape(weight.shape)
+            return [*(vectors.get(handle) for handle in place.handles), *found[len(vectors) :]]
+
+        return rows, gradient
+
+    rows = rows_of(*values, *weights)
+    _before_next_step(place.handles, rows)
+    return rows
+
+
+# XLA names the operation that it cannot compile.
+NAME = "embedrock_rows_need_jit_compile_False"
+
+
+def _shape(request: Request) -> list[int | None]:
+    """Return the shape of what a request asks for, as far as it is known."""
+    dim = request.handle.table.dim
+    if request.offsets is None:
+        return [*request.ids.shape, dim]
+    ends = request.offsets.shape[0]
+    return [None if ends is None else ends - 1, dim]
+
+
+def _kept(group: Group) -> tf.DType:
+    return tf.int32 if group.is_max else tf.float32
+
+
+def _served(request: Request) -> tf.Tensor:
+    """Return what a request asks for by TensorFlow's own operations, for a program that other processes run."""
+    rows = serving_table(request.handle.table)(request.ids)
+    if request.offsets is None:
+        return rows
+    if request.weights is not None:
+        rows *= request.weights[:, tf.newaxis]
+    bags: Any = tf.RaggedTensor
+    bags = bags.from_row_splits(rows, request.offsets, validate=False)
+    if not request.is_max:
+        return tf.reduce_sum(bags, axis=1)
+    is_empty = tf.equal(bags.row_lengths(), 0)[:, tf.newaxis]
+    return tf.where(is_empty, 0.0, tf.reduce_max(bags, axis=1))
+
+
+def _once_differentiable(function: Callable[..., list[tf.Tensor]], label: str) -> Callable[..., Any]:
+    """Return a function of tensors that cannot be differentiated."""
+
+    def refuse(*grads: tf.Tensor) -> NoReturn:
+        raise UnsupportedError(
+            f"the gradient of rows of {label} cannot be differentiated again: it is a number for the norm of gradients "
+            "that wait in the table. Differentiate with respect to the layer's output instead."
+        )
+
+    return tf.custom_gradient(lambda *inputs: (function(*inputs), refuse))
+
+
+def _replica() -> tf.Tensor:
+    """Return the number of the replica that is running. Without any (a symbolic build) nothing is trained."""
+    context = tf.distribute.get_replica_context()
+    return tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
+
+
+def _before_next_step(handles: list[Handle], rows: list[tf.Tensor]) -> None:
+    """Have steps that come later in the program wait for a lookup, even if they use nothing of it.
+
+    TensorFlow lets no write to a variable overtake a read of it, and a step writes to the handle.
+    """
+    if not tf.executing_eagerly() and tf.distribute.get_replica_context() is not None:
+        with tf.control_dependencies(rows):
+            for handle in handles:
+                tf.raw_ops.ReadVariableOp(resource=handle.variable.value.handle, dtype=tf.float32)
+
+
+def checked_ids(ids: Any, label: str) -> tf.Tensor:
+    """Return ids as a tensor.
+
+    Raises:
+        IdTypeError: they are not int32 or int64.
+    """
+    tensor = tf.convert_to_tensor(ids)
+    if tensor.dtype in SMALL_DTYPES:
+        return tf.cast(tensor, tf.int32)
+    if tensor.dtype == tf.uint32:
+        return tf.cast(tensor, tf.int64)
+    check_id_dtype(tensor.dtype, label)
+    return tensor
+
+
+def check_id_dtype(dtype: Any, label: str) -> None:
+    """Raise `IdTypeError` unless ids of a dtype, that of a tensor or of a `keras.KerasTensor`, can be looked up."""
+    dtype = tf.as_dtype(dtype)
+    if dtype not in (*ID_DTYPES, *SMALL_DTYPES, tf.uint32):
+        remedy = (
+            "Put a keras.layers.StringLookup or Hashing before it"
+            if dtype == tf.string
+            else 'Declare the input so, keras.Input(shape, dtype="int64"), or cast it'
+        )
+        raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {dtype.name}. {remedy}.")

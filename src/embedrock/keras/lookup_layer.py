@@ -1,0 +1,118 @@
+"""`LookupLayer`: how layers ask for what they read of tables, and what they make of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, IdTypeError
+from embedrock.keras.layer import RowLayer
+from embedrock.keras.lookup import check_id_dtype
+from embedrock.keras.pretrained import pretrained_options
+from embedrock.keras.readings import Request
+
+
+class UndeclaredIdsError(IdTypeError, NotImplementedError):
+    """An input of a model that is declared to be floats or strings.
+
+    A `keras.Sequential` without an Input declares one itself, of floats, and rounds ids to them; unless it cannot tell
+    shapes, which `NotImplementedError` says: then the ids come as they are.
+    """
+
+
+class LookupLayer(RowLayer):
+    """A layer that asks for something of each of its inputs: one tensor, or a list, tuple or dict of several.
+
+    So that layers can be looked up together, `ask_all` and `answer_all` are the two halves of a call.
+    """
+
+    @classmethod
+    def from_pretrained(
+        cls, weights: Any, trainable: bool = False, *, dtype: Any = None, rule: Any = None, **options: Any
+    ) -> Any:
+        """Make a layer whose rows start as those of `weights`, which are never copied: rows are read when needed.
+
+        Args:
+            weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which
+                stays on disk. It must not change while the layer is used.
+            trainable: whether rows are trained. Those that were are kept by the table, not written to `weights`.
+            dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
+            rule: how rows are stepped, as in the layer itself.
+            options: path, memory, policy, keep, directory and on_nonfinite, as in the layer itself, and all other
+                arguments of the layer.
+
+        Raises:
+            ArgumentError: `weights` are no such thing.
+
+        Example:
+            >>> import numpy as np, embedrock.keras as erk
+            >>> erk.Embedding.from_pretrained(np.eye(3, dtype="float32"))(np.array([[2]])).numpy()
+            array([[[0., 0., 1.]]], dtype=float32)
+        """
+        table, more = pretrained_options(f"erk.{cls.__name__}", weights, dtype, options)
+        make: Any = cls  # of one of the layers
+        return make(table, trainable=trainable, rule=rule, **more)
+
+    # ------------------------------------------------------------ one input
+
+    @abstractmethod
+    def ask(self, ids: Any, weights: Any) -> Request:
+        """Return what is asked for one input."""
+
+    @abstractmethod
+    def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
+        """Return what becomes of what was found for one input."""
+
+    @abstractmethod
+    def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Return the shape of the output for an input of a shape."""
+
+    @abstractmethod
+    def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
+        """Return how many dimensions of the output are ragged: 0 for a dense one, None if that is not known."""
+
+    # ------------------------------------------------------------ any inputs
+
+    def ask_all(self, inputs: Any, weights: Any = None) -> list[Request]:
+        """Return what is asked for all inputs."""
+        parts = keras.tree.flatten(inputs)
+        factors = [None] * len(parts) if weights is None else keras.tree.flatten(weights)
+        if len(factors) != len(parts):
+            raise ArgumentError(
+                f"`weights` of {self.label} must have the structure of the ids, {len(parts)} tensors: got "
+                f"{len(factors)}."
+            )
+        return [self.ask(part, factor) for part, factor in zip(parts, factors, strict=True)]
+
+    def answer_all(self, inputs: Any, requests: list[Request], found: list[tf.Tensor]) -> Any:
+        """Return what becomes of what was found, in the structure of the inputs."""
+        parts = zip(keras.tree.flatten(inputs), requests, found, strict=True)
+        return keras.tree.pack_sequence_as(inputs, [self.answer(*part) for part in parts])
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the shapes of the outputs for inputs of some shapes."""
+        return keras.tree.map_shape_structure(self.answer_shape, input_shape)
+
+    def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the outputs will be for symbolic inputs."""
+        return keras.tree.map_structure(self._output_spec, inputs)
+
+    def _output_spec(self, ids: Any) -> keras.KerasTensor:
+        try:
+            check_id_dtype(ids.dtype, self.label)
+        except IdTypeError as error:
+            raise UndeclaredIdsError(str(error)) from None
+        rank = self.answer_ragged_rank(ids)
+        # Keras' tensors of an unknown ragged rank are ragged, with none.
+        more = {} if rank == 0 else {"ragged": True, "ragged_rank": rank}
+        return keras.KerasTensor(self.answer_shape(tuple(ids.shape)), dtype=self.compute_dtype, **more)
+
+
+def ragged_rank(ids: Any) -> int | None:
+    """Return how many dimensions of a tensor or `keras.KerasTensor` are ragged; None if that is not known."""
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.ragged_rank
+    return ids.ragged_rank if getattr(ids, "ragged", False) else 0

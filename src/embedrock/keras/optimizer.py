@@ -1,0 +1,218 @@
+"""`optimizer`: a Keras optimizer of the user's own class that also steps rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.gradients import RowGradients
+from embedrock.keras.following import FOLLOWED, follow
+from embedrock.keras.handle import Handle, handle_behind
+from embedrock.keras.spans import span
+from embedrock.rules import Rule
+
+PACKAGE = "embedrock"
+
+
+class _Due(NamedTuple):
+    """One table's part in a step."""
+
+    handle: Handle
+    rule: Rule
+    grads: RowGradients
+
+
+class RowOptimizer:
+    """What is added to the class of an optimizer so that it also steps the rows of Embedrock's layers.
+
+    By the time that Keras asks for the update of variables, it has unscaled, accumulated, clipped and reduced their
+    gradients, those of the handles among them. What became of a handle's gradient is done to those of its rows.
+    """
+
+    def build(self: Any, variables: Sequence[Any]) -> None:
+        """Prepare for variables, and take the rows that some of them stand for."""
+        handles = [handle for variable in variables if (handle := handle_behind(variable)) is not None]
+        if handles:
+            self._refuse_for_rows(handles[0].label)
+        super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
+        for handle in handles:
+            handle.bind(self, _rule(self, handle, None))
+
+    def _refuse_for_rows(self: Any, label: str) -> None:
+        if self.use_ema:
+            raise UnsupportedError(
+                f"use_ema=True of {type(self).__name__} cannot go with {label}: an average of all rows would touch "
+                "every row at each step. Leave it out."
+            )
+
+    def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
+        dense = [variable for variable in variables if handle_behind(variable) is None]
+        super()._apply_weight_decay(dense)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _backend_apply_gradients(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        # Keras clips gradients without saying whose they are.
+        self._behind = [handle_behind(variable) for variable in trainable_variables]
+        super()._backend_apply_gradients(grads, trainable_variables)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _clip_gradients(self: Any, grads: Sequence[Any]) -> list[Any]:
+        if self.clipvalue:  # every element of a gradient: the step does that to those of rows
+            clipped = super()._clip_gradients(grads)  # pyright: ignore[reportAttributeAccessIssue]
+            return [c if handle is None else g for c, g, handle in zip(clipped, grads, self._behind, strict=True)]
+        if not (self.clipnorm or self.global_clipnorm):
+            return list(grads)
+        shown = [g if handle is None else _true_norm(g, handle) for g, handle in zip(grads, self._behind, strict=True)]
+        clipped = super()._clip_gradients(shown)  # pyright: ignore[reportAttributeAccessIssue]
+        both = zip(grads, shown, clipped, self._behind, strict=True)
+        return [c if handle is None else _clipped_as(g, s, c) for g, s, c, handle in both]
+
+    def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+        pairs = [(grad, variable, handle_behind(variable)) for grad, variable in grads_and_vars]
+        rows = [(handle, grad) for grad, _, handle in pairs if handle is not None]
+        dense = [(grad, variable) for grad, variable, handle in pairs if handle is None]
+        done = [self._step_rows(distribution, rows, learning_rate)] if rows else []
+        # A step that is refused for the rows' sake is refused as a whole.
+        with tf.control_dependencies(done):
+            super()._distributed_tf_update_step(distribution, dense, learning_rate)  # pyright: ignore
+
+    def _step_rows(self: Any, distribution: Any, rows: list[tuple[Handle, Any]], learning_rate: Any) -> tf.Tensor:
+        """Step the rows of all tables in one call of the host: after all lookups before it, before all after it."""
+
+        def local(value: Any) -> Any:
+            return distribution.experimental_local_results(value)[0]
+
+        lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
+        vectors = [local(grad) for _, grad in rows]
+        step = functools.partial(_step, self, [handle for handle, _ in rows])
+        cells = [cell for handle, _ in rows for cell in handle.cells()]
+        with tf.control_dependencies(_touch(cells)):
+            done = tf.numpy_function(step, [tf.cast(lr, tf.float32), *vectors], tf.int64)
+        with tf.control_dependencies([done]):
+            _touch(cells)
+        return done
+
+
+def _step(optimizer: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
+    """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
+    for handle in handles:
+        if handle.owner is not optimizer:
+            raise ArgumentError(
+                f"the rows of {handle.label} are held by another optimizer, which was built after this "
+                f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
+            )
+    with span("step", len(handles)):
+        due = []
+        for handle, vector in zip(handles, vectors, strict=True):
+            if (grads := handle.take(vector, optimizer.clipvalue)) is not None:
+                due.append(_Due(handle, _rule(optimizer, handle, float(lr)), grads))
+        # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
+        for part in due:
+            if part.grads.is_finite:
+                part.handle.table.check_step(part.grads)
+        for part in sorted(due, key=lambda part: part.grads.is_finite):
+            part.handle.table.step_by(part.rule, part.grads)
+    return np.int64(len(due))
+
+
+def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
+    """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
+
+    Args:
+        lr: the optimizer's learning rate; None where only the layout of records counts.
+    """
+    own = handle.rule
+    if own is None:
+        return follow(optimizer, 1e-3 if lr is None else lr, handle.table.steps + 1)
+    return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+
+
+def _touch(cells: list[Any]) -> list[Any]:
+    """Write to variables what they hold: TensorFlow keeps reads and writes of a variable in the program's order."""
+    zeros = [tf.zeros(cell.shape, cell.dtype) for cell in cells]
+    ops = [
+        tf.raw_ops.AssignAddVariableOp(resource=cell.handle, value=zero)
+        for cell, zero in zip(cells, zeros, strict=True)
+    ]
+    return [op for op in ops if op is not None]  # eager ops return None
+
+
+def _true_norm(vector: tf.Tensor, handle: Handle) -> tf.Tensor:
+    """Return a handle's gradient, scaled so that its norm is that of the sum of what it stands for."""
+
+    def scaled(values: np.ndarray) -> np.ndarray:
+        shown, norm = float(np.linalg.norm(values.astype(np.float64))), handle.pending.norm(values)
+        is_true = not np.isfinite(shown) or shown == 0.0 or abs(norm - shown) <= 1e-6 * shown
+        return values if is_true else (values * (norm / shown)).astype(np.float32)
+
+    out = tf.numpy_function(scaled, [vector], tf.float32)
+    out.set_shape(vector.shape)
+    return out
+
+
+def _clipped_as(vector: tf.Tensor, shown: tf.Tensor, clipped: tf.Tensor) -> tf.Tensor:
+    """Return a vector multiplied by what clipping made of `shown`."""
+    return tf.where(clipped == shown, vector, vector * tf.math.divide_no_nan(clipped, shown))
+
+
+def optimizer(identifier: Any) -> Any:
+    """Return a Keras optimizer that also steps the rows of Embedrock's layers, by its own rule.
+
+    The rows follow its learning rate, schedules, clipping, loss scaling and gradient accumulation. See
+    docs/keras.md for which optimizers there are, and what each does to rows that a batch does not touch.
+
+    Args:
+        identifier: a name ("adam"), a config, or an instance, which becomes such an optimizer itself. A
+            `keras.optimizers.LossScaleOptimizer` has its inner one changed.
+
+    Raises:
+        ArgumentError: it is no optimizer, or one that was used already.
+        UnsupportedError: an optimizer that rows cannot follow. (Give the layers a `rule` then.)
+
+    Example:
+        >>> import embedrock.keras as erk
+        >>> erk.optimizer(keras.optimizers.Adam(1e-3, global_clipnorm=1.0)).name
+        'adam'
+    """
+    made = _get(identifier)
+    inner = getattr(made, "inner_optimizer", made)
+    if isinstance(inner, RowOptimizer):
+        return made
+    if inner.built:
+        raise ArgumentError(
+            f"erk.optimizer must be given an optimizer that was not used yet: got {type(inner).__name__} with "
+            f"{len(inner.variables)} variables. Make a new one, or pass it to erk.optimizer before compile."
+        )
+    object.__setattr__(inner, "__class__", row_class(type(inner)))
+    return made
+
+
+def _get(identifier: Any) -> Any:
+    try:
+        made = keras.optimizers.get(identifier)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
+        ) from error
+    if not isinstance(made, keras.optimizers.Optimizer):
+        raise ArgumentError(
+            f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
+        )
+    return made
+
+
+@functools.cache
+def row_class(base: type) -> Any:
+    """Return the class of optimizers that are of class `base` and also step rows. Keras can save and load it."""
+    made = type(base.__name__, (RowOptimizer, base), {"__doc__": base.__doc__, "__module__": base.__module__})
+    is_keras = base.__module__.startswith("keras.")
+    name = base.__name__ if is_keras else f"{base.__module__}.{base.__qualname__}"
+    return keras.saving.register_keras_serializable(PACKAGE, name)(made)
+
+
+for _kind in FOLLOWED:  # so that a saved model loads once this package is imported
+    row_class(_kind)

@@ -1,0 +1,88 @@
+"""Tables of pretrained weights, which are read where they are, however many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.arguments import TableOptions, make_table
+from embedrock.initializers import FromArray, Initializer
+from embedrock.keras.layer import REFUSED, TABLE_DTYPES
+from embedrock.table import Table
+
+OF_WEIGHTS = {
+    "input_dim": "it is that of the weights. Leave it out",
+    "output_dim": "it is that of the weights. Leave it out",
+    "embeddings_initializer": "rows start as the weights. Leave it out",
+    "seed": "rows start as the weights. Leave it out",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FromBfloat16(Initializer):
+    """Rows that start as those of a bfloat16 array, a dtype that NumPy itself lacks; otherwise as `FromArray`."""
+
+    array: np.ndarray
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        """Write the rows `ids` to `out`."""
+        order = np.argsort(ids)
+        out[order] = self.array[ids[order]]
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as plain data: it cannot be made from that, as `FromArray` cannot."""
+        return {"name": FromArray.__name__, "dtype": "bfloat16", "shape": list(self.array.shape)}
+
+    def __repr__(self) -> str:
+        return f"FromBfloat16(array=<bfloat16 {self.array.shape}>)"
+
+
+def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, Any]) -> tuple[Table, dict[str, Any]]:
+    """Return a table whose rows are read from `weights` when they are needed, and the layer's other arguments.
+
+    Args:
+        layer: its name, such as "erk.Embedding", for error messages.
+        weights: an array or a tensor, (rows, dim).
+        dtype: of the layer; None for that of `weights`.
+        options: all other arguments, the table's among them.
+    """
+    for name in options:
+        if remedy := (REFUSED | OF_WEIGHTS).get(name):
+            raise UnsupportedError(f"`{name}` of {layer}.from_pretrained: {remedy}.")
+    array = _array(weights)
+    if getattr(array, "ndim", None) != 2:
+        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
+        raise ArgumentError(f"`weights` of {layer} must be a 2-D array or tensor (rows, dim): got {got}.")
+    native = array.dtype.name
+    policy = None if dtype is None else keras.dtype_policies.get(dtype)
+    stored = native if policy is None else policy.variable_dtype
+    if stored not in TABLE_DTYPES:
+        raise ArgumentError(
+            f"`weights` of {layer} are {native}, which a table cannot hold. Pass dtype='float32' to have rows "
+            "converted when they are read."
+        )
+    if policy is None and native != keras.config.dtype_policy().variable_dtype:
+        policy = keras.DTypePolicy(native)
+    of_table = {name: options[name] for name in options if name in TableOptions._fields and name != "name"}
+    init = FromBfloat16(array) if native == "bfloat16" else FromArray(array)
+    rows, dim = array.shape
+    table = make_table(rows, dim, {**of_table, "init": init, "dtype": stored, "name": options.get("name")})
+    return table, {"dtype": policy, **{name: value for name, value in options.items() if name not in of_table}}
+
+
+def _array(weights: Any) -> Any:
+    """Return a tensor's values as an array, without a copy where it is in RAM; anything else as it is."""
+    if isinstance(weights, keras.Variable):
+        weights = weights.value
+    if isinstance(weights, tf.Variable):
+        weights = weights.read_value()
+    if isinstance(weights, tf.Tensor):
+        # tensor.numpy() copies; no other way to bfloat16 has a dtype.
+        viewed: Any = weights
+        return weights.numpy() if weights.dtype == tf.bfloat16 else np.asarray(memoryview(viewed))
+    return weights

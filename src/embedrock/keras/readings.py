@@ -1,0 +1,168 @@
+"""What one lookup reads of tables, on the host: rows, and rows pooled into bags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+from embedrock.fronts.pooling import Bags, pool, unpool, weight_grads
+from embedrock.gradients import RowGradients
+from embedrock.keras.handle import Handle
+from embedrock.plan import Plan
+
+
+class Request(NamedTuple):
+    """One input of a lookup: tensors in a program, arrays on the host.
+
+    Attributes:
+        handle: of the table.
+        ids: int32 or int64; of any shape, or (n,) where rows are pooled.
+        offsets: int64 (bags + 1,): bag b holds the ids ``offsets[b]`` to ``offsets[b + 1]``, and the last bag ends at
+            n. None for the rows themselves.
+        weights: float32 (n,), by which the rows of bags are multiplied; None for ones.
+        is_max: pool by the largest values of each column instead of sums. It goes without weights.
+    """
+
+    handle: Handle
+    ids: Any
+    offsets: Any = None
+    weights: Any = None
+    is_max: bool = False
+
+    def parts(self) -> list[Any]:
+        """Return what goes to the host, in order."""
+        return [part for part in self[1:4] if part is not None]
+
+    def of(self, parts: Iterator[Any]) -> Request:
+        """Return a request like this one of other tensors or arrays, as `parts` returned them."""
+        ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
+        return Request(self.handle, ids, offsets, weights, self.is_max)
+
+
+class Group:
+    """Requests of a lookup that share a plan: all those of one table, but for maxima, which have a plan of their own.
+
+    Where some of them are bags, rows that are asked for themselves are bags of one.
+
+    Attributes:
+        handle: of the table.
+        which: the places of its requests in the lookup.
+        is_max: as in `Request`.
+        pools: whether any of them are bags.
+        saves: whether a backward pass needs an array of its forward pass besides the plan.
+    """
+
+    def __init__(self, requests: Sequence[Request], which: Sequence[int]) -> None:
+        mine = [requests[k] for k in which]
+        self.handle, self.which, self.is_max = mine[0].handle, list(which), mine[0].is_max
+        self.pools = any(request.offsets is not None for request in mine)
+        self.saves = self.is_max or any(request.weights is not None for request in mine)
+
+    def ids(self, requests: Sequence[Request]) -> np.ndarray:
+        """Return the ids of all its requests (n,), given those of the lookup."""
+        return _joined([requests[k].ids.reshape(-1) for k in self.which])
+
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        """Plan all its requests."""
+        return self.handle.table.plan(self.ids(requests))
+
+    def read(self, requests: Sequence[Request], plan: Plan | None) -> tuple[list[np.ndarray], np.ndarray | None]:
+        """Read, and pool.
+
+        Args:
+            requests: of the lookup.
+            plan: of its own ones; None where they pool nothing, and get no gradients.
+
+        Returns:
+            The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
+            rows, or the places of maxima.
+        """
+        table = self.handle.table
+        if not self.pools:
+            found = table.lookup(self.ids(requests)) if plan is None else table.read(plan)
+            return self._split(found, requests), None
+        assert plan is not None  # the caller plans all that is pooled
+        rows = table.read_rows(plan)
+        bags, weights = self._bags(requests, plan)
+        out, trace = pool(rows, weights, bags)
+        return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
+
+    def sum_gradients(
+        self, requests: Sequence[Request], plan: Plan, grads: Sequence[np.ndarray], saved: np.ndarray | None
+    ) -> tuple[RowGradients, list[np.ndarray]]:
+        """Sum the gradients of all that was read.
+
+        Args:
+            requests: of the lookup.
+            plan: of its own ones.
+            grads: of the rows and bags of the lookup.
+            saved: as `read` returned it.
+
+        Returns:
+            The gradients of the rows, and of the weights of those requests that have any.
+        """
+        flat = _joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
+        if not self.pools:
+            return self.handle.table.sum(plan, flat), []
+        bags, weights = self._bags(requests, plan)
+        trace = saved if self.is_max and saved is not None else np.ones(len(flat), np.float32)
+        summed = unpool(flat, weights, bags, trace)
+        if weights is None or saved is None:
+            return summed, []
+        of_positions = _cut(weight_grads(flat, saved, bags), [requests[k].ids.size for k in self.which])
+        weighted = [requests[k].weights is not None for k in self.which]
+        return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
+
+    def _bags(self, requests: Sequence[Request], plan: Plan) -> tuple[Bags, np.ndarray | None]:
+        """Return the bags of all its requests, one after the other, and the weights of their positions."""
+        mine = [requests[k] for k in self.which]
+        bounds, start = [np.zeros(1, np.int64)], 0
+        for request in mine:
+            bounds.append(start + _ends(request))
+            start += request.ids.size
+        bags = Bags(plan, np.concatenate(bounds), -1, "max" if self.is_max else "sum")
+        if self.is_max or not self.saves:
+            return bags, None
+        return bags, np.concatenate([_weights(request) for request in mine])
+
+    def _split(self, found: np.ndarray, requests: Sequence[Request]) -> list[np.ndarray]:
+        """Return the rows or bags of each request as it wants them shaped."""
+        mine = [requests[k] for k in self.which]
+        shapes = [one.ids.shape if one.offsets is None else (len(one.offsets) - 1,) for one in mine]
+        parts = _cut(found, [int(np.prod(shape)) for shape in shapes])
+        return [part.reshape(*shape, found.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def groups_of(requests: Sequence[Request]) -> list[Group]:
+    """Return requests by what is planned together."""
+    members: dict[tuple[Handle, bool], list[int]] = {}
+    for k, request in enumerate(requests):
+        members.setdefault((request.handle, request.is_max), []).append(k)
+    return [Group(requests, which) for which in members.values()]
+
+
+def _ends(request: Request) -> np.ndarray:
+    """Return where each bag ends, int64; a row is a bag of one."""
+    if request.offsets is None:
+        return np.arange(1, request.ids.size + 1)
+    if request.weights is not None and request.weights.size != request.ids.size:
+        raise ArgumentError(
+            f"`weights` of {request.handle.label} must have one weight for each id: got {request.weights.size} for "
+            f"{request.ids.size} ids. Give them the shape of the ids."
+        )
+    return request.offsets[1:]
+
+
+def _weights(request: Request) -> np.ndarray:
+    return np.ones(request.ids.size, np.float32) if request.weights is None else request.weights
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _cut(whole: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    return np.split(whole, np.cumsum(sizes)[:-1])

@@ -1,0 +1,245 @@
+"""`ServingTable`: the rows of a table as TensorFlow variables, looked up by TensorFlow's own operations.
+
+A SavedModel with these needs no Embedrock, and no Python. While `serving` is active the layers look up in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
+from embedrock.keras.first_values import STORAGES, first_values, is_drawable
+from embedrock.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.table import EXPORT_BATCH_ROWS, Table
+
+WHOLE_BYTES = 256 * 2**20
+ID_BYTES = 16  # of a row that is found by its id: that, and its position
+MAX_FOUND_ROWS = 2**31 - 2  # what TensorFlow's LowerBound searches
+ANY_IDS = tf.TensorSpec(None, tf.int64, "ids")  # pyright: ignore[reportArgumentType]  # of any shape
+
+_serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("_serving", default=None)
+
+
+class ServingTable(tf.Module):
+    """The rows of a table as they are now, as variables of TensorFlow on the CPU: looked up to the same bits.
+
+    Rows are saved in the table's dtype. A table is saved whole where that takes up to `whole_bytes`, or no more than
+    its rows that have records; it must be, where its rows start as those of an array. Of others only the rows that
+    have records are saved, with their ids, and a row that was never stepped has its first value computed when it is
+    asked for: to the same bits, but for results below 1.2e-38, which TensorFlow takes for zero.
+
+    Args:
+        table: it must not change meanwhile. Its rows are read in batches.
+        whole_bytes: in bytes, or as "512MiB".
+
+    Raises:
+        MemoryBudgetError: the variables would not fit this process's memory.
+        UnsupportedError: the table is not saved whole, and has 2**31 or more rows with records, or an initializer of
+            the user's own.
+
+    Example:
+        >>> import embedrock as er, tensorflow as tf
+        >>> served = ServingTable(er.Table(rows=None, dim=4, init=er.Zeros()))
+        >>> served.lookup(tf.constant([7, -7])).shape
+        TensorShape([2, 4])
+        >>> tf.saved_model.save(served, "rows", signatures=served.lookup)
+    """
+
+    def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
+        super().__init__()
+        self._spec = table.spec
+        self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
+        self._count = _count(table)
+        self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
+        if not self._is_whole:
+            self._check_found_rows(table)
+        _check_memory(table, self._is_whole, self._subject)
+        with tf.device(
+            "CPU:0"
+        ):  # the functions say no device: where a SavedModel is loaded, its variables may lie on any
+            if self._is_whole:
+                self._rows = _whole_rows(table)
+            else:
+                self._ids, self._positions, self._rows = _found_rows(table)
+
+    def __call__(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
+
+        Args:
+            ids: integers of any shape; repeats are allowed. Those outside the table fail as `InvalidArgumentError`.
+
+        Raises:
+            IdTypeError: ids are not integers.
+        """
+        if not ids.dtype.is_integer:
+            raise IdTypeError(f"`ids` of {self._subject} must be integers: got {ids.dtype.name}. Cast them to int64.")
+        flat = self._checked(tf.cast(tf.reshape(ids, [-1]), tf.int64), unsigned=ids.dtype == tf.uint64)
+        rows = tf.cast(tf.gather(self._rows, flat), tf.float32) if self._is_whole else self._found(flat)
+        out = tf.reshape(rows, tf.concat([tf.shape(ids), [self._spec.dim]], 0))
+        out.set_shape([*ids.shape, self._spec.dim] if ids.shape.rank is not None else None)
+        return out
+
+    @tf.function(input_signature=[ANY_IDS], autograph=False)
+    def lookup(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return what calling returns, as a function that is saved with the variables."""
+        return self(ids)
+
+    def _checked(self, flat: tf.Tensor, unsigned: bool) -> tf.Tensor:
+        """Return ids int64 (n,), once it is sure that they lie in the table."""
+        rows = self._spec.rows
+        if rows is None and not unsigned:
+            return flat
+        high = 2**63 if rows is None else rows
+        outside = flat < 0 if rows is None else (flat < 0) | (flat >= rows)
+        first = tf.where(outside)[:1, 0]
+        message = f"`ids` of {self._subject} must lie in [0, {high}): got"
+        told = [message, tf.gather(flat, first), "at position", first]
+        assertion = tf.debugging.Assert(tf.equal(tf.size(first), 0), told)
+        with tf.control_dependencies([] if assertion is None else [assertion]):
+            return tf.identity(flat)
+
+    def _found(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the weights float32 (n, dim) of rows, of which some may have no record."""
+        if not self._count:
+            return first_values(self._spec, flat)
+        sorted_ids = tf.expand_dims(self._ids, 0)
+        at = tf.raw_ops.LowerBound(sorted_inputs=sorted_ids, values=tf.expand_dims(flat, 0), out_type=tf.int64)[0]
+        at = tf.minimum(at, self._count - 1)
+        rows = tf.cast(tf.gather(self._rows, tf.gather(self._positions, at)), tf.float32)
+        fresh = tf.where(tf.not_equal(tf.gather(self._ids, at), flat))
+        return tf.tensor_scatter_nd_update(rows, fresh, first_values(self._spec, tf.gather(flat, fresh[:, 0])))
+
+    def _check_found_rows(self, table: Table) -> None:
+        if not is_drawable(table.spec.init):
+            raise UnsupportedError(
+                f"{self._subject} cannot be served: its ids are open, and its rows start as {table.spec.init!r}, which "
+                "only Python computes. Use one of Embedrock's initializers, or a table with a number of rows."
+            )
+        if self._count > MAX_FOUND_ROWS:
+            raise UnsupportedError(
+                f"{self._subject} can be served without all of its rows if up to {MAX_FOUND_ROWS} have records: got "
+                f"{self._count}. Give `whole_bytes` a value that holds all of its rows."
+            )
+
+
+@contextmanager
+def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
+    """Have layers look up in `tables`, while models are traced."""
+    token = _serving.set(tables)
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+def is_serving() -> bool:
+    """Tell whether layers look up in serving tables now."""
+    return _serving.get() is not None
+
+
+def serving_table(table: Table) -> ServingTable:
+    """Return what takes the place of a table now.
+
+    Raises:
+        ArgumentError: nothing does.
+    """
+    found = (_serving.get() or {}).get(table)
+    if found is None:
+        raise ArgumentError(
+            f"{table!r} is looked up by the model that is exported, but by none of its layers. Assign the layer to an "
+            "attribute of the model or of one of its layers, so that Keras finds it."
+        )
+    return found
+
+
+def pooled(rows: tf.Tensor, offsets: tf.Tensor, weights: tf.Tensor | None = None, is_max: bool = False) -> tf.Tensor:
+    """Return the sums or the largest values of bags of rows, float32 (bags, dim): the bits of the kernels that pool.
+
+    Args:
+        rows: float32 (n, dim).
+        offsets: int64 (bags + 1,): bag b holds the rows ``offsets[b]`` to ``offsets[b + 1]``. An empty one gives zeros.
+        weights: float32 (n,), by which rows are multiplied; None for ones.
+        is_max: take the largest value of each column, without weights.
+    """
+    bags, count = tf.ragged.row_splits_to_segment_ids(offsets), tf.size(offsets, tf.int64) - 1
+    if is_max:
+        largest = tf.math.unsorted_segment_max(rows, bags, count)
+        return tf.where(tf.equal(offsets[1:], offsets[:-1])[:, tf.newaxis], 0.0, largest)
+    if weights is not None:
+        rows *= tf.reshape(weights, [tf.shape(rows)[0], 1])  # which fails unless there is one for each id
+    return tf.math.unsorted_segment_sum(rows, bags, count)
+
+
+def _count(table: Table) -> int:
+    return int(table.stats()["rows_touched"])
+
+
+def _whole_size(table: Table) -> int | None:
+    """Return the bytes of all rows, or None for open ids."""
+    return None if table.rows is None else table.rows * table.dim * table.spec.storage.words.itemsize
+
+
+def _found_size(table: Table) -> int:
+    """Return the bytes of the rows that have records, with what finds them."""
+    return _count(table) * (table.dim * table.spec.storage.words.itemsize + ID_BYTES)
+
+
+def _is_whole(table: Table, limit: int) -> bool:
+    size = _whole_size(table)
+    return size is not None and (not is_drawable(table.spec.init) or size <= max(limit, _found_size(table)))
+
+
+def _check_memory(table: Table, is_whole: bool, subject: str) -> None:
+    size = (_whole_size(table) or 0) if is_whole else _found_size(table)
+    if size > memory_limit():
+        raise MemoryBudgetError(
+            f"variables for {subject} must fit this process's memory, {format_bytes(memory_limit())}: they take "
+            f"{format_bytes(size)}. Export with dependency='embedrock', which serves rows from disk."
+        )
+
+
+def _variable(count: int, table: Table) -> tf.Variable:
+    # Filled by slices, in place: from an array, TensorFlow would make a second copy.
+    return tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
+
+
+def _fill(variable: tf.Variable, start: int, values: np.ndarray) -> None:
+    """Write values float32 (n, dim) to the rows from `start` on."""
+    # Not variable[a:b].assign(), which shares the buffer first, and so copies all of it, nor scatter_update(), after
+    # which every read of the variable is a copy.
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle,
+        begin=tf.constant([start], tf.int64),
+        end=tf.constant([start + len(values)], tf.int64),
+        strides=tf.constant([1], tf.int64),
+        value=tf.cast(values, variable.dtype),
+    )
+
+
+def _whole_rows(table: Table) -> tf.Variable:
+    count = table.rows
+    assert count is not None  # open ids are not whole
+    variable = _variable(count, table)
+    for start in range(0, count, EXPORT_BATCH_ROWS):
+        _fill(variable, start, table.lookup(np.arange(start, min(start + EXPORT_BATCH_ROWS, count))))
+    return variable
+
+
+def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
+    """Return the ids that have records, ascending, where in the third the row of each is, and the rows."""
+    ids, variable, done = np.empty(_count(table), np.int64), _variable(_count(table), table), 0
+    for part, values in table.export_batches():
+        ids[done : done + len(part)] = part
+        _fill(variable, done, values)
+        done += len(part)
+    order = np.argsort(ids)
+    return (
+        tf.Variable(tf.constant(ids[order]), trainable=False, name="ids"),
+        tf.Variable(tf.constant(order), trainable=False, name="positions"),
+        variable,
+    )

@@ -1,0 +1,135 @@
+"""`TableStats`: a callback that logs numbers about the tables of a model."""
+
+from __future__ import annotations
+
+import operator
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError
+from embedrock.keras.layer import RowLayer
+from embedrock.table import Table
+
+# What makes a number a scalar for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
+# install.)
+_PLUGIN = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=_PLUGIN, data_class=1)  # DATA_CLASS_SCALAR
+
+
+class TableStats(keras.callbacks.Callback):
+    """Adds numbers about each table of the model to the logs of `fit`: at the end of epochs, and in between.
+
+    They are called ``"<name of the layer>/<what>"``:
+
+    - ``rows``: rows that were ever stepped, and so are stored;
+    - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+
+    and for a table on disk,
+
+    - ``disk_bytes``: its files;
+    - ``hit_rate``: how many of the rows that were asked for in this epoch (or in these batches) were in the cache. A
+      row that `erk.prefetch` reads ahead counts as a miss, and then as a hit;
+    - ``commit_age_s``: seconds since its last commit.
+
+    All callbacks that come later in the list see them, and so do the progress bar and ``history``: put it before
+    `keras.callbacks.TensorBoard`, which then writes them as scalars, as ``epoch_<name>/<what>``.
+
+    Args:
+        every: also at the end of each n-th batch; None: at the end of epochs only.
+        log_dir: a folder to write scalars to for TensorBoard, without its callback.
+
+    Raises:
+        ArgumentError: `every` is not a number of batches.
+
+    Example:
+        >>> import keras, numpy as np, embedrock.keras as erk
+        >>> layers = [erk.Embedding(10**9, 4, name="user"), keras.layers.Flatten()]
+        >>> model = keras.Sequential([keras.Input((1,), dtype="int64"), *layers])
+        >>> model.compile(optimizer=erk.optimizer("sgd"), loss="mse")
+        >>> history = model.fit(np.array([[3], [14]]), np.zeros((2, 4)), callbacks=[erk.TableStats()], verbose=0)
+        >>> history.history["user/rows"]
+        [2.0]
+    """
+
+    def __init__(self, every: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        if every is not None and (not hasattr(every, "__index__") or isinstance(every, bool) or every < 1):
+            raise ArgumentError(f"`every` of erk.TableStats must be a number of batches, or None: got {every!r}.")
+        self._every = None if every is None else operator.index(every)
+        self._log_dir = None if log_dir is None else os.fspath(log_dir)
+        self._writer: Any = None
+        self._batches = 0
+        self._counted: dict[tuple[str, str], tuple[float, float]] = {}  # hits and misses, when last logged
+
+    def set_model(self, model: Any) -> None:
+        """Take the tables of a model."""
+        super().set_model(model)
+        self._layers = [layer for layer in model._flatten_layers() if isinstance(layer, RowLayer)]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count."""
+        self._batches = 0
+        counts = {name: _counts(table.stats()) for name, table in self._tables().items()}
+        self._counted = {(name, period): at for name, at in counts.items() for period in ("batch", "epoch")}
+        if self._log_dir is not None:
+            self._writer = tf.summary.create_file_writer(self._log_dir)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Log each n-th batch."""
+        self._batches += 1
+        if self._every is not None and self._batches % self._every == 0:
+            self._log(logs, "batch", self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log an epoch."""
+        self._log(logs, "epoch", epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Close the file of scalars."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _tables(self) -> dict[str, Table]:
+        """Return the model's tables, by the name of the first layer on each."""
+        names = {layer.table: layer.name for layer in reversed(self._layers)}
+        return {name: table for table, name in reversed(names.items())}
+
+    def _log(self, logs: Any, period: str, step: int) -> None:
+        numbers = {
+            f"{name}/{what}": float(value)
+            for name, table in self._tables().items()
+            for what, value in self._numbers(name, period, table).items()
+        }
+        if logs is not None:
+            logs.update(numbers)
+        if self._writer is not None:
+            with self._writer.as_default():
+                for name, value in numbers.items():
+                    tf.summary.write(f"{period}_{name}", value, step, SCALAR)
+
+    def _numbers(self, name: str, period: str, table: Table) -> dict[str, float]:
+        stats = table.stats()
+        numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
+        if not table.is_on_disk:
+            return numbers
+        before, now = self._counted.get((name, period), (0.0, 0.0)), _counts(stats)
+        self._counted[name, period] = now
+        hits, misses = now[0] - before[0], now[1] - before[1]
+        if hits + misses:
+            numbers["hit_rate"] = hits / (hits + misses)
+        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": _age_s(table)}
+
+
+def _counts(stats: dict[str, float]) -> tuple[float, float]:
+    return stats.get("hits", 0), stats.get("misses", 0)
+
+
+def _age_s(table: Table) -> float:
+    """Return the seconds since a table's last commit."""
+    made = datetime.fromisoformat(table.commits()[-1]["time"])
+    return max(0.0, (datetime.now(UTC) - made).total_seconds())

@@ -1,0 +1,62 @@
+"""`Tickets`: which lookups may still get gradients, and what was planned for them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+
+from embedrock.errors import UnsupportedError
+from embedrock.plan import Plan
+
+# Of a lookup whose plans are no longer kept when its gradients come, they are made again.
+KEPT_BYTES = 1 << 27
+# Backward passes that are remembered, to notice one that comes twice.
+REMEMBERED = 4096
+
+
+class Tickets:
+    """Numbers of lookups. A lookup's number goes through the graph to its backward pass, which may come once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._plans: OrderedDict[int, list[Plan]] = OrderedDict()
+        self._bytes = 0
+        self._used: OrderedDict[int, None] = OrderedDict()
+
+    def issue(self, plans: list[Plan]) -> int:
+        """Return the number of a lookup, for which these plans were made."""
+        with self._lock:
+            number = next(self._numbers)
+            self._plans[number] = plans
+            self._bytes += _size(plans)
+            while self._bytes > KEPT_BYTES and len(self._plans) > 1:
+                self._bytes -= _size(self._plans.popitem(last=False)[1])
+            return number
+
+    def use(self, number: int, label: str) -> list[Plan] | None:
+        """Return the plans of a lookup whose gradients come; None where they are no longer kept.
+
+        Raises:
+            UnsupportedError: its gradients came before.
+        """
+        with self._lock:
+            if number in self._used:
+                raise UnsupportedError(
+                    f"gradients of {label} were asked for twice in one lookup, and would be applied twice: a "
+                    "persistent tape, or a gradient of a gradient. Call the layer once for each tape.gradient."
+                )
+            self._used[number] = None
+            if len(self._used) > REMEMBERED:
+                self._used.popitem(last=False)
+            plans = self._plans.pop(number, None)
+            self._bytes -= 0 if plans is None else _size(plans)
+            return plans
+
+
+def _size(plans: list[Plan]) -> int:
+    return sum(array.nbytes for plan in plans for array in (plan.ids, plan.inverse, plan.starts, plan.order, plan.slots))
+
+
+TICKETS = Tickets()

@@ -1,0 +1,279 @@
+"""`erk.Embedding`: whatever users do with a `keras.layers.Embedding`. Oracle: a Dense layer on one-hot ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import embedrock as er
+import embedrock.keras as erk
+from embedrock.errors import IdError, IdTypeError
+
+ROWS, DIM, COUNT = 20, 4, 48
+RNG = np.random.default_rng(0)
+WEIGHTS = RNG.standard_normal((ROWS, DIM)).astype(np.float32)
+IDS = RNG.integers(0, ROWS, (2, COUNT, 3)) // RNG.integers(1, 5, (2, COUNT, 3))  # small ones are repeated most
+TARGETS = RNG.standard_normal((COUNT, 1)).astype(np.float32)
+SOME = np.array([[3, 3, 0], [1, 19, 0]])
+
+
+def table_of(**options: Any) -> er.Table:
+    return er.Table(ROWS, DIM, init=er.FromArray(WEIGHTS), **options)
+
+
+def embedding(**options: Any) -> erk.Embedding:
+    return erk.Embedding(table_of(), **options)
+
+
+def pair_of(kind: str) -> tuple[Any, Any]:
+    """Return two layers, or twice one, that look up in one table."""
+    table = table_of()
+    first = erk.Embedding(table)
+    return first, erk.Embedding(table) if kind == "tied layers" else first
+
+
+def one_hot_pair() -> tuple[Any, Any]:
+    layer = keras.layers.Dense(DIM, use_bias=False)
+    return layer, layer
+
+
+def trained(pair: tuple[Any, Any], inputs: list[np.ndarray], optimizer: Any) -> None:
+    """Train a model that looks up in two layers."""
+    symbols = [keras.Input(each.shape[1:], dtype=each.dtype.name) for each in inputs]
+    rows = [layer(symbol) for layer, symbol in zip(pair, symbols, strict=True)]
+    if isinstance(pair[0], keras.layers.Dense):
+        pair[0].set_weights([WEIGHTS])
+    pooled = [keras.layers.GlobalAveragePooling1D()(each) for each in rows]
+    out = keras.layers.Dense(1, kernel_initializer="ones")(keras.layers.Concatenate()(pooled))
+    model = keras.Model(symbols, out)
+    model.compile(optimizer, "mse")
+    model.fit(inputs, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+
+
+OPTIMIZERS = {
+    "sgd": (lambda: keras.optimizers.SGD(0.1), 5e-7),
+    "adam": (lambda: keras.optimizers.Adam(0.01), 3e-6),  # whose square roots magnify what rounding made of a gradient
+}
+
+
+@pytest.mark.parametrize(("optimizer", "bound"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["one layer twice", "tied layers"])
+def test_a_table_used_twice_trains_as_one_dense_layer(kind: str, optimizer: Callable[[], Any], bound: float):
+    ours, theirs = pair_of(kind), one_hot_pair()
+    trained(ours, list(IDS), erk.optimizer(optimizer()))
+    trained(theirs, list(np.eye(ROWS, dtype=np.float32)[IDS]), optimizer())
+    expected = theirs[0].get_weights()[0]
+    assert np.abs(expected - WEIGHTS).max() > 0.04
+    np.testing.assert_allclose(ours[0].table.lookup(np.arange(ROWS)), expected, rtol=0, atol=bound)
+    assert ours[0].table.steps == 6
+
+
+def subclassed(layer: Any) -> keras.Model:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.head = layer, keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            return self.head(keras.ops.mean(self.rows(inputs), axis=1))
+
+    return Model()
+
+
+def sequential(layer: Any, *first: Any) -> keras.Model:
+    head = keras.layers.Dense(1, kernel_initializer="ones")
+    return keras.Sequential([*first, layer, keras.layers.GlobalAveragePooling1D(), head])
+
+
+MODELS: dict[str, Callable[[Any], keras.Model]] = {
+    "sequential": sequential,
+    "sequential with an input": lambda layer: sequential(layer, keras.Input((3,), dtype="int64")),
+    "subclassed": subclassed,
+}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_models_of_all_kinds_train_alike(make: Callable[[Any], keras.Model], eagerly: bool):
+    model, layer = make(layer := embedding()), layer
+    model.compile(erk.optimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=eagerly)
+    model.fit(IDS[0], TARGETS, batch_size=16, shuffle=False, verbose=0)
+    dense = keras.layers.Dense(DIM, use_bias=False)
+    twin = sequential(dense, keras.Input((3, ROWS)))
+    dense.set_weights([WEIGHTS])
+    twin.compile(keras.optimizers.SGD(0.1), "mse")
+    twin.fit(np.eye(ROWS, dtype=np.float32)[IDS[0]], TARGETS, batch_size=16, shuffle=False, verbose=0)
+    np.testing.assert_allclose(layer.table.lookup(np.arange(ROWS)), dense.get_weights()[0], rtol=0, atol=3e-7)
+    assert model.predict(IDS[0], verbose=0).shape == (COUNT, 1)
+
+
+def test_a_sequential_without_an_input_keeps_ids_that_no_float32_holds():
+    layer = erk.Embedding(10**9, DIM)
+    model = sequential(layer)
+    model.compile(erk.optimizer("sgd"), "mse")
+    model.fit(np.array([[2**24 + 1, 999_999_999]]), np.ones((1, 1)), verbose=0)
+    assert sorted(layer.table.export()[0]) == [2**24 + 1, 999_999_999]
+    assert keras.Sequential.from_config(model.get_config())(np.array([[999_999_999]])).shape == (1, 1)
+
+
+def test_a_layer_may_be_built_by_a_function():
+    layer = embedding()
+    rows = tf.function(lambda ids: layer(ids))(tf.constant(SOME))
+    np.testing.assert_array_equal(rows, WEIGHTS[SOME])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
+def test_ids_of_any_integers(dtype: str):
+    layer = embedding()
+    np.testing.assert_array_equal(layer(SOME.astype(dtype)), WEIGHTS[SOME])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (1, 2, 3, 4)])
+def test_ids_of_any_shape(shape: tuple[int, ...]):
+    assert embedding()(np.ones(shape, np.int64)).shape == (*shape, DIM)
+    assert embedding().compute_output_shape(shape) == (*shape, DIM)
+
+
+def test_open_ids():
+    rows = erk.Embedding(None, DIM)(np.array([-(2**63), -1, 2**63 - 1]))
+    assert len(np.unique(rows, axis=0)) == 3
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("float32", "float32"), ("string", "string"), ("bool", "bool")])
+def test_inputs_that_are_no_integers_are_refused_where_they_are_declared(dtype: str, named: str):
+    with pytest.raises(IdTypeError, match=rf"ids for 'emb', .* must be integers, int32 or int64: got {named}\. \w+"):
+        embedding(name="emb")(keras.Input((3,), dtype=dtype))
+
+
+@pytest.mark.parametrize("make", [sequential, subclassed])
+def test_floats_in_fit_are_refused(make: Callable[[Any], keras.Model]):
+    model = make(embedding())
+    model.compile(erk.optimizer("sgd"), "mse")
+    with pytest.raises(IdTypeError, match=r'got float32\. Declare the input so, keras.Input\(shape, dtype="int64"\)'):
+        model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+
+
+def test_strings_name_their_remedy():
+    with pytest.raises(IdTypeError, match="got string. Put a keras.layers.StringLookup or Hashing before it"):
+        embedding()(tf.constant(["a"]))
+
+
+def test_ids_outside_of_the_table():
+    layer = embedding(name="emb")
+    with pytest.raises(IdError, match=r"must lie in \[0, 20\): got 20 at position 1. Pass rows=None for open ids"):
+        layer(np.array([0, 20]))
+    model = sequential(layer, keras.Input((3,), dtype="int64"))
+    model.compile(erk.optimizer("sgd"), "mse")
+    with pytest.raises(tf.errors.OpError, match=r"must lie in \[0, 20\): got -1 at position 2. Pass rows=None"):
+        model.fit(np.array([[3, 4, -1]]), np.ones((1, 1)), verbose=0)
+    np.testing.assert_array_equal(layer.table.lookup(np.arange(ROWS)), WEIGHTS)
+
+
+def test_masks_reach_the_layers_that_follow():
+    rows = embedding(mask_zero=True)(SOME)
+    np.testing.assert_array_equal(rows._keras_mask, SOME != 0)
+    ids = keras.Input((3,), dtype="int64")
+    layer = embedding(mask_zero=True)
+    model = keras.Model(ids, keras.layers.GlobalAveragePooling1D()(layer(ids)))
+    np.testing.assert_allclose(model(SOME), WEIGHTS[SOME[:, :2]].mean(1), rtol=1e-6)
+    lstm = keras.layers.LSTM(2)
+    masked = keras.Model(ids, lstm(layer(ids)))
+    np.testing.assert_allclose(masked(SOME), lstm(tf.constant(WEIGHTS[SOME[:, :2]])), rtol=1e-5, atol=1e-7)
+    assert embedding().compute_mask(tf.constant(SOME)) is None
+
+
+@pytest.mark.parametrize("when", ["made", "before building", "after building", "after training"])
+def test_frozen_rows_stay_and_get_no_gradients(when: str):
+    layer = embedding(trainable=when != "made")
+    layer.trainable = when not in ("made", "before building")
+    model = sequential(layer, keras.Input((3,), dtype="int64"))
+    if when == "after training":
+        model.compile(erk.optimizer("sgd"), "mse")
+        model.fit(IDS[0], TARGETS, verbose=0)
+        assert layer.table.steps == 2
+    layer.trainable = False
+    assert len(model.trainable_weights) == 2
+    model.compile(erk.optimizer("sgd"), "mse")
+    before = layer.table.lookup(np.arange(ROWS))
+    model.fit(IDS[0], TARGETS, verbose=0)
+    np.testing.assert_array_equal(layer.table.lookup(np.arange(ROWS)), before)
+    assert not layer.handle.pending._arrivals
+
+
+@pytest.mark.parametrize(
+    ("policy", "out", "stored"),
+    [
+        ("mixed_float16", "float16", "float32"),
+        ("mixed_bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", "float16"),
+    ],
+)
+def test_dtypes(policy: str, out: str, stored: str):
+    layer = erk.Embedding(ROWS, DIM, dtype=policy)
+    assert layer.table.spec.dtype == stored
+    assert layer(SOME).dtype.name == out
+    assert layer(keras.Input((3,), dtype="int64")).dtype == out
+    np.testing.assert_array_equal(layer(SOME), tf.cast(layer.table.lookup(SOME), out))
+
+
+def test_mixed_precision_trains():
+    layer = embedding(dtype="mixed_bfloat16")
+    model = sequential(layer, keras.Input((3,), dtype="int64"))
+    model.compile(erk.optimizer("sgd"), "mse")
+    model.fit(IDS[0], TARGETS, verbose=0)
+    assert layer.table.steps == 2
+
+
+def test_time_distributed():
+    ids = np.broadcast_to(SOME, (2, *SOME.shape))
+    np.testing.assert_array_equal(keras.layers.TimeDistributed(embedding())(ids), WEIGHTS[ids])
+    assert keras.layers.TimeDistributed(embedding())(keras.Input((5, 3), dtype="int64")).shape == (None, 5, 3, DIM)
+
+
+def test_several_inputs_at_once():
+    inputs = {"a": tf.constant(SOME), "b": [tf.constant([1, 2], tf.int32), tf.ragged.constant([[1], [], [2, 3]])]}
+    layer = embedding(mask_zero=True)
+    out = layer(inputs)
+    np.testing.assert_array_equal(out["a"], WEIGHTS[SOME])
+    np.testing.assert_array_equal(out["b"][0], WEIGHTS[[1, 2]])
+    np.testing.assert_array_equal(out["b"][1].flat_values, WEIGHTS[[1, 2, 3]])
+    np.testing.assert_array_equal(out["a"]._keras_mask, SOME != 0)
+    symbols = {"a": keras.Input((3,), dtype="int64"), "b": keras.Input((None,), dtype="int32", ragged=True)}
+    specs = layer(symbols)
+    assert (specs["a"].shape, specs["a"].ragged) == ((None, 3, DIM), False)
+    assert (specs["b"].shape, specs["b"].ragged) == ((None, None, DIM), True)
+    assert layer.compute_output_shape([(2, 3), (None,)]) == [(2, 3, DIM), (None, DIM)]
+
+
+def test_ragged_inputs_in_a_model():
+    ids = keras.Input((None,), dtype="int64", ragged=True)
+    model = keras.Model(ids, embedding()(ids))
+    rows = model(tf.ragged.constant([[1, 2], [], [3]], dtype="int64"))
+    np.testing.assert_array_equal(rows.flat_values, WEIGHTS[[1, 2, 3]])
+    assert rows.row_lengths().numpy().tolist() == [2, 0, 1]
+
+
+def test_config():
+    layer = erk.Embedding(
+        ROWS, DIM, "random_normal", True, rule=er.Adagrad(lr=0.3), seed=7, name="emb", dtype="bfloat16"
+    )
+    copy = erk.Embedding.from_config(layer.get_config())
+    assert copy.get_config() == layer.get_config()
+    np.testing.assert_array_equal(copy(SOME), layer(SOME))
+
+
+def test_gradients_of_gradients_are_refused():
+    layer = embedding()
+    weights = tf.Variable(tf.ones(DIM))
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(layer(SOME) * weights))
+        number = tf.reduce_sum(tape.gradient(loss, layer.rows.value))
+    with pytest.raises(er.EmbedrockError, match="cannot be differentiated again"):
+        outer.gradient(number, weights)

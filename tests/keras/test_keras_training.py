@@ -1,0 +1,323 @@
+"""One exact step for each batch: under fit, the optimizers' options and loops of the user's own."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from twins import ROWS, batches, dense, every_row, first_values, one_hot, ours
+
+import embedrock as er
+import embedrock.keras as erk
+from embedrock.errors import ArgumentError, UnsupportedError
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+DECAY = keras.optimizers.schedules.ExponentialDecay
+
+
+def scaled(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**15)
+
+
+def fit(model, inputs, targets, **options):
+    return model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0, **options)
+
+
+# How far the twins may drift apart: rounding. Rows move by 0.1 and more.
+ROUNDED, ADAM = 1e-7, 1e-5
+
+CASES = {
+    "sgd": (lambda: SGD(0.05), ROUNDED),
+    "schedule": (lambda: SGD(DECAY(0.05, 5, 0.9)), ROUNDED),
+    "clipnorm": (lambda: SGD(0.05, clipnorm=0.3), ROUNDED),
+    "global clipnorm": (lambda: SGD(0.05, global_clipnorm=0.5), ROUNDED),
+    "clipvalue": (lambda: SGD(0.05, clipvalue=0.01), ROUNDED),
+    "accumulation": (lambda: SGD(0.05, gradient_accumulation_steps=3), ROUNDED),
+    "accumulation, clipped": (lambda: SGD(0.05, gradient_accumulation_steps=3, global_clipnorm=0.2), ROUNDED),
+    "loss scale": (lambda: scaled(SGD(0.05)), ROUNDED),
+    "loss scale, clipped": (lambda: scaled(SGD(0.05, global_clipnorm=0.5)), ROUNDED),
+    "adam": (lambda: Adam(0.02), ADAM),
+    "adam, schedule": (lambda: Adam(DECAY(0.02, 5, 0.9)), ADAM),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fit_does_to_rows_what_it_does_to_a_variable(case):
+    make, tolerance = CASES[case]
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(make()))
+    twin, layer = dense(make())
+    losses = fit(model, ids, targets).history["loss"]
+    expected = fit(twin, one_hot(ids), targets).history["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(every_row(table), layer.get_weights()[0], rtol=0, atol=tolerance)
+    assert np.abs(every_row(table) - first_values()).max() > 100 * tolerance
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
+def test_ways_to_run_give_the_same_rows(options):
+    ids, targets = batches()
+    tables = []
+    for more in ({}, options):
+        keras.utils.set_random_seed(0)
+        model, table = ours(erk.optimizer(SGD(0.05)), **more)
+        fit(model, ids, targets)
+        tables.append(every_row(table))
+    np.testing.assert_allclose(tables[0], tables[1], rtol=0, atol=1e-8)  # TensorFlow fuses operations of graphs
+
+
+def test_steps_of_an_unrolled_graph_come_one_after_the_other():
+    """Several steps in one graph, where TensorFlow orders operations by variables only."""
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(SGD(0.05)))
+    other, expected = ours(erk.optimizer(SGD(0.05)))
+
+    def step(model, k):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(ids[16 * k : 16 * k + 16]) - targets[16 * k : 16 * k + 16]) ** 2)
+        variables = model.trainable_variables
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def unrolled():
+        seen = []
+        for k in range(4):
+            step(model, k)
+            seen.append(tf.identity(model.layers[1](ids[:16], training=False)))
+        return seen
+
+    for k, seen in enumerate(unrolled()):
+        step(other, k)
+        np.testing.assert_allclose(seen, expected.lookup(ids[:16]), rtol=0, atol=1e-8)
+    assert table.steps == 4
+
+
+def loop(model, ids, targets, apply):
+    """A loop of the user's own; `apply` is given the number of the step, the gradients and the variables."""
+    for k in range(0, len(ids), 16):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(ids[k : k + 16]) - targets[k : k + 16]) ** 2)
+        variables = model.trainable_variables
+        apply(k // 16, tape.gradient(loss, variables), variables)
+
+
+def both(make, apply):
+    """Run the same loop on both twins; return the rows of ours, and of the other."""
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(make()))
+    twin, layer = dense(make())
+    loop(model, ids, targets, apply(model.optimizer))
+    loop(twin, one_hot(ids), targets, apply(twin.optimizer))
+    return every_row(table), layer.get_weights()[0]
+
+
+def test_a_skipped_step_leaves_nothing_behind():
+    def apply(optimizer):
+        return lambda k, grads, variables: None if k % 3 == 1 else optimizer.apply(grads, variables)
+
+    mine, theirs = both(lambda: SGD(0.05), apply)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=ROUNDED)
+
+
+def test_gradients_are_added_up_and_scaled_by_hand():
+    def apply(optimizer):
+        kept = []
+
+        def step(k, grads, variables):
+            kept.append(grads)
+            if len(kept) == 2:
+                optimizer.apply([0.25 * one + 0.75 * two for one, two in zip(*kept, strict=True)], variables)
+                kept.clear()
+
+        return step
+
+    mine, theirs = both(lambda: SGD(0.05), apply)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=ROUNDED)
+
+
+def test_gradients_are_clipped_by_hand():
+    def apply(optimizer):
+        return lambda k, grads, variables: optimizer.apply(tf.clip_by_global_norm(grads, 0.3)[0], variables)
+
+    mine, theirs = both(lambda: SGD(0.05), apply)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=ROUNDED)
+
+
+def test_a_step_that_loss_scaling_skips():
+    ids, targets = batches()
+    targets[32:48] = np.inf  # one batch of six
+    model, table = ours(scaled(erk.optimizer(SGD(0.05))))
+    twin, layer = dense(scaled(SGD(0.05)))
+    fit(model, ids, targets)
+    fit(twin, one_hot(ids), targets)
+    np.testing.assert_allclose(every_row(table), layer.get_weights()[0], rtol=0, atol=ROUNDED)
+    assert table.steps == 10
+
+
+def test_gradients_that_are_not_finite_are_refused_as_a_whole():
+    ids, targets = batches()
+    targets[32:48] = np.nan
+    model, table = ours(erk.optimizer(Adam(0.02)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="gradients of the table must be finite: got NaN or Inf"):
+        fit(model, ids, targets)
+    assert table.steps == 2
+    assert int(model.optimizer.iterations) == 2
+    assert np.isfinite(every_row(table)).all()
+    assert all(np.isfinite(each).all() for each in model.layers[-1].get_weights())
+
+
+def test_frozen_rows_stay():
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(SGD(0.05)))
+    model.layers[1].trainable = False
+    model.compile(erk.optimizer("adam"), "mse")
+    fit(model, ids, targets)
+    assert table.steps == 0
+    model.layers[1].trainable = True
+    model.compile(erk.optimizer("adam"), "mse")
+    fit(model, ids, targets)
+    assert table.steps == 12
+
+
+def test_two_lookups_of_one_table_are_one_step():
+    """Ids that both inputs have get one summed gradient, also in the norm that clipping looks at."""
+
+    def model_of(make_layer, shape, optimizer):
+        one, two = (keras.Input(shape, dtype=dtype) for _ in range(2))
+        layer = make_layer()
+        both = keras.layers.Subtract()([layer(one), keras.layers.Rescaling(0.5)(layer(two))])
+        pooled = keras.layers.GlobalAveragePooling1D()(both)
+        model = keras.Model([one, two], keras.layers.Dense(1, kernel_initializer="ones")(pooled))
+        model.compile(optimizer, "mse")
+        return model, layer
+
+    ids, targets = batches()
+    dtype = "int64"
+    table = er.Table(ROWS, 4, init=er.FromArray(first_values()))
+    model, _ = model_of(lambda: erk.Embedding(table), (5,), erk.optimizer(SGD(0.05, global_clipnorm=0.2)))
+    dtype = "float32"
+    twin, layer = model_of(lambda: keras.layers.Dense(4, use_bias=False), (5, ROWS), SGD(0.05, global_clipnorm=0.2))
+    layer.set_weights([first_values()])
+    fit(model, [ids, ids[:, ::-1]], targets)
+    fit(twin, [one_hot(ids), one_hot(ids[:, ::-1])], targets)
+    np.testing.assert_allclose(every_row(table), layer.get_weights()[0], rtol=0, atol=ROUNDED)
+    assert table.steps == 12
+
+
+def test_recomputed_lookups_are_exact():
+    ids, targets = batches(16)
+    rows = []
+    for wrap in (lambda f: f, tf.recompute_grad):
+        model, table = ours(erk.optimizer(SGD(0.05)))
+        call = wrap(lambda x, model=model: model(x))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((call(tf.constant(ids)) - targets) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        rows.append(every_row(table))
+        assert table.steps == 1
+    np.testing.assert_array_equal(*rows)
+
+
+def test_a_persistent_tape_that_is_used_twice_is_refused():
+    ids, _ = batches(16)
+    model, table = ours(erk.optimizer(SGD(0.05)))
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(model(ids))
+    tape.gradient(loss, model.trainable_variables)
+    with pytest.raises(UnsupportedError, match="asked for twice in one lookup, and would be applied twice"):
+        tape.gradient(loss, model.trainable_variables)
+    assert table.steps == 0
+
+
+@pytest.mark.parametrize("plain", ["sgd", "adam", "rmsprop"])
+def test_an_optimizer_that_cannot_step_rows_is_told_at_the_first_step(plain):
+    ids, targets = batches()
+    model, table = ours(plain)
+    before = model.layers[-1].get_weights()
+    with pytest.raises(erk.ForgottenGradientsError, match=r"optimizer=erk.optimizer\(\"adam\"\)"):
+        fit(model, ids, targets)
+    assert table.steps == 0
+    np.testing.assert_array_equal(model.layers[-1].get_weights()[0], before[0])
+
+
+def test_gradients_applied_twice_are_refused():
+    ids, targets = batches(16)
+    model, table = ours(erk.optimizer(SGD(0.05)))
+
+    def twice(k, grads, variables):
+        model.optimizer.apply(grads, variables)
+        model.optimizer.apply(grads, variables)
+
+    with pytest.raises(ArgumentError, match="were stepped or dropped before"):
+        loop(model, ids, targets, twice)
+    assert table.steps == 1
+
+
+def test_a_table_has_one_optimizer_at_a_time():
+    ids, targets = batches(16)
+    model, table = ours(erk.optimizer(SGD(0.05)))
+    fit(model, ids, targets)
+    other, _ = ours(erk.optimizer(SGD(0.1)), table=table)
+    fit(other, ids, targets)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="are held by another optimizer"):
+        fit(model, ids, targets)
+
+
+def test_the_layer_brings_a_rule():
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(Adam(0.02)), rule=er.SGD(lr=0.05))
+    fit(model, ids, targets)
+    assert table.rule == er.SGD(lr=0.05)
+    other, borrowed = ours(erk.optimizer(Adam(0.05)), rule=er.SGD())
+    fit(other, ids, targets)
+    assert table.steps == borrowed.steps == 12
+    assert np.abs(every_row(table) - first_values()).max() > 0.01
+    with pytest.raises(ArgumentError, match="`rule` of layers that share a table must be the same"):
+        erk.Embedding(table, rule=er.Adagrad()).build()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda: erk.optimizer("nadam"), "rows cannot follow keras.optimizers.Nadam: there is no rule like it"),
+        (lambda: erk.optimizer(Adam(use_ema=True)), "use_ema=True of Adam cannot go with"),
+        (lambda: erk.optimizer(Adam(amsgrad=True)), "amsgrad=True"),
+    ],
+)
+def test_optimizers_that_are_refused(optimizer, message):
+    ids, targets = batches(16)
+    model, table = ours(optimizer())
+    with pytest.raises(UnsupportedError, match=message):
+        fit(model, ids, targets)
+    assert table.steps == 0
+
+
+@pytest.mark.parametrize("given", ["adamm", 3, None, keras.optimizers.Adam])
+def test_what_is_no_optimizer(given):
+    with pytest.raises(ArgumentError, match="erk.optimizer must be given an optimizer"):
+        erk.optimizer(given)
+
+
+def test_an_instance_becomes_one_that_steps_rows():
+    plain = Adam(0.02, global_clipnorm=1.0)
+    made = erk.optimizer(plain)
+    assert made is plain
+    assert erk.optimizer(made) is made
+    assert isinstance(made, Adam)
+    inner = erk.optimizer(scaled(SGD(0.1))).inner_optimizer
+    assert isinstance(inner, erk.RowOptimizer)
+    used = SGD(0.1)
+    used.build([keras.Variable(np.zeros(3))])
+    with pytest.raises(ArgumentError, match="that was not used yet"):
+        erk.optimizer(used)
+
+
+def test_cost_follows_the_rows_touched():
+    layer = erk.Embedding(10**12, 4)
+    model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(erk.optimizer("adam"), "mse")
+    model.fit(np.array([[3, 10**12 - 1]] * 8), np.ones((8, 1)), verbose=0)
+    assert layer.table.stats()["rows_touched"] == 2

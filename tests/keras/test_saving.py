@@ -1,0 +1,596 @@
+"""Saving and loading by each of Keras' and TensorFlow's ways: rows come back to the bit, or a clear error comes first."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import workers
+
+import embedrock as er
+import embedrock.keras as erk
+from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
+from embedrock.keras import saving
+from embedrock.keras.loading import load_model
+
+ROWS, DIM = 50, 4
+IDS = np.random.default_rng(0).integers(0, ROWS, (64, 3))
+Y = np.random.default_rng(1).standard_normal((64, 1)).astype(np.float32)
+ALL = np.arange(ROWS)
+
+
+def make_model(optimizer="adam", **options):
+    keras.utils.set_random_seed(1)
+    layer = erk.Embedding(ROWS, DIM, **options)
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    if optimizer is not None:
+        model.compile(erk.optimizer(optimizer), "mse")
+    return model
+
+
+def fit(model, epochs=1, **more):
+    return model.fit(IDS, Y, batch_size=16, shuffle=False, epochs=epochs, verbose=0, **more)
+
+
+def outputs(model):
+    return model.predict(IDS, verbose=0)
+
+
+def table_of(model):
+    return model.layers[0].table
+
+
+def names_in(table):
+    return [commit["name"] for commit in table.commits() if commit["name"] is not None]
+
+
+def assert_same(model, other):
+    """Raise if two models differ in what they predict, their rows or their optimizers."""
+    np.testing.assert_array_equal(outputs(model), outputs(other))
+    np.testing.assert_array_equal(table_of(model).lookup(ALL), table_of(other).lookup(ALL))
+    for mine, others in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), others.numpy())
+
+
+@pytest.fixture
+def place(tmp_path):
+    return {"path": tmp_path / "items.rock"}
+
+
+# ---------------------------------------------------------------- .keras
+
+
+def test_assert_same_notices_another_row():
+    model, other = make_model(), make_model()
+    fit(model), fit(other)
+    assert_same(model, other)
+    table_of(other).step_by(
+        table_of(other).rule, table_of(other).sum(table_of(other).plan([3]), np.ones((1, DIM), "f"))
+    )
+    with pytest.raises(AssertionError):
+        assert_same(model, other)
+
+
+@pytest.mark.parametrize("options", [{"directory": "hashed"}, {"dtype": "bfloat16"}, {"rule": er.Adagrad(lr=0.1)}])
+def test_keras_file_holds_rows_in_ram(tmp_path, options):
+    model = make_model(**options)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert table_of(loaded) is not table_of(model)
+    assert_same(model, loaded)
+    fit(model), fit(loaded)
+    assert_same(model, loaded)
+
+
+def test_keras_file_refers_to_a_commit_that_is_kept(place, tmp_path):
+    model = make_model(**place, keep=1)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    assert table_of(model).commits()[-1]["step"] == 4
+    before = outputs(model)
+    for _ in range(3):
+        fit(model)
+        table_of(model).commit()
+    reader = load_model(tmp_path / "m.keras", mode="r")
+    np.testing.assert_array_equal(outputs(reader), before)
+    assert table_of(reader).mode == "r" and not np.array_equal(outputs(model), before)
+    table_of(model).close(), table_of(reader).close()
+
+
+def test_open_table_is_shared_where_it_is_as_it_was(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert table_of(loaded) is table_of(model)
+    assert_same(model, loaded)
+    fit(loaded)
+    assert table_of(loaded).steps == 8
+    table_of(model).close()
+
+
+def test_open_table_that_went_on_is_not_taken_back(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    fit(model)
+    rows = table_of(model).lookup(ALL)
+    with pytest.raises(ValueError, match="the file refers to commit 1, and the table is at commit 1 and changes since"):
+        keras.models.load_model(tmp_path / "m.keras")
+    table_of(model).commit()
+    with pytest.raises(
+        ValueError, match=r"refers to commit 1, and the table is at commit 2\. Load the file as it was by"
+    ):
+        keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(table_of(model).lookup(ALL), rows)
+    table_of(model).close()
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert table_of(loaded).steps == 4
+    again = keras.models.load_model(tmp_path / "m.keras")  # shared: what went back to commit 1 is at commit 1
+    assert table_of(again) is table_of(loaded)
+    table_of(loaded).close()
+
+
+def test_model_that_nobody_has_any_more_is_no_hindrance(place, tmp_path, recwarn):
+    model = make_model(**place)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    before = outputs(model)
+    fit(model)
+    del model
+    with pytest.warns(er.durability.UncommittedWarning):
+        loaded = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(outputs(loaded), before)
+    table_of(loaded).close()
+
+
+def test_table_of_another_writer_says_how_to_read(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    table_of(model).close()
+    with (
+        er.open(place["path"]),
+        pytest.raises((TableLockedError, ValueError), match="another writer has the table open"),
+    ):
+        keras.models.load_model(tmp_path / "m.keras")
+
+
+def test_moved_table_is_found_by_relocate(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    before = outputs(model)
+    table_of(model).close()
+    old, new = str(place["path"]), str(tmp_path / "moved.rock")
+    shutil.move(old, new)
+    with pytest.raises((ArgumentError, ValueError), match="there is no table at .*items.rock.*relocate="):
+        keras.models.load_model(tmp_path / "m.keras")
+    assert not os.path.exists(old)
+    with pytest.raises(
+        ArgumentError, match=r"`relocate` of erk.load_model must have old paths as its keys, here .*items"
+    ):
+        load_model(tmp_path / "m.keras", relocate={"elsewhere": new})
+    with pytest.raises(ArgumentError, match='`mode` of erk.load_model must be "w" or "r"'):
+        load_model(tmp_path / "m.keras", mode="a")
+    for mode in ("r", "w"):
+        loaded = load_model(tmp_path / "m.keras", mode=mode, relocate={old: new})
+        np.testing.assert_array_equal(outputs(loaded), before)
+        assert table_of(loaded).path == new
+        table_of(loaded).close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_layers_on_one_table_share_it_again(tmp_path, on_disk):
+    keras.utils.set_random_seed(1)
+    table = er.Table(ROWS, DIM, seed=7, path=tmp_path / "t.rock" if on_disk else None, on_nonfinite="skip")
+    inputs = keras.Input((3,), dtype="int64")
+    first, second = erk.Embedding(table, name="first"), erk.EmbeddingBag(table, mode="mean", name="second")
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(first(inputs)) + 0 * inputs[:, :1] * 1.0))
+    model = keras.Model(
+        inputs,
+        keras.layers.Dense(1)(keras.layers.Concatenate()([keras.layers.Flatten()(first(inputs)), second(inputs)])),
+    )
+    model.compile(erk.optimizer("adam"), "mse")
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    before = outputs(model)
+    if on_disk:
+        table.close()
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    again = loaded.get_layer("first").table
+    assert again is loaded.get_layer("second").table is not table
+    assert (again.spec.seed, again._on_nonfinite) == (7, "skip")
+    np.testing.assert_array_equal(outputs(loaded), before)
+    fit(loaded)
+    assert again.steps == 8
+    again.close()
+
+
+class Recommender(keras.Model):
+    def __init__(self, path=None, **more):
+        super().__init__(**more)
+        self.path = path
+        self.items = erk.Embedding(ROWS, DIM, path=path)
+        self.head = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(1)])
+
+    def call(self, ids):
+        return self.head(self.items(ids))
+
+    def get_config(self):
+        return {"path": self.path}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_subclassed_model_is_loaded(tmp_path, on_disk):
+    model = Recommender(str(tmp_path / "t.rock") if on_disk else None)
+    model.compile(erk.optimizer("adam"), "mse")
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras", {"Recommender": Recommender})
+    np.testing.assert_array_equal(outputs(loaded), outputs(model))
+    assert (loaded.items.table is model.items.table) == on_disk
+    model.items.table.close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_pickle(tmp_path, on_disk):
+    model = make_model(path=tmp_path / "t.rock" if on_disk else None)
+    fit(model)
+    assert_same(model, pickle.loads(pickle.dumps(model)))
+    if on_disk:
+        assert names_in(table_of(model)) == []
+        table_of(model).close()
+
+
+def test_saved_again_in_the_same_place_a_file_lets_go_of_what_it_kept(place, tmp_path):
+    model = make_model(**place)
+    file = tmp_path / "best.keras"
+    for k in range(4):
+        fit(model)
+        model.save(file)
+        model.save(tmp_path / f"epoch-{k}.weights.h5".replace(".weights.h5", ".keras"))
+    names = names_in(table_of(model))
+    assert [name.split()[0] for name in names] == ["epoch-0.keras", "epoch-1.keras", "best.keras", "epoch-2.keras"] + [
+        "best.keras",
+        "epoch-3.keras",
+    ]
+    model.save(tmp_path / "epoch-3.keras")  # nothing has changed since
+    assert names_in(table_of(model)) == names
+    file.rename(tmp_path / "moved.keras")
+    for _ in range(3):
+        fit(model)
+        model.save(file)
+    before = outputs(model)
+    kept = [name for name in names_in(table_of(model)) if name.startswith("best")]
+    assert len(kept) == 4 and kept[:2] == [names[2], names[4]]  # those of the file that was moved, and two newer ones
+    loaded = load_model(tmp_path / "moved.keras", mode="r")
+    assert table_of(loaded).steps == 16
+    np.testing.assert_array_equal(outputs(model), before)
+    table_of(model).close()
+
+
+# ---------------------------------------------------------------- weights alone
+
+
+def test_weights_go_back_with_the_table(place, tmp_path, capfd):
+    model = make_model(**place)
+    fit(model)
+    model.save_weights(tmp_path / "m.weights.h5")
+    before, state = outputs(model), [variable.numpy() for variable in model.optimizer.variables]
+    fit(model)
+    once = outputs(model)
+    assert not np.array_equal(once, before)
+    model.load_weights(tmp_path / "m.weights.h5")
+    assert "items.rock resumed at step 4 (commit 1)" in capfd.readouterr().err
+    np.testing.assert_array_equal(outputs(model), before)
+    for variable, saved in zip(model.optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), saved)
+    fit(model)
+    np.testing.assert_array_equal(outputs(model), once)
+    table_of(model).close()
+
+
+def test_file_holds_no_rows(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    model.save_weights(tmp_path / "m.weights.h5")
+    import h5py
+
+    with h5py.File(tmp_path / "m.weights.h5") as file:
+        assert list(file["layers/embedding/vars"]) == ["embedrock"]
+        assert len(file["layers/embedding/vars/embedrock"]) < 500
+    table_of(model).close()
+
+
+@pytest.mark.parametrize("way", ["save_weights", "ModelCheckpoint", "BackupAndRestore", "Checkpoint", "saved_model"])
+def test_what_would_lose_rows_in_ram_is_refused(tmp_path, way):
+    model = make_model()
+    fit(model)
+    before = outputs(model)
+    callbacks = {
+        "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint(tmp_path / "m.weights.h5", save_weights_only=True),
+        "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+    }
+    with pytest.raises(UnsupportedError, match=r"the rows of 'embedding\w*', erk.Embedding\(50, 4\)") as raised:
+        if way in callbacks:
+            fit(model, callbacks=[callbacks[way]()])
+        elif way == "save_weights":
+            model.save_weights(tmp_path / "m.weights.h5")
+        elif way == "Checkpoint":
+            tf.train.Checkpoint(model=model).save(tmp_path / "tf" / "ckpt")
+        else:
+            tf.saved_model.save(model, tmp_path / "saved")
+    remedy = "erk.export(model, folder)" if way == "saved_model" else 'model.save("x.keras")'
+    assert remedy in str(raised.value)
+    if way not in callbacks:
+        np.testing.assert_array_equal(outputs(model), before)
+
+
+def test_weights_of_a_keras_file_do_not_reach_rows_in_ram(tmp_path):
+    model = make_model()
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    with pytest.raises(ValueError, match="cannot be loaded as weights alone .* load it by keras.models.load_model"):
+        model.load_weights(tmp_path / "m.keras")
+
+
+def test_weights_of_another_kind_are_refused(place, tmp_path):
+    ours, in_ram = make_model(**place), make_model()
+    plain = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Embedding(ROWS, DIM), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with pytest.raises(
+        ValueError, match=r"there are no rows for 'embedding.*are taken over by erk.Embedding.from_pret"
+    ):
+        ours.load_weights(tmp_path / "plain.weights.h5")
+    ours.save_weights(tmp_path / "ours.weights.h5")
+    with pytest.raises(ValueError, match="must have rows, because its table is in RAM: got a reference"):
+        in_ram.load_weights(tmp_path / "ours.weights.h5")
+    in_ram.save(tmp_path / "ram.keras")
+    with pytest.raises(ValueError, match="must be a reference to its table on disk.*got rows of a table in RAM"):
+        ours.load_weights(tmp_path / "ram.keras")
+    other = make_model(path=tmp_path / "other.rock")
+    with pytest.raises(ValueError, match="must be that of its own table, at .*other.rock"):
+        other.load_weights(tmp_path / "ours.weights.h5")
+    table_of(ours).close(), table_of(other).close()
+
+
+def test_commit_that_was_let_go_is_an_error(place, tmp_path):
+    model = make_model(**place, keep=1)
+    fit(model)
+    model.save_weights(tmp_path / "m.weights.h5")
+    table_of(model).release(names_in(table_of(model))[0])
+    fit(model)
+    table_of(model).commit()
+    before = outputs(model)
+    with pytest.raises(
+        ValueError, match=r"refers to commit 1 .* no longer kept: the table has commits 2\. A file keeps"
+    ):
+        model.load_weights(tmp_path / "m.weights.h5")
+    assert table_of(model).last_commit == 2 and table_of(model).steps == 8
+    assert before.shape == (64, 1)
+    table_of(model).close()
+
+
+def test_get_weights_is_refused_before_training_was_for_nothing():
+    model = make_model()
+    fit(model)
+    match = r"get_weights cannot return the rows of 'embedding\w*'.*EarlyStopping.*ModelCheckpoint"
+    with pytest.raises(UnsupportedError, match=match):
+        model.get_weights()
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    with pytest.raises(UnsupportedError, match=match):
+        fit(model, callbacks=[stopping])
+    fit(model, callbacks=[keras.callbacks.EarlyStopping("loss")])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_clone_has_rows_of_its_own(tmp_path, on_disk):
+    model = make_model(path=tmp_path / "t.rock" if on_disk else None, seed=3)
+    fit(model)
+    if on_disk:
+        with pytest.raises(
+            UnsupportedError, match="cannot be copied .*its table on disk at .*t.rock' is open.*clone_fun"
+        ):
+            keras.models.clone_model(model)
+    else:
+        first = keras.models.clone_model(model)
+        assert table_of(first) is not table_of(model)
+        np.testing.assert_array_equal(table_of(first).lookup(ALL), table_of(make_model(seed=3)).lookup(ALL))
+
+    def clone(layer):
+        return (
+            erk.Embedding(layer.table)
+            if isinstance(layer, erk.Embedding)
+            else type(layer).from_config(layer.get_config())
+        )
+
+    shared = keras.models.clone_model(model, clone_function=clone)
+    assert table_of(shared) is table_of(model)
+    table_of(model).close()
+
+
+# ---------------------------------------------------------------- callbacks and checkpoints
+
+
+def test_model_checkpoint_keeps_the_best(place, tmp_path):
+    model, file = make_model(**place), tmp_path / "best.weights.h5"
+    best = keras.callbacks.ModelCheckpoint(file, monitor="loss", save_best_only=True, save_weights_only=True)
+    each = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch:02d}.keras"))
+    fit(model, 4, callbacks=[best, each])
+    before = outputs(model)
+    assert sorted(name.split()[0] for name in names_in(table_of(model))) == ["01.keras", "02.keras", "03.keras"] + [
+        "04.keras",
+        "best.weights.h5",
+        "best.weights.h5",
+    ]
+    fit(model)
+    model.load_weights(file)
+    np.testing.assert_array_equal(outputs(model), before)
+    second = load_model(tmp_path / "02.keras", mode="r")
+    assert table_of(second).steps == 8
+    table_of(model).close()
+
+
+class Interrupted(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_backup_and_restore_goes_on_as_if_nothing_had_happened(tmp_path, double):
+    whole = make_model(path=tmp_path / "whole.rock")
+    fit(whole, 4)
+    model = make_model(path=tmp_path / "t.rock")
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", double_checkpoint=double, delete_checkpoint=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, 4, callbacks=[backup, Interrupted()])
+    table_of(model).update([1], np.ones((1, DIM), np.float32))  # which comes to nothing
+    if double:
+        (tmp_path / "backup" / "latest.weights.h5").write_bytes(b"cut short")
+    fit(model, 4, callbacks=[backup])
+    assert_same(whole, model)
+    table_of(model).close(), table_of(whole).close()
+
+
+def test_tf_checkpoint_goes_back_with_the_table(place, tmp_path):
+    model = make_model(**place)
+    fit(model)
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), tmp_path / "tf", max_to_keep=2)
+    states = []
+    for _ in range(4):
+        manager.save()
+        states.append(outputs(model))
+        fit(model)
+    assert [name.split()[0] for name in names_in(table_of(model))] == ["ckpt-2", "ckpt-3", "ckpt-4"]
+    commits = len(table_of(model).commits())
+    for number, state in ((3, states[2]), (4, states[3])):
+        tf.train.Checkpoint(model=model).restore(
+            str(tmp_path / "tf" / f"ckpt-{number}")
+        ).assert_existing_objects_matched()
+        np.testing.assert_array_equal(outputs(model), state)
+    assert len(table_of(model).commits()) <= commits + 2
+    with pytest.raises(ArgumentError, match="a model must be saved outside of its tables"):
+        tf.train.Checkpoint(model=model).save(place["path"] / "ckpt")
+    table_of(model).close()
+
+
+@pytest.mark.parametrize("name", ["m.keras", "inner/m.weights.h5"])
+def test_saving_inside_of_a_table_is_refused(place, tmp_path, name):
+    model = make_model(**place)
+    fit(model)
+    (place["path"] / "inner").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(place["path"])
+    before = sorted(os.listdir(place["path"]))
+    with pytest.raises(
+        ArgumentError, match="a model must be saved outside of its tables: got .*inside of the table at"
+    ):
+        (model.save if name.endswith(".keras") else model.save_weights)(link / name)
+    assert sorted(os.listdir(place["path"])) == before and os.listdir(place["path"] / "inner") == []
+    assert names_in(table_of(model)) == []
+    table_of(model).close()
+
+
+# ---------------------------------------------------------------- first values from an array
+
+
+def test_first_values_in_a_file_are_referred_to(tmp_path):
+    np.save(tmp_path / "w.npy", np.random.default_rng(2).standard_normal((2 * ROWS, DIM)).astype(np.float32))
+    weights = np.load(tmp_path / "w.npy", mmap_mode="r")[ROWS:]
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), erk.Embedding.from_pretrained(weights)])
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(table_of(loaded).lookup(ALL), weights)
+    assert os.path.getsize(tmp_path / "m.keras") < 40_000
+    os.rename(tmp_path / "w.npy", tmp_path / "v.npy")
+    with pytest.raises(
+        (ArgumentError, TypeError, ValueError), match=r"first values of rows come from the file .*w.npy"
+    ):
+        keras.models.load_model(tmp_path / "m.keras")
+
+
+def test_first_values_in_ram_are_refused(tmp_path):
+    weights = np.ones((ROWS, DIM), np.float32)
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), erk.Embedding.from_pretrained(weights)])
+    for save in (lambda: model.save(tmp_path / "m.keras"), lambda: keras.models.clone_model(model)):
+        with pytest.raises(UnsupportedError, match=r"first values of its rows come from an array in RAM.*np.save\("):
+            save()
+
+
+def test_snapshot_is_saved_as_such(place, tmp_path):
+    with er.Table(ROWS, DIM, path=place["path"]) as table:
+        table.assign([1], np.full((1, DIM), 9.0))
+        table.commit()
+    reader = er.open(place["path"], mode="r")
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), erk.Embedding(reader)])
+    model.save(tmp_path / "m.keras")
+    with er.open(place["path"]) as table:
+        table.assign([1], np.full((1, DIM), 8.0))
+        table.commit()
+        loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert (table_of(loaded).mode, table_of(loaded).lookup([1])[0, 0]) == ("r", 9.0)
+
+
+# ---------------------------------------------------------------- Keras' own functions, of which `saving` needs to know
+
+
+def test_keras_still_has_the_functions_that_saving_looks_for(tmp_path, monkeypatch):
+    """Where Keras no longer has them, commits get no name and rows in RAM are refused: nothing is lost."""
+    seen = []
+    local = saving._local
+
+    def noting(module, function, variable):
+        found = local(module, function, variable)
+        seen.append((function, variable, found is not saving._missing))
+        return found
+
+    monkeypatch.setattr(saving, "_local", noting)
+    model = make_model()
+    fit(model)
+    model.save(tmp_path / "m.keras")
+    keras.models.load_model(tmp_path / "m.keras")
+    assert ("_save_state", "assets_store", True) in seen and ("_load_state", "assets_store", True) in seen
+    with pytest.raises(UnsupportedError):
+        model.save_weights(tmp_path / "m.weights.h5")
+    on_disk = make_model(path=tmp_path / "t.rock")
+    on_disk.save_weights(tmp_path / "m.weights.h5"), on_disk.save(tmp_path / "m.keras")
+    assert {("save_model", "filepath", True), ("save_weights_only", "filepath", True)} <= set(seen)
+    monkeypatch.setattr(saving, "_local", lambda *names: saving._missing)
+    with pytest.raises(UnsupportedError):
+        model.save(tmp_path / "m.keras")
+    table_of(on_disk).close()
+
+
+# ---------------------------------------------------------------- fresh processes
+
+
+def _train_more(folder, file):
+    """Go on, in a process of its own, from a file; return what came of it."""
+    model = keras.models.load_model(f"{folder}/{file}")
+    fit(model, 2)
+    return table_of(model).lookup(ALL), model.layers[-1].get_weights()[0]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_fresh_process_goes_on_to_the_bit(tmp_path, on_disk):
+    options = {"path": tmp_path / "t.rock"} if on_disk else {}
+    whole, model = make_model("adam"), make_model("adam", **options)
+    fit(whole, 3), fit(model)
+    model.save(tmp_path / "m.keras")
+    if on_disk:
+        fit(model)  # what comes after the file was saved is not in it
+        table_of(model).commit()
+        table_of(model).close()
+    rows, head = workers.run(_train_more, str(tmp_path), "m.keras", workers=1)[0]
+    np.testing.assert_array_equal(rows, table_of(whole).lookup(ALL))
+    np.testing.assert_array_equal(head, whole.layers[-1].get_weights()[0])
