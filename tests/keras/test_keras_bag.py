@@ -49,7 +49,10 @@ def expected(ids: list[list[int]], factors: list[list[float]], mode: str, mask_z
     with tf.GradientTape() as tape:
         kept = [[k for k, one in enumerate(each) if one or not mask_zero] for each in ids]
         pairs = zip(ids, weights, kept, strict=True)
-        out = [pooled(rows, [each[k] for k in which], tf.gather(w, which), mode) for each, w, which in pairs]
+        out = [
+            pooled(rows, [each[k] for k in which], tf.gather(w, tf.constant(which, tf.int64)), mode)
+            for each, w, which in pairs
+        ]
         value = loss(tf.stack(out))
     of_rows, *of_weights = tape.gradient(value, [rows, *weights], unconnected_gradients="zero")
     return tf.stack(out), tf.convert_to_tensor(of_rows), [tf.convert_to_tensor(each) for each in of_weights]
@@ -71,25 +74,23 @@ def check(layer: Any, ids: Any, factors: Any, lists: tuple[list, list], function
     """Compare bags and gradients with those of lists of ids and factors."""
     out, of_rows, of_weights = expected(*lists, layer.mode, layer.mask_zero)
     layer.build()
+    watched, *splits = [tf.zeros(0)] if factors is None else tf.nest.flatten(factors, expand_composites=True)
 
     def step() -> tuple[Any, Any]:
         with tf.GradientTape() as tape:
-            watched = tf.nest.flatten(factors, expand_composites=True)[:1]
             tape.watch(watched)
-            given = (
-                None if factors is None else tf.nest.pack_sequence_as(factors, watched + rest, expand_composites=True)
-            )
+            parts = [watched, *splits]
+            given = None if factors is None else tf.nest.pack_sequence_as(factors, parts, expand_composites=True)
             found = layer(ids, weights=given)
             value = loss(found)
-        return found, tape.gradient(value, [layer.rows.value, *watched])
+        return found, tape.gradient(value, [layer.rows.value, watched])
 
-    rest = tf.nest.flatten(factors, expand_composites=True)[1:]
-    found, (vector, *of_factors) = function(step)()
+    found, (vector, of_factors) = function(step)()
     np.testing.assert_allclose(found, out, rtol=2e-6, atol=1e-6)
     np.testing.assert_allclose(gradient_of(layer, vector), of_rows, rtol=1e-5, atol=2e-6)
     if factors is not None:
         flat = np.concatenate([np.ravel(each) for each in of_weights])
-        np.testing.assert_allclose(np.ravel(of_factors[0]), flat, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.ravel(of_factors), flat, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [lambda f: f, tf.function], ids=["eager", "function"])
@@ -108,7 +109,7 @@ def test_weights(mode: str, mask_zero: bool, function: Callable):
     check(bag(mode, mask_zero=mask_zero), IDS, tf.constant(factors), lists, function)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     ids=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=5), min_size=1, max_size=5),
     mode=st.sampled_from(MODES),
@@ -173,7 +174,7 @@ def test_models_with_ragged_ids_and_weights_train():
 
 
 def test_rows_that_only_padding_names_are_not_stepped():
-    layer = bag(mask_zero=True, rule=er.SGD())
+    layer = bag(mask_zero=True)
     model = keras.Sequential([keras.Input((5,), dtype="int64"), layer, keras.layers.Dense(1)])
     model.compile(erk.optimizer("sgd"), "mse")
     model.fit(IDS, np.ones((4, 1)), verbose=0)
@@ -198,10 +199,10 @@ def test_config():
 
 def test_what_is_refused():
     with pytest.raises(
-        ArgumentError, match="`mode` of erk.EmbeddingBag must be one of sum, mean, sqrtn, max: got 'min'"
+        ArgumentError, match=r"`mode` of erk.EmbeddingBag must be one of sum, mean, sqrtn, max: got 'min'"
     ):
         bag("min")
-    with pytest.raises(UnknownArgumentError, match="erk.EmbeddingBag has no argument `combiner`"):
+    with pytest.raises(UnknownArgumentError, match=r"erk.EmbeddingBag has no argument `combiner`"):
         bag(combiner="sum")
     with pytest.raises(UnsupportedError, match="go with sum, mean and sqrtn: got them with mode='max'"):
         bag("max")(IDS, weights=tf.ones(IDS.shape))
@@ -215,7 +216,7 @@ def test_what_is_refused():
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ArgumentError, match=r"must have the ids' shape: got \(4, 3\) for ids \(4, 5\)"):
         bag()(IDS, weights=tf.ones((4, 3)))
-    with pytest.raises(ArgumentError, match=r"got \(4, 5\) for ids ragged \(4, None\)"):
+    with pytest.raises(ArgumentError, match=r"got \(4, 5\) for ids ragged \(4, 5\)"):
         bag()(tf.RaggedTensor.from_tensor(IDS), weights=tf.ones(IDS.shape))
     with pytest.raises(tf.errors.InvalidArgumentError, match="must have the ids' row splits"):
         bag()(tf.ragged.constant([[1], [2, 3]]), weights=tf.ragged.constant([[1.0, 2.0], [3.0]]))

@@ -159,7 +159,7 @@ def test_floats_in_fit_are_refused(make: Callable[[Any], keras.Model]):
 
 
 def test_strings_name_their_remedy():
-    with pytest.raises(IdTypeError, match="got string. Put a keras.layers.StringLookup or Hashing before it"):
+    with pytest.raises(IdTypeError, match=r"got string. Put a keras.layers.StringLookup or Hashing before it"):
         embedding()(tf.constant(["a"]))
 
 

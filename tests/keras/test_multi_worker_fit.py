@@ -234,7 +234,7 @@ def two_replicas_per_worker() -> str:
     with strategy.scope():
         model = compiled_model()
     strategy._extended = Extended()
-    distribute._has_several_workers = lambda strategy: True
+    distribute.has_several_workers = lambda strategy: True
     return refusal(lambda: distribute.distribute(model))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from embedrock.keras.bag import EmbeddingBag
 from embedrock.keras.embedding import Embedding
+from embedrock.keras.export import export
 from embedrock.keras.group import EmbeddingCollection, fuse
 from embedrock.keras.handle import ForgottenGradientsError
+from embedrock.keras.loading import load_model
 from embedrock.keras.optimizer import RowOptimizer, optimizer
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "EmbeddingCollection",
     "ForgottenGradientsError",
     "RowOptimizer",
+    "export",
     "fuse",
+    "load_model",
     "optimizer",
 ]

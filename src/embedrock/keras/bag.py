@@ -32,7 +32,7 @@ class EmbeddingBag(LookupLayer):
         mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
             that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
             the largest value of each column, of equal ones the first.
-        rule, path, memory, policy, keep, seed, directory, on_nonfinite, more: as in `Embedding`.
+        rule, path, memory, policy, keep, seed, directory, on_nonfinite, sharded, more: as in `Embedding`.
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
     `weights`: floats of the same shape. (Gradients reach them.)
@@ -68,6 +68,7 @@ class EmbeddingBag(LookupLayer):
         seed: int = 0,
         directory: str = "auto",
         on_nonfinite: str = "raise",
+        sharded: bool = False,
         **more: Any,
     ) -> None:
         if mode not in MODES:
@@ -81,6 +82,7 @@ class EmbeddingBag(LookupLayer):
             "seed": seed,
             "directory": directory,
             "on_nonfinite": on_nonfinite,
+            "sharded": sharded,
         }
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
         self.mode = mode

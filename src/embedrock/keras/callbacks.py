@@ -14,6 +14,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop
 from embedrock.fronts.references import go_to
+from embedrock.keras.exchange import Crew
 from embedrock.keras.handle import Handle, handle_behind
 from embedrock.keras.saving import with_commits
 from embedrock.table import Table
@@ -49,6 +50,9 @@ class TableCheckpoint(keras.callbacks.Callback):
     A checkpoint from the middle of an epoch has `fit` repeat that epoch from its beginning, as `BackupAndRestore` does.
     To go on exactly there, let the first epoch have the batches that are left, ``dataset.skip(callback.batch)``, where
     `callback` was asked before ``fit`` by ``callback.restore(model)``. With ``every="epoch"`` nothing is repeated.
+
+    Under several workers, each has a folder of its own inside of `folder`, ``worker-<rank>-of-<workers>``. After one was
+    lost and all were started again, they go back to the last checkpoint that all of them have.
 
     Args:
         folder: of the checkpoints; made if there is none. Each training has one of its own.
@@ -92,10 +96,16 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.epoch = self.batch = 0
         self._seen, self._is_due = 0, False
         self._underway: _Underway | None = None
+        self._crew = Crew(None)
 
     @property
     def _trained(self) -> Any:
         return self.model
+
+    @property
+    def _place_of_files(self) -> Path:
+        """The folder of this worker's checkpoints."""
+        return self.folder if self._crew.size == 1 else self.folder / f"worker-{self._crew.rank}-of-{self._crew.size}"
 
     # ---------------------------------------------------------------- what Keras calls
 
@@ -105,7 +115,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._seen, self._is_due, self._underway = 0, False, None
         if self.resume and (self.restore(self._trained) or self.step == _step_of(self._trained)):
             self._trained._initial_epoch = self.epoch  # as BackupAndRestore does
-        collect(self.folder, ENDINGS, _tables(self._trained))
+        collect(self._place_of_files, ENDINGS, _tables(self._trained))
         self._place = self.epoch, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -129,7 +139,7 @@ class TableCheckpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Make the last checkpoint, and wait for it."""
         self._finish(wait=True)
-        now, newest = (_step_of(self._trained), self._place), checkpoints(self.folder, ENDINGS)[-1:]
+        now, newest = (_step_of(self._trained), self._place), checkpoints(self._place_of_files, ENDINGS)[-1:]
         if [(each.step, _place_in(each.file)) for each in newest] != [now] and _has_stepped(self._trained):
             self._save()
             self._finish(wait=True)
@@ -143,7 +153,7 @@ class TableCheckpoint(keras.callbacks.Callback):
     def _save(self) -> None:
         """Begin a checkpoint: commits go on in the background, all else is written."""
         self._is_due, self._seen = False, 0
-        made = Checkpoint.new(self.folder, _step_of(self._trained), ENDINGS)
+        made = Checkpoint.new(self._place_of_files, _step_of(self._trained), ENDINGS)
         made.begin()
         tables = _tables(self._trained)
         commits = {table: table.commit(step=made.step, name=made.commit_name, wait=False) for table in tables}
@@ -162,11 +172,12 @@ class TableCheckpoint(keras.callbacks.Callback):
         for table, number in commits.items():
             if wait and table.last_commit < number:
                 table.commit(step=made.step, name=made.commit_name)  # which waits for the one before
-            if table.last_commit < number:
-                return
+        # At one time on all workers: so each has the last checkpoint but one that any of them has.
+        if not self._crew.all(all(table.last_commit >= number for table, number in commits.items())):
+            return
         self._underway = None
         made.publish()
-        before = [each for each in checkpoints(self.folder, ENDINGS) if each != made]
+        before = [each for each in checkpoints(self._place_of_files, ENDINGS) if each != made]
         others = [each for each in before if each.step != made.step]
         kept = others if self.keep is None else others[max(len(others) - self.keep + 1, 0) :]
         drop([each for each in before if each not in kept], commits)
@@ -179,9 +190,8 @@ class TableCheckpoint(keras.callbacks.Callback):
         Where the first checkpoint of all was cut short, so that there is none, tables go back to before it.
         """
         self._check(model)
-        found = checkpoints(self.folder, ENDINGS)
+        found = self._agree(checkpoints(self._place_of_files, ENDINGS), _tables(model))
         if not found:
-            self._undo_first(_tables(model))
             return False
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -191,12 +201,23 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.step, (self.epoch, self.batch) = found[-1].step, _place_in(found[-1].file)
         return True
 
-    def _undo_first(self, tables: list[Table]) -> None:
-        unfinished = drafts(self.folder, ENDINGS)
+    def _agree(self, found: list[Checkpoint], tables: list[Table]) -> list[Checkpoint]:
+        """Return the checkpoints that all workers have; drop what a lost worker never came to."""
+        steps = self._crew.common([each.step for each in found])
+        agreed = [each for each in found if each.step in steps]
+        newer = [each for each in found if not agreed or each.step > agreed[-1].step]
+        if not agreed:
+            self._undo([*newer, *drafts(self._place_of_files, ENDINGS)], tables)
+        drop(newer, tables)
+        return agreed
+
+    def _undo(self, checkpoints_undone: list[Checkpoint], tables: list[Table]) -> None:
+        """Take tables to before the first of some checkpoints."""
         for table in tables:
-            *before, last = table.commits()
-            if before and any(draft.owns(last) for draft in unfinished):
-                go_to(table, before[-1])
+            commits = table.commits()
+            is_undone = [any(each.owns(commit) for each in checkpoints_undone) for commit in commits]
+            if is_undone[-1] and not is_undone[0]:
+                go_to(table, commits[is_undone.index(True) - 1])
 
     # ---------------------------------------------------------------- checks
 
@@ -206,6 +227,12 @@ class TableCheckpoint(keras.callbacks.Callback):
             raise ArgumentError(
                 "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
                 "on a batch of data, so that what was saved can be loaded into it."
+            )
+        self._crew = Crew(model._distribute_strategy)
+        if self._crew.size > 1 and self.keep == 1:
+            raise ArgumentError(
+                "`keep` of TableCheckpoint must be 2 or more under several workers, or None: got 1. When a worker is "
+                "lost, the others may have a checkpoint that it has not; they go back to the one before."
             )
         folder = os.path.realpath(self.folder)
         for handle in _handles(model):

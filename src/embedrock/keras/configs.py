@@ -13,7 +13,8 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions
 from embedrock.initializers import FromArray, Initializer, read_initializer
 from embedrock.keras import loading
-from embedrock.keras.saving import KEY, rule_of
+from embedrock.keras.row_files import rule_of
+from embedrock.keras.saving import KEY
 from embedrock.rules import describe_rule
 from embedrock.table import Table
 
@@ -92,7 +93,11 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
     return loading.made(options), False
 
 
-OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", *TableOptions._fields} - {"rule"}
+OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *TableOptions._fields} - {
+    "rule",
+    "name",
+    "dtype",
+}
 
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +137,5 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
             loading.check_not_copied(config["path"], label)
         layer = kind(**config)
     if shared is not None:
-        layer.shares_loaded_table = key in shared
         shared[key] = layer.table, layer.shares_open_table
     return layer

@@ -22,6 +22,7 @@ REPAIRED_VERSIONS = ("3.15",)
 
 _KERAS_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _reduce_in_keras: Callable[..., Any] = trainer.reduce_per_replica
+_check_finite_in_keras: Callable[..., Any] = keras.optimizers.LossScaleOptimizer.check_finite
 
 
 class WorkerLostError(EmbedrockError, ConnectionError):
@@ -54,7 +55,7 @@ def distribute(model: Any) -> Any:
     if getattr(model._maybe_symbolic_build, "__func__", None) is _build_symbolically:
         return model
     model._maybe_symbolic_build = types.MethodType(_build_symbolically, model)
-    if _has_several_workers(strategy):
+    if has_several_workers(strategy):
         trainer.reduce_per_replica = _reduce_per_replica
         for name in _KERAS_METHODS:
             setattr(model, name, _watched(getattr(model, name), strategy))
@@ -112,7 +113,7 @@ def _tell_other_workers(strategy: tf.distribute.Strategy, error: BaseException) 
 
     Without it they would wait until this process is gone, which is for ever if somebody catches the error.
     """
-    if _has_several_workers(strategy):
+    if has_several_workers(strategy):
         rank = strategy.cluster_resolver.task_id
         said = f"worker {rank} failed: {_sentence_of(error)}"
         collectives = tf_context.context()
@@ -150,7 +151,7 @@ def _strategy_of(model: Any) -> tf.distribute.Strategy:
             f"Keras {keras.__version__} trains under MirroredStrategy and MultiWorkerMirroredStrategy; the model was "
             f"made under {type(strategy).__name__}. Make it under one of those."
         )
-    if _has_several_workers(strategy):
+    if has_several_workers(strategy):
         _check_workers(strategy)
     return strategy
 
@@ -181,7 +182,8 @@ def _check_steps_per_execution(model: Any) -> None:
         )
 
 
-def _has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Tell whether a strategy runs on several workers of a cluster."""
     return trainer._collective_all_reduce_multi_worker(strategy)
 
 
@@ -195,7 +197,7 @@ def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None)
     """
     _check_steps_per_execution(self)
     strategy = self.distribute_strategy
-    if iterator is None or not _has_several_workers(strategy):
+    if iterator is None or not has_several_workers(strategy):
         type(self)._maybe_symbolic_build(self, iterator=iterator, data_batch=data_batch)
         return
     for _, _, batches in iterator:
@@ -205,12 +207,33 @@ def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None)
         self._symbolic_build(data_batch=data_batch)
 
 
+def repair_loss_scaling() -> None:
+    """Have `keras.optimizers.LossScaleOptimizer` decide by the gradients of all replicas whether to skip a step.
+
+    Keras asks each replica about its own, before they are summed, and goes by the first one; under several workers
+    each goes by its own, and those that do not skip wait for the others.
+    """
+    kind = keras.optimizers.LossScaleOptimizer
+    if kind.check_finite is not _check_finite:
+        kind.check_finite = _check_finite
+
+
+def _check_finite(self: Any, grads: Any) -> tf.Tensor:
+    """Stand in for Keras' method of this name."""
+    finite = _check_finite_in_keras(self, grads)
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return finite
+    not_finite = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32))
+    return tf.equal(not_finite, 0.0)
+
+
 def _reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Any:
     """Stand in for Keras' function of this name, which cannot average scalars over workers.
 
     All logs of a batch travel in one message.
     """
-    if reduction != "auto" or not _has_several_workers(strategy):
+    if reduction != "auto" or not has_several_workers(strategy):
         return _reduce_in_keras(values, strategy, reduction)
     logs = [tf.convert_to_tensor(value) for value in keras.tree.flatten(values)]
     numbers = tf.concat([tf.reshape(tf.cast(log, tf.float64), [-1]) for log in logs], axis=0)

@@ -35,6 +35,9 @@ class Embedding(LookupLayer):
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         seed: of the first values. (An initializer that was given a seed brings its own.)
         policy, keep, directory, on_nonfinite: as in `er.Table`.
+        sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, have each worker keep its part of the rows, in
+            RAM or in a folder of its own inside of `path`, ``shard-<rank>-of-<workers>``. Rows are looked up by all
+            workers at once; `layer.table` is the worker's part. In one process it changes nothing.
         more: name, dtype and trainable, as for all layers of Keras. Rows are kept in the dtype of variables: float32,
             or half of it with "bfloat16" or "float16".
 
@@ -69,6 +72,7 @@ class Embedding(LookupLayer):
         seed: int = 0,
         directory: str = "auto",
         on_nonfinite: str = "raise",
+        sharded: bool = False,
         **more: Any,
     ) -> None:
         options = {
@@ -80,6 +84,7 @@ class Embedding(LookupLayer):
             "seed": seed,
             "directory": directory,
             "on_nonfinite": on_nonfinite,
+            "sharded": sharded,
         }
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
 

@@ -33,7 +33,8 @@ def export(
 
     What is written is the forward pass for inference, as the function ``serve`` and the signatures "serve" and
     "serving_default". Rows are looked up to the same bits (see `ServingTable`). It takes RAM for the rows that are
-    saved, and so does what loads them: of a table larger than `whole_bytes`, those that were ever stepped.
+    saved, and so does what loads them: of a table larger than `whole_bytes`, those that were ever stepped. (TensorFlow
+    keeps that RAM for its next tensors.)
 
     On a machine with a GPU, ``with tf.device("CPU:0"): tf.saved_model.load(folder)`` keeps the rows in RAM.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
-from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras.pending import SLOTS, Pending
 from embedrock.rules import Rule
@@ -47,7 +50,7 @@ class Handle:
         self.rule: Rule | None = None
         self.pending = Pending()
         self.strategy = tf.distribute.get_strategy()
-        with tf.init_scope():  # outside of a function that is being traced, where a layer may be built
+        with _outside_of_programs():
             self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
         self._owner: weakref.ref[Any] | None = None
         for cell in (self.variable.value, *self.cells()):
@@ -95,8 +98,22 @@ class Handle:
 
     def take(self, vector: np.ndarray, clip_value: float | None) -> RowGradients | None:
         """Return the gradients that the handle's gradient stands for, each value clamped to +-`clip_value`."""
-        grads = self.pending.take(vector)
-        return grads if grads is None or clip_value is None else grads.scaled(1.0, clip_value)
+        return self.pending.take(vector, clip_value)
+
+
+@contextmanager
+def _outside_of_programs() -> Iterator[None]:
+    """Leave the function that is traced, or the model that is built symbolically, where a layer may be built.
+
+    Variables made there are made later, or are the function's. A handle's is needed at once.
+    """
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
 def handle_of(table: Table, label: str) -> Handle:
@@ -126,6 +143,14 @@ def _guard(cell: Any, handle: Handle) -> None:
 
     for name in WRITERS:
         setattr(cell, name, refuse)
+
+    def refuse_export(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"a model with {label} cannot be exported by model.export or tf.saved_model.save: what they write would "
+            "look rows up in the memory of this process, and fail in every other. Use erk.export(model, folder)."
+        )
+
+    cell._export_to_saved_model_graph = refuse_export
 
 
 def _misuse(label: str) -> str:

@@ -8,7 +8,7 @@ import keras
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
-from embedrock.keras import configs, loading, saving
+from embedrock.keras import configs, loading, saving, sharding
 from embedrock.keras.handle import Handle, handle_of
 from embedrock.keras.initializers import initializer_of
 from embedrock.table import Table
@@ -59,8 +59,10 @@ class RowLayer(keras.layers.Layer):
             **options,
         }
         self._brought_rule = options["rule"]
-        self.shares_open_table = self.shares_loaded_table = False  # which `saving` sets
+        self.shares_open_table = False  # with another model: which `configs` sets
         self._table = self._open(kind)
+        if options["sharded"]:
+            sharding.note(self._table)
         loading.remember(self._table)
         self._row_state = saving.RowState(self)  # which tf.train.Checkpoint finds among the attributes
         self._handle: Handle | None = None
@@ -69,6 +71,8 @@ class RowLayer(keras.layers.Layer):
         config = self._config
         options = {name: config[name] for name in TableOptions._fields if name in config}
         rows, dim = config["input_dim"], config["output_dim"]
+        if config["sharded"]:
+            sharding.check_options(kind, rows)
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
@@ -84,6 +88,8 @@ class RowLayer(keras.layers.Layer):
         if seed is not None and not options["seed"]:
             made_of["seed"] = seed
         options |= made_of
+        if config["sharded"] and options["path"] is not None:
+            options["path"] = sharding.place_of_shard(options["path"], f"{self.name!r}, {kind}")
         if options["path"] is not None and dim is not None and loading.scope() is not None:
             table, self.shares_open_table = loading.open_for(options["path"], {**options, "rows": rows, "dim": dim})
             return table
@@ -134,6 +140,7 @@ class RowLayer(keras.layers.Layer):
         """Make the handle, or take that of another layer on the table."""
         if self.built:
             return
+        sharding.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
         handle.check_strategy()
         handle.bring_rule(self._brought_rule)
@@ -149,6 +156,12 @@ class RowLayer(keras.layers.Layer):
         return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
 
     # ------------------------------------------------------------ saving
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer. Keras builds a subclassed model that it loads by running it with floats, ids or not."""
+        if args and loading.scope() is not None:
+            args = keras.tree.map_structure(_as_ids, args[0]), *args[1:]
+        return super().__call__(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
@@ -174,3 +187,7 @@ class RowLayer(keras.layers.Layer):
     def load_assets(self, dir_path: str | None) -> None:
         """Read the rows of a table in RAM."""
         saving.load_assets(self, dir_path)
+
+
+def _as_ids(given: Any) -> Any:
+    return keras.ops.cast(given, "int64") if keras.backend.is_float_dtype(given.dtype) else given

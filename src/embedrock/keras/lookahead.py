@@ -38,8 +38,9 @@ def prefetch(dataset: tf.data.Dataset, ids_of: Mapping[Any, Callable[..., Any]],
     Args:
         dataset: of batches.
         ids_of: for each layer (or table), a function that returns the ids that a batch looks up in it: a dense, ragged
-            or sparse tensor of integers, or a list, tuple or dict of these. It is traced, and called with what a
-            function for `Dataset.map` is called with. Ids that it leaves out are read when they are looked up.
+            or sparse tensor of integers, or a list, tuple or dict of these. It is traced (without AutoGraph), and
+            called with what a function for `Dataset.map` is called with. Ids that it leaves out are read when they are
+            looked up.
         depth: how many batches to look ahead; the cache must hold the rows of ``depth + 1`` global batches, of
             ``depth + 4`` where a strategy has several replicas. 0: not at all.
 
@@ -112,7 +113,7 @@ def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_Asked]], depth: in
     """Return `dataset`, of which `depth` batches wait for the loop with their rows in the caches of these tables."""
     passes = _Passes(asked, depth)
 
-    @tf.autograph.experimental.do_not_convert  # so that errors keep their class
+    @tf.autograph.experimental.do_not_convert  # it wraps errors, and warns of several lambdas in a line
     def begin(number: tf.Tensor) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
         def bring(*batch: Any) -> Any:
@@ -137,7 +138,7 @@ def _joined(asked: Sequence[_Asked], batch: tuple[Any, ...]) -> tf.Tensor:
     """Return the ids, int64 (n,), that a batch looks up in one table."""
     parts = []
     for one in asked:
-        for ids in tf.nest.flatten(tf.function(one.ids_of)(*batch)):
+        for ids in tf.nest.flatten(one.ids_of(*batch)):
             flat = tf.reshape(checked_ids(_values(ids), one.label), [-1])
             parts.append(tf.cast(flat, tf.int64))
     return tf.concat(parts, 0)

@@ -11,10 +11,11 @@ import tensorflow as tf
 
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.gradients import RowGradients
+from embedrock.keras import sharding
 from embedrock.keras.handle import Handle
 from embedrock.keras.pending import SLOTS
 from embedrock.keras.readings import Group, Request, groups_of
-from embedrock.keras.serving import is_serving, serving_table
+from embedrock.keras.serving import is_serving, pooled, serving_table
 from embedrock.keras.spans import span
 from embedrock.keras.tickets import TICKETS
 
@@ -42,6 +43,7 @@ class Place:
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.groups = groups_of(requests)
+        self.fetching = sharding.fetching(self.groups) if sharding.has_workers() else None
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
@@ -50,9 +52,10 @@ class Place:
 
         Args:
             replica: which one asks.
-            inputs: the handles' values, and the parts of the requests.
+            inputs: the handles' values, the parts of the requests, and what was fetched from other workers.
         """
         values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
+        there = self._fetched(requests, inputs[len(self.handles) + self._parts :])
         with span("lookup", len(self.handles)):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
@@ -61,8 +64,9 @@ class Place:
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for group in self.groups:
-                plan = group.plan(requests) if self._keep or group.pools else None
-                found, saved = group.read(requests, plan)
+                rows_there = there.get(group)
+                plan = group.plan(requests) if self._keep or group.pools or rows_there is not None else None
+                found, saved = group.read(requests, plan, rows_there)
                 for k, part in zip(group.which, found, strict=True):
                     rows[k] = part
                 plans.append(plan)
@@ -92,6 +96,20 @@ class Place:
                 of_weights.update(zip(weighted, weights, strict=True))
             vectors = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
         return [*vectors, *(of_weights[k] for k in sorted(of_weights))]
+
+    def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
+        """Return a message to the other workers: the ids whose rows the lookup needs from them."""
+        assert self.fetching is not None
+        return self.fetching.ask(self._filled(parts))
+
+    def _fetched(self, requests: Sequence[Request], messages: Sequence[np.ndarray]) -> dict[Group, np.ndarray]:
+        """Return the rows that were fetched from other workers; check that none are needed where none were."""
+        sharded = sharding.sharded_groups(self.groups)
+        if self.fetching is not None:
+            return dict(zip(sharded, self.fetching.rows(*messages), strict=True))
+        for group in sharded:
+            sharding.check_own(group.handle, group.ids(requests))
+        return {}
 
     @property
     def _parts(self) -> int:
@@ -128,6 +146,10 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
     values = [v if h in place.trained else tf.stop_gradient(v) for h, v in zip(place.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
+    fetched = []
+    if place.fetching is not None:
+        unique = tf.numpy_function(place.unique_ids, parts, tf.int32, stateful=False)
+        fetched = place.fetching.fetch([tf.stop_gradient(value) for value in values], unique)
 
     def summed(ticket: tf.Tensor, kept: list[tf.Tensor], *grads: tf.Tensor) -> list[tf.Tensor]:
         inputs, kinds = [replica, ticket, *parts, *kept, *grads], [tf.float32] * (len(place.trained) + len(weights))
@@ -137,7 +159,7 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
-        inputs = [replica, *values_and_weights[: len(values)], *parts]
+        inputs = [replica, *values_and_weights[: len(values)], *parts, *fetched]
         kinds = [tf.int64] + [tf.float32] * len(requests) + [_kept(group) for group in place.groups if group.saves]
         # Stateless, so that those of several replicas, or places, need not wait for each other.
         ticket, *found = tf.numpy_function(place.look_up, inputs, kinds, stateful=False, name=NAME)
@@ -180,17 +202,9 @@ def _kept(group: Group) -> tf.DType:
 
 def _served(request: Request) -> tf.Tensor:
     """Return what a request asks for by TensorFlow's own operations, for a program that other processes run."""
+    sharding.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
-    if request.offsets is None:
-        return rows
-    if request.weights is not None:
-        rows *= request.weights[:, tf.newaxis]
-    bags: Any = tf.RaggedTensor
-    bags = bags.from_row_splits(rows, request.offsets, validate=False)
-    if not request.is_max:
-        return tf.reduce_sum(bags, axis=1)
-    is_empty = tf.equal(bags.row_lengths(), 0)[:, tf.newaxis]
-    return tf.where(is_empty, 0.0, tf.reduce_max(bags, axis=1))
+    return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
 
 
 def _once_differentiable(function: Callable[..., list[tf.Tensor]], label: str) -> Callable[..., Any]:

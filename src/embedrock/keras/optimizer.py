@@ -12,9 +12,13 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
+from embedrock.keras.distribute import has_several_workers, repair_loss_scaling
+from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.following import FOLLOWED, follow
 from embedrock.keras.handle import Handle, handle_behind
+from embedrock.keras.sharding import own_part
 from embedrock.keras.spans import span
+from embedrock.plan import make_plan
 from embedrock.rules import Rule
 
 PACKAGE = "embedrock"
@@ -35,6 +39,9 @@ class RowOptimizer:
     gradients, those of the handles among them. What became of a handle's gradient is done to those of its rows.
     """
 
+    # What all workers of a cluster bring to the step that is being traced; None where there is one process.
+    _gathered: Any = None
+
     def build(self: Any, variables: Sequence[Any]) -> None:
         """Prepare for variables, and take the rows that some of them stand for."""
         handles = [handle for variable in variables if (handle := handle_behind(variable)) is not None]
@@ -45,6 +52,15 @@ class RowOptimizer:
             handle.bind(self, _rule(self, handle, None))
 
     def _refuse_for_rows(self: Any, label: str) -> None:
+        strategy = self._distribution_strategy
+        if strategy.num_replicas_in_sync > 1:
+            repair_loss_scaling()
+            if self.gradient_accumulation_steps:
+                raise UnsupportedError(
+                    f"gradient_accumulation_steps={self.gradient_accumulation_steps} of {type(self).__name__} cannot "
+                    f"go with several replicas: Keras {keras.__version__} fails under {type(strategy).__name__}, "
+                    "whatever the model. Leave it out, and make the batch of each replica larger."
+                )
         if self.use_ema:
             raise UnsupportedError(
                 f"use_ema=True of {type(self).__name__} cannot go with {label}: an average of all rows would touch "
@@ -71,6 +87,19 @@ class RowOptimizer:
         both = zip(grads, shown, clipped, self._behind, strict=True)
         return [c if handle is None else _clipped_as(g, s, c) for g, s, c, handle in both]
 
+    def _backend_update_step(self: Any, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
+        # Here, in the context of a replica, its gradients are unscaled and clipped, and not yet summed with others'.
+        rows = [(handle_behind(v), grad) for v, grad in zip(trainable_variables, grads, strict=True)]
+        rows = [(handle, grad) for handle, grad in rows if handle is not None]
+        if rows and has_several_workers(self._distribution_strategy):
+            take = functools.partial(_take, self, [handle for handle, _ in rows])
+            self._gathered = gather(tf.numpy_function(take, [grad for _, grad in rows], tf.int32))
+        try:
+            super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
+        finally:
+            if self._gathered is not None:
+                self._gathered = None
+
     def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         pairs = [(grad, variable, handle_behind(variable)) for grad, variable in grads_and_vars]
         rows = [(handle, grad) for grad, _, handle in pairs if handle is not None]
@@ -87,11 +116,14 @@ class RowOptimizer:
             return distribution.experimental_local_results(value)[0]
 
         lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
-        vectors = [local(grad) for _, grad in rows]
-        step = functools.partial(_step, self, [handle for handle, _ in rows])
+        handles = [handle for handle, _ in rows]
+        if self._gathered is None:
+            step, inputs = functools.partial(_step, self, handles), [local(grad) for _, grad in rows]
+        else:
+            step, inputs = functools.partial(_step_of_workers, self, handles), [local(self._gathered)]
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = tf.numpy_function(step, [tf.cast(lr, tf.float32), *vectors], tf.int64)
+            done = tf.numpy_function(step, [tf.cast(lr, tf.float32), *inputs], tf.int64)
         with tf.control_dependencies([done]):
             _touch(cells)
         return done
@@ -99,17 +131,59 @@ class RowOptimizer:
 
 def _step(optimizer: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
     """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
+    _check_owner(optimizer, handles)
+    taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
+    return _step_by(optimizer, handles, lr, taken)
+
+
+def _take(optimizer: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
+    """Return a message to all workers: what the gradients of this worker's handles stand for."""
+    _check_owner(optimizer, handles)
+    message = []
+    for handle, vector in zip(handles, vectors, strict=True):
+        grads = handle.take(vector, optimizer.clipvalue)
+        ids = [] if grads is None else [grads.plan.ids, grads.values]
+        message += [np.array([-1 if grads is None else len(ids[0])], np.int64), *ids]
+    return pack(message)
+
+
+def _step_of_workers(optimizer: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
+    """Step the rows that are here by what `_take` returned on all workers, summed in the order of their ranks."""
+    reader = Reader(messages)
+    parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
+    while not reader.is_at_end:
+        for handle in handles:
+            if (count := int(reader.ints(1)[0])) >= 0:
+                parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
+    return _step_by(optimizer, handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
+
+
+def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients | None:
+    if not parts:
+        return None
+    ids, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return RowGradients.sum(make_plan(ids), values)
+
+
+def _check_owner(optimizer: Any, handles: list[Handle]) -> None:
     for handle in handles:
         if handle.owner is not optimizer:
             raise ArgumentError(
                 f"the rows of {handle.label} are held by another optimizer, which was built after this "
                 f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
             )
+
+
+def _step_by(
+    optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients | None]
+) -> np.int64:
+    """Step tables by the gradients of their rows, those that have any."""
     with span("step", len(handles)):
         due = []
-        for handle, vector in zip(handles, vectors, strict=True):
-            if (grads := handle.take(vector, optimizer.clipvalue)) is not None:
-                due.append(_Due(handle, _rule(optimizer, handle, float(lr)), grads))
+        for handle, grads in zip(handles, summed, strict=True):
+            if grads is not None:
+                own = own_part(handle.table, grads)
+                due.append(_Due(handle, _rule(optimizer, handle, float(lr)), own))
         # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
         for part in due:
             if part.grads.is_finite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from typing import NamedTuple
@@ -88,10 +89,14 @@ class Pending:
             found = self._found(vector)
             return _summed(found).norm if found else 0.0
 
-    def take(self, vector: np.ndarray) -> RowGradients | None:
+    def take(self, vector: np.ndarray, clip_value: float | None = None) -> RowGradients | None:
         """Return the sum of all that a handle's gradient stands for, scaled as it was; None where it is zero.
 
         It waits no longer, nor does what is older: nothing came of that.
+
+        Args:
+            vector: the handle's gradient.
+            clip_value: each value of what a replica brought is clamped to +- this, before replicas are summed.
 
         Raises:
             ArgumentError: the handle's gradient stands for something that was stepped or dropped before.
@@ -112,7 +117,12 @@ class Pending:
                 for slot, each in self._arrivals.items()
                 if id(each) not in taken and each.forward > last.get(each.replica, 0)
             }
-            return _summed(found)
+            if clip_value is None:
+                return _summed(found)
+            of_replicas = [[pair for pair in found if pair[0].replica == replica] for replica in last]
+            return functools.reduce(
+                RowGradients.merge, [_summed(part).scaled(1.0, clip_value) for part in of_replicas]
+            )
 
     def drop(self) -> None:
         """Forget everything."""

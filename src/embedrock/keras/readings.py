@@ -12,6 +12,7 @@ from embedrock.fronts.pooling import Bags, pool, unpool, weight_grads
 from embedrock.gradients import RowGradients
 from embedrock.keras.handle import Handle
 from embedrock.plan import Plan
+from embedrock.table import Table
 
 
 class Request(NamedTuple):
@@ -69,12 +70,15 @@ class Group:
         """Plan all its requests."""
         return self.handle.table.plan(self.ids(requests))
 
-    def read(self, requests: Sequence[Request], plan: Plan | None) -> tuple[list[np.ndarray], np.ndarray | None]:
+    def read(
+        self, requests: Sequence[Request], plan: Plan | None, rows: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Read, and pool.
 
         Args:
             requests: of the lookup.
             plan: of its own ones; None where they pool nothing, and get no gradients.
+            rows: the plan's, if they were read already.
 
         Returns:
             The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
@@ -82,10 +86,10 @@ class Group:
         """
         table = self.handle.table
         if not self.pools:
-            found = table.lookup(self.ids(requests)) if plan is None else table.read(plan)
+            found = table.lookup(self.ids(requests)) if plan is None else _spread(table, plan, rows)
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all that is pooled
-        rows = table.read_rows(plan)
+        rows = table.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
         out, trace = pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
@@ -158,6 +162,11 @@ def _ends(request: Request) -> np.ndarray:
 
 def _weights(request: Request) -> np.ndarray:
     return np.ones(request.ids.size, np.float32) if request.weights is None else request.weights
+
+
+def _spread(table: Table, plan: Plan, rows: np.ndarray | None) -> np.ndarray:
+    """Return the row of each position of a plan."""
+    return table.read(plan) if rows is None else rows[plan.inverse]
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -30,12 +30,11 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
-from embedrock.rules import Rule, describe_rule, read_rule
+from embedrock.keras.row_files import are_in, read_rows, write_rows
 from embedrock.table import Table
 
 KEY = "embedrock"  # of what a layer stores
 IN_ASSETS = "rows in assets"
-SCALARS, ARRAYS = "table.json", "{}.npy"
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 KERAS_SAVING = "keras.src.saving.saving_lib"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
@@ -215,20 +214,17 @@ def iterations_of(layer: Any) -> int | None:
 
 def save_assets(layer: Any, folder: str) -> None:
     """Do what a layer's `save_assets` does: write the rows of a table in RAM, once for all layers on it."""
-    table, store = layer.table, _local(KERAS_SAVING, "_save_state", "assets_store")
-    if table.is_on_disk:
+    table, done = layer.table, _tables_done("_save_state")
+    if table.is_on_disk or table in done:
         return
-    written = vars(store).setdefault("_embedrock_tables", []) if store is not _missing else []
-    if table in written:
-        return
-    written.append(table)
-    state = table.state()
-    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    for name, array in arrays.items():
-        np.save(os.path.join(folder, ARRAYS.format(name)), array, allow_pickle=False)
-    scalars = {name: value for name, value in state.items() if name not in arrays}
-    text = json.dumps({"arrays": sorted(arrays), "scalars": scalars}, default=lambda number: number.item())
-    Path(folder, SCALARS).write_text(text)
+    done.append(table)
+    write_rows(table, folder)
+
+
+def _tables_done(function: str) -> list[Table]:
+    """Return the tables whose rows were written to, or read from, the assets of a file before."""
+    store = _local(KERAS_SAVING, function, "assets_store")
+    return [] if store is _missing else vars(store).setdefault("_embedrock_tables", [])
 
 
 # ---------------------------------------------------------------- loading
@@ -306,22 +302,16 @@ def _moved_on(layer: Any, state: dict[str, Any]) -> str:
 
 def load_assets(layer: Any, folder: str | None) -> None:
     """Do what a layer's `load_assets` does: read the rows of a table in RAM."""
-    if layer.table.is_on_disk or (folder is not None and layer.shares_loaded_table):
+    table, done = layer.table, _tables_done("_load_state")
+    if table.is_on_disk or table in done:
         return
-    path = Path(folder or "", SCALARS)
-    if folder is None or not path.exists():
-        raise ArgumentError(f"there are no rows for {layer.label} in the file: it is that of another model.")
-    content = json.loads(path.read_text())
-    scalars = {**content["scalars"], "rule": describe_rule(rule_of(content["scalars"]["rule"]))}
-    arrays = {name: np.load(path.with_name(ARRAYS.format(name)), mmap_mode="r") for name in content["arrays"]}
-    layer.table.load_state({**scalars, **arrays})
-
-
-def rule_of(description: Mapping[str, Any] | None) -> Rule | None:
-    """Return the rule that a JSON file describes, which knows no tuples."""
-    if description is None:
-        return None
-    return read_rule({name: tuple(value) if isinstance(value, list) else value for name, value in description.items()})
+    if folder is None or not are_in(folder):
+        raise ArgumentError(
+            f"there are no rows for {layer.label} in the file: it is that of another model, or of one whose layers "
+            "share a table that here they do not."
+        )
+    done.append(table)
+    read_rows(table, folder)
 
 
 # ---------------------------------------------------------------- tf.train.Checkpoint, get_weights

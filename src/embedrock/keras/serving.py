@@ -43,9 +43,9 @@ class ServingTable(tf.Module):
             the user's own.
 
     Example:
-        >>> import embedrock as er, tensorflow as tf
+        >>> import numpy as np, embedrock as er, tensorflow as tf
         >>> served = ServingTable(er.Table(rows=None, dim=4, init=er.Zeros()))
-        >>> served.lookup(tf.constant([7, -7])).shape
+        >>> served.lookup(np.array([7, -7])).shape
         TensorShape([2, 4])
         >>> tf.saved_model.save(served, "rows", signatures=served.lookup)
     """

@@ -1,0 +1,81 @@
+"""What workers of a cluster tell each other: arrays, packed into one message for each collective operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.keras.distribute import has_several_workers
+
+WORD = np.int32
+
+
+class Crew:
+    """The workers that train a model together, as one of them sees them. All must ask it the same, in the same order.
+
+    Attributes:
+        rank, size: of this worker, from 0, and how many there are; one process is a crew of one.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, self.rank, self.size = strategy, 0, 1
+        if has_several_workers(strategy):
+            self.rank, self.size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+
+    def all(self, is_so: bool) -> bool:
+        """Tell whether something is so on all workers."""
+        if self.size == 1:
+            return is_so
+        return not self._strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(float(not is_so)), axis=None)
+
+    def common(self, numbers: Sequence[int]) -> list[int]:
+        """Return those numbers that all workers have given, in their order."""
+        if self.size == 1:
+            return list(numbers)
+        message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
+        reader = Reader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
+        given = [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.size)]
+        return [number for number in numbers if all(number in others for others in given)]
+
+
+def gather(message: tf.Tensor) -> tf.Tensor:
+    """Return the messages of all workers, int32 (n,) each, one after the other in the order of their ranks.
+
+    It is called in a replica context. The messages may differ in length.
+    """
+    message.set_shape([None])
+    context = tf.distribute.get_replica_context()
+    return context.all_gather(message, axis=0)
+
+
+def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays, of elements of 4 or 8 bytes, as one message."""
+    words = [np.ascontiguousarray(array).reshape(-1).view(WORD) for array in arrays]
+    return np.concatenate([np.empty(0, WORD), *words])
+
+
+class Reader:
+    """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self._words, self._at = words, 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was read."""
+        return self._at == len(self._words)
+
+    def ints(self, count: int) -> np.ndarray:
+        """Return the next `count` int64."""
+        return self._next(2 * count).view(np.int64)
+
+    def rows(self, count: int, dim: int) -> np.ndarray:
+        """Return the next float32 (count, dim)."""
+        return self._next(count * dim).view(np.float32).reshape(count, dim)
+
+    def _next(self, words: int) -> np.ndarray:
+        start, self._at = self._at, self._at + words
+        return self._words[start : self._at].copy()  # aligned, whatever came before

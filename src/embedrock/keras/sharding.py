@@ -1,0 +1,237 @@
+"""Tables that are sharded by id over the workers of a cluster: who has which rows, and lookups of all of them.
+
+A row is in the table of the worker that owns its id:
+
+    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) mod workers
+
+Ids may be anything: multiples of some number are spread as evenly as all others. First values depend on the seed, the
+id and the column only, so that they are those of a table that is not sharded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.gradients import RowGradients
+from embedrock.keras.distribute import has_several_workers
+from embedrock.keras.exchange import Reader, gather, pack
+from embedrock.keras.handle import Handle
+from embedrock.keras.readings import Group, Request
+from embedrock.plan import make_plan
+from embedrock.table import Table
+
+FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Shard(NamedTuple):
+    """A worker's part of a table."""
+
+    rank: int
+    workers: int
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        """Tell of ids, int64 (n,), which rows are here."""
+        return owners(ids, self.workers) == self.rank
+
+
+# Of tables that layers with ``sharded=True`` opened; of one process, too.
+_shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
+
+
+def owners(ids: np.ndarray, workers: int) -> np.ndarray:
+    """Return the ranks of the workers that have the rows of ids, int64 (n,)."""
+    mixed = np.asarray(ids, np.int64).view(np.uint64) * MULTIPLIER
+    return ((mixed >> np.uint64(32)) % np.uint64(workers)).astype(np.int64)
+
+
+def shard_of(table: Table) -> Shard | None:
+    """Return which part of a sharded table this one is; None for a table that has all of its rows."""
+    shard = _shards.get(table)
+    return shard if shard is not None and shard.workers > 1 else None
+
+
+def current_shard() -> Shard:
+    """Return the part of this worker under the strategy of the moment; of one process, everything."""
+    strategy = tf.distribute.get_strategy()
+    if not has_several_workers(strategy):
+        return Shard(0, 1)
+    return Shard(strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync)
+
+
+# ---------------------------------------------------------------- opening
+
+
+def check_options(kind: str, rows: Any) -> None:
+    """Raise an error where a layer cannot be sharded: its table was made before."""
+    if isinstance(rows, Table):
+        raise ArgumentError(
+            f"`sharded` of {kind} goes with a table that the layer makes: got a ready-made er.Table. Give the layer "
+            "its number of rows, and path= for a table on disk."
+        )
+
+
+def place_of_shard(path: str | os.PathLike[str], label: str) -> str:
+    """Return the folder of this worker's part of the table at `path`.
+
+    Raises:
+        ArgumentError: the table there is one of another number of workers.
+    """
+    shard = current_shard()
+    made_by = _workers_of(os.fspath(path))
+    if made_by not in (None, shard.workers):
+        raise ArgumentError(
+            f"the table of {label} at {os.fspath(path)!r} must be opened by as many workers as made it, {made_by}: "
+            f"got {shard.workers}. Start {made_by}; which worker has which rows depends on their number."
+        )
+    if shard.workers == 1:
+        return os.fspath(path)
+    os.makedirs(path, exist_ok=True)
+    return os.path.join(path, f"shard-{shard.rank}-of-{shard.workers}")
+
+
+def _workers_of(path: str) -> int | None:
+    """Return by how many workers the table at `path` was made; None if there is none."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
+    return max(counts) if counts else 1 if names else None
+
+
+def note(table: Table) -> None:
+    """Note that a table is this worker's part."""
+    _shards[table] = current_shard()
+
+
+def check_strategy(table: Table, label: str) -> None:
+    """Raise an error where a layer is built under another strategy than its table was made under."""
+    made, now = _shards.get(table), current_shard()
+    if made is not None and made != now:
+        raise ArgumentError(
+            f"{label} is sharded and was made as part {made.rank} of {made.workers}, but is built as part {now.rank} "
+            f"of {now.workers}. Make and build the model inside of `with strategy.scope():`."
+        )
+
+
+def check_whole(table: Table, label: str, verb: str) -> None:
+    """Raise an error where something needs all rows of a table that is sharded."""
+    if (shard := shard_of(table)) is not None:
+        raise UnsupportedError(
+            f"{label} cannot be {verb}: its table is sharded, and this worker has one of {shard.workers} parts of it. "
+            "Gather what layer.table.export() returns on each worker in one table first."
+        )
+
+
+# ---------------------------------------------------------------- steps
+
+
+def own_part(table: Table, grads: RowGradients) -> RowGradients:
+    """Return those gradients that a worker has the rows of. All of them where the step will be refused."""
+    shard = shard_of(table)
+    if shard is None or not grads.is_finite:
+        return grads
+    is_own = shard.owns(grads.plan.ids)
+    return RowGradients.sum(make_plan(grads.plan.ids[is_own]), grads.values[is_own])
+
+
+# ---------------------------------------------------------------- lookups
+
+
+class Fetching:
+    """How the workers look up rows of sharded tables for each other, at one place of a program.
+
+    Each tells all others which ids it needs, unique ones; each tells all others the rows that it owns of those.
+
+    Args:
+        groups: of the lookup, on sharded tables.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._shard = shard_of(groups[0].handle.table) or Shard(0, 1)
+
+    def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
+        """Return, in a program, what `rows` takes.
+
+        Args:
+            values: of the handles, which order this among the steps.
+            ids: what `ask` returned.
+        """
+        asked = gather(ids)
+        served = tf.numpy_function(self.serve, [asked, *values], tf.int32, stateful=False)
+        return [asked, gather(served)]
+
+    def ask(self, requests: Sequence[Request]) -> np.ndarray:
+        """Return a message with the unique ids that each group needs."""
+        ids = [group.plan(requests).ids for group in self._groups]
+        return pack([np.array([len(one) for one in ids], np.int64), *ids])
+
+    def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
+        """Return a message with the rows that all workers ask for and that are here."""
+        found = []
+        for ids in self._needs(asked):
+            for group, part in zip(self._groups, ids, strict=True):
+                found.append(group.handle.table.lookup(part[self._shard.owns(part)]))
+        return pack(found)
+
+    def rows(self, asked: np.ndarray, served: np.ndarray) -> list[np.ndarray]:
+        """Return the unique rows that each group has asked for, of the messages of all workers."""
+        reader, needs = Reader(served), self._needs(asked)
+        mine = needs[self._shard.rank]
+        rows = [
+            np.empty((len(ids), group.handle.table.dim), np.float32)
+            for group, ids in zip(self._groups, mine, strict=True)
+        ]
+        for owner in range(self._shard.workers):
+            for asker, ids in enumerate(needs):
+                for k, part in enumerate(ids):
+                    is_here = owners(part, self._shard.workers) == owner
+                    found = reader.rows(int(is_here.sum()), rows[k].shape[1])
+                    if asker == self._shard.rank:
+                        rows[k][is_here] = found
+        return rows
+
+    def _needs(self, asked: np.ndarray) -> list[list[np.ndarray]]:
+        """Return, for each worker, the ids of each group."""
+        reader, needs = Reader(asked), []
+        for _ in range(self._shard.workers):
+            counts = reader.ints(len(self._groups)).tolist()
+            needs.append([reader.ints(count) for count in counts])
+        return needs
+
+
+def fetching(groups: Sequence[Group]) -> Fetching | None:
+    """Return how rows of sharded tables are fetched; None where there is no such table."""
+    sharded = sharded_groups(groups)
+    return Fetching(sharded) if sharded else None
+
+
+def sharded_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups on sharded tables."""
+    return [group for group in groups if shard_of(group.handle.table) is not None]
+
+
+def has_workers() -> bool:
+    """Tell whether the other workers run the same program, so that rows can be fetched from them."""
+    return tf.distribute.get_replica_context() is not None and current_shard().workers > 1
+
+
+def check_own(handle: Handle, ids: np.ndarray) -> None:
+    """Raise an error where some rows of a sharded table, looked up by one worker for itself, are not here."""
+    shard = shard_of(handle.table)
+    if shard is None:
+        return
+    flat = np.asarray(ids, np.int64).reshape(-1)
+    if len(others := flat[~shard.owns(flat)]):
+        raise ArgumentError(
+            f"{handle.label} is sharded, and rows of ids {others[:4].tolist()} are not here: this is worker "
+            f"{shard.rank} of {shard.workers}. Look them up on all workers at once: model.predict, or "
+            "strategy.run(model, args=(ids,)) on each."
+        )

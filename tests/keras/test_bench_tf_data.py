@@ -1,0 +1,63 @@
+"""``bench tf-data`` at toy size: every way to read gives the ids, and the command its lines. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedrock.bench import cli
+from embedrock.bench.tf_data import AHEADS, Fit, Reader, Writer
+from embedrock.bench.tf_readings import READINGS, Log
+from embedrock.bench.workload import Workload
+
+TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    log = Log(tmp_path, TINY)
+    Writer(log).write_log()
+    return log
+
+
+def test_every_reading_gives_the_ids(log: Log):
+    expected = np.concatenate([TINY.batch_at(k) for k in range(TINY.batches)])
+    for reading in READINGS:
+        found = list(reading.make(log).as_numpy_iterator())
+        assert [part.shape for part in found] == [(TINY.batch, TINY.features)] * TINY.batches, reading.name
+        ids = np.concatenate(found)
+        if "interleave" in reading.name:  # another order of the batches
+            assert sorted(map(tuple, ids)) == sorted(map(tuple, expected))
+        else:
+            assert np.array_equal(ids, expected), reading.name
+
+
+def test_a_turn_of_reading(log: Log):
+    turn = Reader(log, "cache").turn()
+    assert turn["samples_per_s"] > 0
+    assert turn["first_batch_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["fit", "fit-erk-prefetch-2"])
+def test_a_turn_of_training(log: Log, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("embedrock.bench.tf_data.WARM_UP_STEPS", 2)
+    assert name in [one.name for one in AHEADS]
+    Writer(log).write_table()
+    with pytest.warns(match="closed with changes"):
+        turn = Fit(log, name).turn(3)
+    assert turn["ms_per_step"] > 0
+    assert turn["reads_per_step"] > 0
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path):
+    tiny = ["--rows=4000", "--dim=4", "--batch=16", "--features=2", "--batches=10", "--rounds=1", "--steps=2"]
+    status = cli.main(["tf-data", *tiny, f"--folder={tmp_path}", f"--json={tmp_path / 'found.json'}"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert status == 0
+    assert [line["name"] for line in found["results"]] == [one.name for one in (*READINGS, *AHEADS)]
+    assert all(line["status"] == "ok" for line in found["results"])
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
