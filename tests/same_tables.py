@@ -8,8 +8,7 @@ import embedrock as er
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.memory import Memory
 
-# Every rule. The last one is the only one that steps rows that a batch does not touch.
-RULES = (
+LAZY = (
     er.SGD(lr=0.1),
     er.Momentum(lr=0.1),
     er.Adagrad(lr=0.1),
@@ -18,8 +17,14 @@ RULES = (
     er.Adam(lr=0.1),
     er.AdamW(lr=0.1),
     er.Ftrl(lr=0.1),
-    er.Adam(lr=0.1, dense=True),
 )
+LAGGING = (  # which also move rows that a batch does not touch
+    er.Adam(lr=0.1, dense=True),
+    er.AdamW(lr=0.1, weight_decay=0.1, dense=True, eps_hat=True),
+    er.Momentum(lr=0.1, nesterov=True, lr_inside=True, dense=True),
+    er.Ftrl(lr=0.1, dense=True),
+)
+RULES = (*LAZY, er.RMSprop(lr=0.1, eps_inside=True, dense=True), *LAGGING)  # every rule, and all that have a history
 
 
 def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:

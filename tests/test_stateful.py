@@ -11,18 +11,18 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import embedrock as er
 from embedrock.testing import TableMachine
-from same_tables import RULES
+from same_tables import LAZY, RULES
 
 
 class LargeTables(TableMachine):
-    table_rules = RULES[:-1]
+    table_rules = LAZY
 
     def make_tables(self, **arguments: Any) -> list[er.Table]:
         return [er.Table(self.rows, directory="hashed", **arguments), er.Table(None, **arguments)]
 
 
 class SmallTables(TableMachine):
-    table_rules = RULES[:-1]
+    table_rules = LAZY
     rows = 61
 
     def make_tables(self, **arguments: Any) -> list[er.Table]:

@@ -248,7 +248,7 @@ class Table:
             IdTypeError: ids are not integers.
         """
         checked = self._checked_ids(ids)
-        if self._history is not None:
+        if self._lags:
             return self._read(make_plan(checked), None)
         flat, tier = checked.reshape(-1), self._tier
         out = np.empty((flat.size, self.dim), np.float32)
@@ -294,7 +294,7 @@ class Table:
         if out is None:
             out = np.empty((*plan.shape, self.dim), np.float32)
         flat, here = out.reshape(-1, self.dim), self._brought(plan)
-        if here is not None and self._history is None:
+        if here is not None and not self._lags:
             self._read_rows(self._tier.records, here.ids, here.slots, here.inverse, flat)
         else:
             np.take(self._unique_weights(plan.ids, here), plan.inverse, axis=0, out=flat, mode="clip")
@@ -326,9 +326,19 @@ class Table:
     def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         values = np.empty((len(ids), self.dim), np.float32)
         self._read_rows(records, ids, slots, _positions(len(ids)), values)
-        if self._history is not None:
+        if self._history is not None and self._history.moves_weights:
             records.refresh(slots, values, self._history.numbers())
         return values
+
+    @property
+    def _lags(self) -> bool:
+        """Whether weights as records have them may be behind."""
+        return self._history is not None and self._history.moves_weights
+
+    @property
+    def first_scale(self) -> float:
+        """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+        return 1.0 if self._history is None else self._history.first_scale()
 
     def _read_rows(
         self, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
@@ -532,10 +542,11 @@ class Table:
                 f"`ids` of assign must not repeat: got {plan.inverse.size} ids, {len(plan.ids)} of them different."
             )
         checked = self._checked_values("values", values, plan.shape)
-        if self._history is not None:
+        if self._lags:
+            kind = type(self.rule).__name__
             raise UnsupportedError(
-                f"rows of {self._subject} cannot be assigned under Adam(dense=True), where rows lag behind. "
-                "Assign them before the rule is set, or use Adam()."
+                f"rows of {self._subject} cannot be assigned under {kind}(dense=True), where rows lag behind. "
+                f"Assign them before the rule is set, or use {kind}()."
             )
         with np.errstate(over="ignore"):
             kept = _rounded(checked[plan.order], self._spec)
@@ -583,7 +594,14 @@ class Table:
             return
         if rule is not None and rule.same_layout(self.rule):
             self._spec = spec
-        elif isinstance(tier, Disk):
+            return
+        if self.first_scale != 1.0:
+            raise UnsupportedError(
+                f"the rule of {self._subject} cannot be replaced after {self._steps} steps by {self.rule}: that also "
+                "moved rows without records, whose first values would come back. Look up the rows that you need, and "
+                "assign them to a new table."
+            )
+        if isinstance(tier, Disk):
             self._lay_out_files(spec, tier)
         else:
             self._install(spec, self._laid_out(spec, self._new_tier(spec)))

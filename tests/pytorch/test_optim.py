@@ -115,7 +115,7 @@ def test_one_class_for_each_rule():
 
 def test_the_signature_is_that_of_the_rule():
     names = [*inspect.signature(ert.Adam).parameters]
-    assert names == ["layers", "lr", "betas", "eps", "dense", "clip_value"]
+    assert names == ["layers", "lr", "betas", "eps", "dense", "eps_hat", "clip_value"]
     assert inspect.signature(ert.Adam).parameters["lr"].default == 1e-3
 
 

@@ -121,5 +121,6 @@ def is_number(value: object) -> bool:
 
 
 def lags_behind(rule: Rule | None) -> bool:
-    """Tell whether rows lag behind under a rule, so that they cannot be assigned: dense Adam."""
-    return rule is not None and rule.history() is not None
+    """Tell whether weights lag behind under a rule, so that they cannot be assigned: that of a dense optimizer."""
+    history = None if rule is None else rule.history()
+    return history is not None and history.moves_weights

@@ -13,13 +13,29 @@ class SGDStep(NamedTuple):
 
 
 class MomentumStep(NamedTuple):
-    lr: float
+    """One of the rates is the learning rate, and the other 1."""
+
+    gradient_rate: float  # of the gradient, on its way into the buffer
     momentum: float
+    buffer_rate: float  # of the buffer, on its way into the weights
     nesterov: float  # 1.0 or 0.0
+
+
+class DenseMomentumStep(NamedTuple):
+    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+
+    history: Any  # float32 (capacity, len(DENSE_MOMENTUM_COLUMNS))
+    log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of momentum up to step t
+    steps: int
+    largest_rate: float  # buffer_rate, of all steps so far
+
+
+DENSE_MOMENTUM_COLUMNS = ("gradient_rate", "momentum", "buffer_rate", "nesterov")
 
 
 class AdagradStep(NamedTuple):
     lr: float
+    eps_inside: float  # under the root; it or `eps` is 0
     eps: float
 
 
@@ -32,7 +48,19 @@ class RMSpropStep(NamedTuple):
     lr: float
     alpha: float
     one_minus_alpha: float
+    eps_inside: float  # under the root; it or `eps` is 0
     eps: float
+
+
+class DenseRMSpropStep(NamedTuple):
+    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+
+    history: Any  # float32 (capacity, len(DENSE_RMSPROP_COLUMNS))
+    log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of alpha up to step t
+    steps: int
+
+
+DENSE_RMSPROP_COLUMNS = ("lr", "alpha", "one_minus_alpha", "eps_inside", "eps")
 
 
 class AdamStep(NamedTuple):
@@ -45,6 +73,7 @@ class AdamStep(NamedTuple):
 class AdamWStep(NamedTuple):
     step_size: float
     shrink: float
+    decay: float  # the weights become shrink * w - decay * w, less the step: one of the two says nothing
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -53,13 +82,13 @@ class AdamWStep(NamedTuple):
 
 
 class DenseAdamStep(NamedTuple):
-    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+    """Of Adam and AdamW. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
     history: Any  # float32 (capacity, len(DENSE_ADAM_COLUMNS))
-    log_fade: Any  # float64 (capacity + 1, 2): logarithms of the products of beta1 and of beta2 up to step t
+    log_fade: Any  # float64 (capacity + 1, 3): logarithms of the products of beta1, beta2 and shrink - decay up to t
     steps: int
     largest_step_size: float  # of all steps so far
-    fading: float  # 1.0 while beta1 < sqrt(beta2) in every step so far, else 0.0
+    fading: float  # 1.0 while beta1 < sqrt(beta2) * (shrink - decay) in every step so far, else 0.0
 
 
 DENSE_ADAM_COLUMNS = (
@@ -70,6 +99,8 @@ DENSE_ADAM_COLUMNS = (
     "one_minus_beta2",
     "bias_correction2_sqrt",
     "eps",
+    "shrink",
+    "decay",
 )
 
 
@@ -78,3 +109,14 @@ class FtrlStep(NamedTuple):
     l1: float
     l2: float
     beta: float
+    l2_shrinkage: float
+
+
+class DenseFtrlStep(NamedTuple):
+    """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
+
+    history: Any  # float32 (capacity, len(DENSE_FTRL_COLUMNS))
+    steps: int
+
+
+DENSE_FTRL_COLUMNS = ("lr", "l1", "l2", "beta")

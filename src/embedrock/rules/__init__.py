@@ -17,8 +17,12 @@ RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop
 
 
 def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
-    """Return a rule as plain data."""
-    return None if rule is None else {"name": type(rule).__name__, **asdict(rule)}  # pyright: ignore[reportArgumentType]
+    """Return a rule as plain data: what releases that did not know a form of it can read, where that is not used."""
+    if rule is None:
+        return None
+    hyperparameters = asdict(rule)  # pyright: ignore[reportArgumentType]
+    told = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
+    return {"name": type(rule).__name__, **told}
 
 
 def read_rule(description: dict[str, Any] | None) -> Rule | None:

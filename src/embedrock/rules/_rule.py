@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
@@ -28,7 +28,13 @@ class StateColumn(NamedTuple):
 
 
 class History(ABC):
-    """What a rule must remember of past steps, for rows that lag behind. It belongs to a table."""
+    """What a rule must remember of past steps, for rows that lag behind. It belongs to a table.
+
+    Attributes:
+        moves_weights: whether weights of rows that a batch did not touch lag behind too, not only their state.
+    """
+
+    moves_weights: ClassVar[bool] = True
 
     @abstractmethod
     def append(self, rule: Any) -> None:
@@ -37,6 +43,10 @@ class History(ABC):
     @abstractmethod
     def numbers(self) -> Any:
         """Return the kernel's arguments for the step appended last, and for bringing rows up to it."""
+
+    def first_scale(self) -> float:
+        """Return what the first values of rows that were never stepped have been multiplied by."""
+        return 1.0
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
@@ -54,20 +64,33 @@ class Rule(ABC):
     of each rule.
     """
 
-    FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that decide the record's layout
+    FIXED: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that decide what a record holds
+    ADDED: ClassVar[frozenset[str]] = frozenset()  # those that 0.1 did not have: left out of descriptions while off
     lr: float
+
+    @property
+    def brings_lr(self) -> bool:
+        """Whether it was given its learning rate. Otherwise a front end may have rows follow another one."""
+        return vars(self).get("_brings_lr", False)
 
     @abstractmethod
     def state(self) -> tuple[StateColumn, ...]:
         """Return the state columns, in the order in which they lie in a record."""
 
+    @abstractmethod
     def numbers(self, step: int) -> Any:
-        """Return the kernel's arguments for step number `step` (the first is 1)."""
-        raise TypeError(f"{type(self).__name__} takes its numbers from its history")
+        """Return the kernel's arguments for step number `step` (the first is 1), if there is no history."""
 
     def history(self) -> History | None:
         """Return a new, empty history, if rows that were not touched must catch up later."""
         return None
+
+    def dense_numbers(self, step: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Return what a `DenseHistory` remembers of step number `step`.
+
+        The kernel's numbers, and the factors by which a row fades that the step does not touch.
+        """
+        raise TypeError(f"{type(self).__name__} has no dense history")
 
     def check(self) -> None:
         """Raise `ArgumentError` where hyperparameters cannot work."""
@@ -137,6 +160,8 @@ def _checked(init: Callable[..., None], names: list[str]) -> Callable[..., None]
             got = repr(unknown[0]) if unknown else f"{len(args)} values"
             raise UnknownArgumentError(f"{type(self).__name__} takes {', '.join(names)}: got {got}.")
         init(self, *args, **kwargs)
+        given = {*names[: len(args)], *kwargs}
+        object.__setattr__(self, "_brings_lr", "lr" in given)
         self.check()
 
     __init__.__wrapped__ = init  # type: ignore[attr-defined]  # keeps the signature for help() and inspect

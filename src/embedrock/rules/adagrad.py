@@ -28,6 +28,7 @@ class Adagrad(_AdagradFamily):
         lr: learning rate.
         eps: keeps the quotient finite.
         initial_accumulator_value: of ``h``, in rows that were never stepped.
+        eps_inside: add ``eps`` under the root, as `keras.optimizers.Adagrad` does: ``w = w - lr * g / sqrt(h + eps)``.
 
     Source: Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011.
 
@@ -36,15 +37,18 @@ class Adagrad(_AdagradFamily):
         'sum'
     """
 
+    ADDED = frozenset({"eps_inside"})
     lr: float = 1e-2
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
+    eps_inside: bool = False
 
     def state(self) -> tuple[StateColumn, ...]:
         return (StateColumn("sum", first=self.initial_accumulator_value),)
 
     def numbers(self, step: int) -> arguments.AdagradStep:
-        return arguments.AdagradStep(float(self.lr), float(self.eps))
+        inside, outside = (float(self.eps), 0.0) if self.eps_inside else (0.0, float(self.eps))
+        return arguments.AdagradStep(float(self.lr), inside, outside)
 
 
 @rule

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
+from embedrock.rules._dense import DenseHistory
 from embedrock.rules._rule import Rule, StateColumn, rule
 
 
@@ -10,11 +14,17 @@ from embedrock.rules._rule import Rule, StateColumn, rule
 class Ftrl(Rule):
     """FTRL-Proximal, in the form and with the defaults of `keras.optimizers.Ftrl` (learning rate power -0.5).
 
-    ``n' = n + g * g;  z = z + g - (sqrt(n') - sqrt(n)) / lr * w;``
+    ``n' = n + g * g;  z = z + g + 2 * l2_shrinkage * w - (sqrt(n') - sqrt(n)) / lr * w;``
     ``w = 0 where |z| <= l1, else (sign(z) * l1 - z) / ((beta + sqrt(n')) / lr + 2 * l2)``.
 
-    Rows that a batch does not touch stay as they are, as with a dense gradient of zero. A row's first value enters
-    only through ``z``: with small learning rates its first step moves it far, as it does in Keras.
+    A row's first value enters only through ``z``: with small learning rates its first step moves it far, as it does in
+    Keras.
+
+    - ``dense=False``: rows that a batch does not touch stay as they are.
+    - ``dense=True``: equal (to float32 rounding) to `keras.optimizers.Ftrl` on the dense gradient, which makes ``w``
+      anew of ``z`` and ``n`` in every row at every step. So rows that a batch does not touch follow ``lr``, ``l1``,
+      ``l2`` and ``beta`` where those change, and **rows that were never stepped are zero after the table's first
+      step**, whatever their first values. The table remembers 16 bytes for every step made.
 
     Args:
         lr: learning rate, above 0.
@@ -22,6 +32,8 @@ class Ftrl(Rule):
         l2: strength of the L2 regularization.
         beta: as in the paper.
         initial_accumulator_value: of ``n``, in rows that were never stepped.
+        l2_shrinkage: strength of the penalty that acts as a part of the gradient; not with ``dense=True``.
+        dense: give every row the dense optimizer's trajectory, at the cost of the rows touched.
 
     Source: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013.
 
@@ -30,20 +42,47 @@ class Ftrl(Rule):
         128
     """
 
-    FIXED = frozenset({"initial_accumulator_value"})
+    FIXED = frozenset({"initial_accumulator_value", "dense"})
+    ADDED = frozenset({"l2_shrinkage", "dense"})
     lr: float = 1e-3
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 0.0
     initial_accumulator_value: float = 0.1
+    l2_shrinkage: float = 0.0
+    dense: bool = False
 
     def check(self) -> None:
         self.at_least("lr", 1e-30)
-        for name in ("l1", "l2", "beta", "initial_accumulator_value"):
+        for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"):
             self.at_least(name, 0.0)
+        if self.dense and self.l2_shrinkage:
+            raise ArgumentError(
+                f"`l2_shrinkage` of Ftrl(dense=True) must be 0: got {self.l2_shrinkage!r}. It would change the "
+                "state of every row at every step. Leave out one of the two."
+            )
 
     def state(self) -> tuple[StateColumn, ...]:
         return StateColumn("accumulator", first=self.initial_accumulator_value), StateColumn("linear")
 
     def numbers(self, step: int) -> arguments.FtrlStep:
-        return arguments.FtrlStep(float(self.lr), float(self.l1), float(self.l2), float(self.beta))
+        return arguments.FtrlStep(*map(float, (self.lr, self.l1, self.l2, self.beta, self.l2_shrinkage)))
+
+    def history(self) -> DenseFtrlHistory | None:
+        return DenseFtrlHistory(Ftrl) if self.dense else None
+
+    def dense_numbers(self, step: int) -> tuple[tuple[float, ...], tuple[()]]:
+        return self.numbers(step)[:4], ()
+
+
+class DenseFtrlHistory(DenseHistory):
+    """The numbers of all steps of a table, of which rows need the last one's."""
+
+    blank = (0.0,) * len(arguments.DENSE_FTRL_COLUMNS)
+    fades = 0
+
+    def numbers(self) -> Any:
+        return arguments.DenseFtrlStep(self._table, self._steps)
+
+    def first_scale(self) -> float:
+        return 0.0 if self._steps else 1.0

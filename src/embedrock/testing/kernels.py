@@ -14,10 +14,24 @@ from embedrock.arena import reserve
 from embedrock.initializers import Zeros
 from embedrock.kernels import reference
 from embedrock.kernels.arguments import SGDStep
-from embedrock.rules import RULES, Adam, Rule
+from embedrock.rules import RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule, StateColumn
 from embedrock.spec import STORAGES, Layout, Spec
 
 DIMS = (1, 3, 8, 17, 64)
+FORMS = (  # of the rules, besides what they are by default
+    Momentum(lr_inside=True),
+    Momentum(nesterov=True, dense=True),
+    Momentum(lr_inside=True, dense=True),
+    Adagrad(eps=0.1, eps_inside=True),
+    RMSprop(eps=0.1, eps_inside=True),
+    RMSprop(dense=True),
+    Adam(dense=True),
+    AdamW(eps_hat=True),
+    AdamW(lr=0.1, dense=True),
+    AdamW(lr=0.1, dense=True, eps_hat=True),
+    Ftrl(l1=0.1, l2_shrinkage=0.1),
+    Ftrl(lr=0.1, l1=0.1, dense=True),
+)
 GUARD = 3  # rows of poison before and after whatever a kernel writes to
 
 
@@ -144,12 +158,14 @@ class KernelSuite:
         again.check()
 
     @pytest.mark.parametrize("dim", DIMS)
-    @pytest.mark.parametrize("rule", [*(kind() for kind in RULES), Adam(dense=True)], ids=repr)
+    @pytest.mark.parametrize("rule", [*(kind() for kind in RULES), *FORMS], ids=repr)
     def test_step(self, rule: Rule, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
         words, records = self.records(rng, 40, layout, "float32")
-        if rule.history() is not None:
-            records[:, layout.state_start + 2 * dim] = rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
+        if StateColumn("last_step", per_row=True) in rule.state():
+            records[:, layout.state_start + layout.state_width - 1] = (
+                rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
+            )
         other, slots = records.copy(), rng.permutation(40)[:23]
         grads = rng.standard_normal((23, dim)).astype(np.float32)
         numbers = step_numbers(rule, 6)
@@ -159,7 +175,7 @@ class KernelSuite:
         # Alike to the last place or two: the reference sums squares in another order, and decays step by step.
         # Poison between the columns is compared too.
         np.testing.assert_allclose(other, records, rtol=3e-7, atol=1e-7)
-        if rule.history() is not None:
+        if type(numbers) in reference.rules.REFRESHES:
             self._check_refresh(records, layout, rng, numbers)
 
     def _check_refresh(self, records: np.ndarray, layout: Layout, rng: np.random.Generator, numbers: Any) -> None:

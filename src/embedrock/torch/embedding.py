@@ -30,7 +30,7 @@ class Embedding(RowLayer):
         embedding_dim: weights in a row.
         padding_idx: id whose row starts as zeros and gets no gradient; negative ones count from the end.
         max_norm: rows whose norm exceeds it are shrunk to it, in the table, when they are looked up. (Not with
-            dense Adam.)
+            `dense=True`.)
         norm_type: the p of that norm.
         scale_grad_by_freq: divide the gradient of a row by how often its id occurs in the call.
         path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a

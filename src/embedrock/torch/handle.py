@@ -160,7 +160,7 @@ class Handle(nn.Parameter):
         """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
         if self.max_norm is not None and lags_behind(rule):
             raise UnsupportedError(
-                f"`max_norm` ({self.max_norm}) of {self.label} cannot go with dense Adam, whose rows lag behind and "
+                f"`max_norm` ({self.max_norm}) of {self.label} cannot go with {rule}, whose rows lag behind and "
                 "cannot be shrunk when they are looked up. Use Adam() without dense=True, or leave out `max_norm`."
             )
 

@@ -228,7 +228,7 @@ class RowLayer(nn.Module):
             raise ArgumentError(f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.")
         if lags_behind(self._table.rule):
             raise UnsupportedError(
-                f"`weight` for {layer} cannot be loaded under Adam(dense=True), where rows lag behind. Load the "
+                f"`weight` for {layer} cannot be loaded under {self._table.rule}, where rows lag behind. Load the "
                 "checkpoint before you make the optimizer."
             )
         stored = DTYPES[self._table.spec.dtype]

@@ -68,7 +68,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     Raises:
         ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work.
-        UnsupportedError: an argument of PyTorch's optimizers that this one does not have, or dense Adam for a layer
+        UnsupportedError: an argument of PyTorch's optimizers that this one does not have, or `dense=True` for a layer
             with `max_norm`.
     """
 

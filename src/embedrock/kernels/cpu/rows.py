@@ -113,4 +113,7 @@ def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
         if slots[i] >= 0:
             for d in range(width):
                 scratch[i, d] = records[slots[i], state_start + d]
-            refresh_row(weights[i], scratch[i], numbers)
+        else:
+            for d in range(width):
+                scratch[i, d] = 0.0
+        refresh_row(weights[i], scratch[i], numbers)

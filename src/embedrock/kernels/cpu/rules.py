@@ -13,9 +13,17 @@ from numba.extending import overload
 
 from embedrock.kernels import arguments
 from embedrock.kernels.cpu.lanes import square_sum
-from embedrock.kernels.cpu.runtime import kernel
+from embedrock.kernels.cpu.runtime import inlined, kernel
 
 f32 = np.float32
+
+
+@kernel
+def _last_step(s, step):
+    """Return the step at which a row was last stepped, and note another: an int32's bits in the last column."""
+    last = f32(s[s.shape[0] - 1]).view(np.int32)
+    s[s.shape[0] - 1] = np.int32(step).view(f32)
+    return last
 
 
 def sgd(w, s, g, a):
@@ -24,23 +32,65 @@ def sgd(w, s, g, a):
         w[d] -= lr * g[d]
 
 
-def momentum(w, s, g, a):
-    lr, keep = f32(a.lr), f32(a.momentum)
-    if a.nesterov != 0.0:
+@inlined
+def _momentum_step(w, s, g, gradient_rate, keep, buffer_rate, nesterov):
+    if nesterov != f32(0):
         for d in range(w.shape[0]):
-            s[d] = s[d] * keep + g[d]
-            w[d] -= lr * (g[d] + keep * s[d])
+            s[d] = s[d] * keep + gradient_rate * g[d]
+            w[d] -= buffer_rate * (gradient_rate * g[d] + keep * s[d])
     else:
         for d in range(w.shape[0]):
-            s[d] = s[d] * keep + g[d]
-            w[d] -= lr * s[d]
+            s[d] = s[d] * keep + gradient_rate * g[d]
+            w[d] -= buffer_rate * s[d]
+
+
+def momentum(w, s, g, a):
+    _momentum_step(w, s, g, f32(a.gradient_rate), f32(a.momentum), f32(a.buffer_rate), f32(a.nesterov))
+
+
+@kernel
+def _catch_up_momentum(w, s, a, until):
+    dim = w.shape[0]
+    for t in range(_last_step(s, until), until):
+        keep, rate = a.history[t, 1], a.history[t, 2]
+        if t % 8 == 0 and not _coasting(w, s, a):
+            fade = f32(np.exp(a.log_fade[until, 0] - a.log_fade[t, 0]))
+            for d in range(dim):
+                s[d] *= fade
+            return
+        ahead = keep if a.history[t, 3] != f32(0) else f32(1)
+        for d in range(dim):
+            s[d] *= keep
+            w[d] -= rate * (ahead * s[d])
+
+
+@kernel
+def _coasting(w, s, a):
+    # A later step of this row is at most largest_rate * |b|, and b fades: see _still_moving.
+    largest = f32(a.largest_rate)
+    moving = 0
+    for d in range(w.shape[0]):
+        moving += largest * np.abs(s[d]) > f32(2.0**-26) * np.abs(w[d])
+    return moving > 0
+
+
+def refresh_dense_momentum(w, s, a):
+    """Bring a row up to step ``a.steps``: the steps that dense momentum made while no batch touched it."""
+    _catch_up_momentum(w, s, a, a.steps)
+
+
+def dense_momentum(w, s, g, a):
+    t = a.steps - 1
+    _catch_up_momentum(w, s, a, t)
+    _momentum_step(w, s, g, a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3])
+    _last_step(s, a.steps)
 
 
 def adagrad(w, s, g, a):
-    lr, eps = f32(a.lr), f32(a.eps)
+    lr, eps_inside, eps = f32(a.lr), f32(a.eps_inside), f32(a.eps)
     for d in range(w.shape[0]):
         s[d] += g[d] * g[d]
-        w[d] -= lr * (g[d] / (np.sqrt(s[d]) + eps))
+        w[d] -= lr * (g[d] / (np.sqrt(s[d] + eps_inside) + eps))
 
 
 def rowwise_adagrad(w, s, g, a):
@@ -50,11 +100,22 @@ def rowwise_adagrad(w, s, g, a):
         w[d] -= scale * g[d]
 
 
-def rmsprop(w, s, g, a):
-    lr, alpha, rest, eps = f32(a.lr), f32(a.alpha), f32(a.one_minus_alpha), f32(a.eps)
+@inlined
+def _rmsprop_step(w, s, g, fade, lr, alpha, rest, eps_inside, eps):
     for d in range(w.shape[0]):
-        s[d] = s[d] * alpha + (g[d] * g[d]) * rest
-        w[d] -= lr * (g[d] / (np.sqrt(s[d]) + eps))
+        s[d] = (s[d] * fade) * alpha + (g[d] * g[d]) * rest
+        w[d] -= lr * (g[d] / (np.sqrt(s[d] + eps_inside) + eps))
+
+
+def rmsprop(w, s, g, a):
+    alpha, rest = f32(a.alpha), f32(a.one_minus_alpha)
+    _rmsprop_step(w, s, g, f32(1), f32(a.lr), alpha, rest, f32(a.eps_inside), f32(a.eps))
+
+
+def dense_rmsprop(w, s, g, a):
+    t, now = a.steps - 1, a.history[a.steps - 1]
+    fade = f32(np.exp(a.log_fade[t, 0] - a.log_fade[_last_step(s, a.steps), 0]))
+    _rmsprop_step(w, s, g, fade, now[0], now[1], now[2], now[3], now[4])
 
 
 def adam(w, s, g, a):
@@ -73,29 +134,29 @@ def adam(w, s, g, a):
         w[d] -= step_size * (m / (np.sqrt(v) + eps))
 
 
-def adamw(w, s, g, a):
-    step_size, shrink, rest1 = f32(a.step_size), f32(a.shrink), f32(a.one_minus_beta1)
-    beta2, rest2, correction, eps = (
-        f32(a.beta2),
-        f32(a.one_minus_beta2),
-        f32(a.bias_correction2_sqrt),
-        f32(a.eps),
-    )
+@inlined
+def _adamw_step(w, s, g, step_size, beta2, rest1, rest2, correction, eps, shrink, decay):
     dim = w.shape[0]
     for d in range(dim):
         m = s[d] + (g[d] - s[d]) * rest1
         v = s[dim + d] * beta2 + (g[d] * g[d]) * rest2
         s[d] = m
         s[dim + d] = v
-        w[d] = w[d] * shrink - step_size * (m / (np.sqrt(v) / correction + eps))
+        w[d] = w[d] * shrink - (w[d] * decay + step_size * (m / (np.sqrt(v) / correction + eps)))
 
 
-def ftrl(w, s, g, a):
-    lr, l1, l2, beta = f32(a.lr), f32(a.l1), f32(a.l2), f32(a.beta)
+def adamw(w, s, g, a):
+    rest1, rest2, correction = f32(a.one_minus_beta1), f32(a.one_minus_beta2), f32(a.bias_correction2_sqrt)
+    step_size, beta2, eps, shrink, decay = f32(a.step_size), f32(a.beta2), f32(a.eps), f32(a.shrink), f32(a.decay)
+    _adamw_step(w, s, g, step_size, beta2, rest1, rest2, correction, eps, shrink, decay)
+
+
+@inlined
+def _ftrl_step(w, s, g, lr, l1, l2, beta, shrinkage):
     dim = w.shape[0]
     for d in range(dim):
         n = s[d] + g[d] * g[d]
-        z = s[dim + d] + (g[d] - (np.sqrt(n) - np.sqrt(s[d])) / lr * w[d])
+        z = s[dim + d] + ((g[d] + shrinkage * w[d]) - (np.sqrt(n) - np.sqrt(s[d])) / lr * w[d])
         s[d] = n
         s[dim + d] = z
         shrunk = (l1 if z > f32(0) else -l1) - z
@@ -103,10 +164,39 @@ def ftrl(w, s, g, a):
         w[d] = moved if np.abs(z) > l1 else f32(0)
 
 
+def ftrl(w, s, g, a):
+    _ftrl_step(w, s, g, f32(a.lr), f32(a.l1), f32(a.l2), f32(a.beta), f32(2) * f32(a.l2_shrinkage))
+
+
+@kernel
+def _catch_up_ftrl(w, s, a, until):
+    if until == 0:
+        return
+    dim, t = w.shape[0], until - 1
+    lr, l1, l2, beta = a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3]
+    for d in range(dim):
+        z = s[dim + d]
+        shrunk = (l1 if z > f32(0) else -l1) - z
+        moved = shrunk / ((beta + np.sqrt(s[d])) / lr + f32(2) * l2)
+        w[d] = moved if np.abs(z) > l1 else f32(0)
+
+
+def refresh_dense_ftrl(w, s, a):
+    """Bring a row up to step ``a.steps``, which made its weights anew of its state, as it does to every row."""
+    _catch_up_ftrl(w, s, a, a.steps)
+
+
+def dense_ftrl(w, s, g, a):
+    t = a.steps - 1
+    _catch_up_ftrl(w, s, a, t)
+    _ftrl_step(w, s, g, a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3], f32(0))
+
+
 @kernel
 def _still_moving(w, s, a):
     # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps), and fades while
-    # beta1 < sqrt(beta2). Below a quarter of a unit in the last place of w it rounds to nothing, as do all after it.
+    # beta1 < sqrt(beta2), also beside weights that shrink. Below a quarter of a unit in the last place of w it rounds
+    # to nothing, as do all after it.
     dim = w.shape[0]
     largest = f32(a.largest_step_size)
     moving = 0
@@ -116,71 +206,76 @@ def _still_moving(w, s, a):
 
 
 @kernel
-def _fade(s, a, since, until):
-    # The rest of the steps, when none of them moves the weights any more.
-    dim = s.shape[0] // 2
+def _fade(w, s, a, since, until):
+    # The rest of the steps, when none of them moves the weights any more but by their own decay.
+    dim = w.shape[0]
     fade1 = f32(np.exp(a.log_fade[until, 0] - a.log_fade[since, 0]))
     fade2 = f32(np.exp(a.log_fade[until, 1] - a.log_fade[since, 1]))
+    fade3 = f32(np.exp(a.log_fade[until, 2] - a.log_fade[since, 2]))
     for d in range(dim):
         s[d] *= fade1
         s[dim + d] *= fade2
+        w[d] *= fade3
 
 
 @kernel
-def _catch_up(w, s, a, until):
+def _catch_up_adam(w, s, a, until):
     dim = w.shape[0]
-    last = f32(s[2 * dim]).view(np.int32)
-    s[2 * dim] = np.int32(until).view(f32)
-    if last == 0:
+    last = _last_step(s, until)
+    if last == 0:  # it was never stepped: its moments are 0
+        shrink = f32(np.exp(a.log_fade[until, 2]))
+        for d in range(dim):
+            w[d] *= shrink
         return
     for t in range(last, until):
         if a.fading != 0.0 and t % 8 == 0 and not _still_moving(w, s, a):
-            _fade(s, a, t, until)
+            _fade(w, s, a, t, until)
             return
         step_size, beta1, beta2 = a.history[t, 0], a.history[t, 1], a.history[t, 2]
-        correction, eps = a.history[t, 5], a.history[t, 6]
+        correction, eps, shrink, decay = a.history[t, 5], a.history[t, 6], a.history[t, 7], a.history[t, 8]
         for d in range(dim):
             m = s[d] * beta1
             v = s[dim + d] * beta2
             s[d] = m
             s[dim + d] = v
-            w[d] -= step_size * (m / (np.sqrt(v) / correction + eps))
+            w[d] = w[d] * shrink - (w[d] * decay + step_size * (m / (np.sqrt(v) / correction + eps)))
 
 
 def refresh_dense_adam(w, s, a):
     """Bring a row up to step ``a.steps``: the steps that dense Adam made while no batch touched it."""
-    _catch_up(w, s, a, a.steps)
+    _catch_up_adam(w, s, a, a.steps)
 
 
 def dense_adam(w, s, g, a):
-    dim = w.shape[0]
     t = a.steps - 1
-    _catch_up(w, s, a, t)
+    _catch_up_adam(w, s, a, t)
     step_size, beta2, rest1, rest2 = a.history[t, 0], a.history[t, 2], a.history[t, 3], a.history[t, 4]
-    correction, eps = a.history[t, 5], a.history[t, 6]
-    for d in range(dim):
-        m = s[d] + (g[d] - s[d]) * rest1
-        v = s[dim + d] * beta2 + (g[d] * g[d]) * rest2
-        s[d] = m
-        s[dim + d] = v
-        w[d] -= step_size * (m / (np.sqrt(v) / correction + eps))
-    s[2 * dim] = np.int32(a.steps).view(f32)
+    correction, eps, shrink, decay = a.history[t, 5], a.history[t, 6], a.history[t, 7], a.history[t, 8]
+    _adamw_step(w, s, g, step_size, beta2, rest1, rest2, correction, eps, shrink, decay)
+    _last_step(s, a.steps)
 
 
 UPDATES: dict[type, Callable[..., None]] = {
     arguments.SGDStep: sgd,
     arguments.MomentumStep: momentum,
+    arguments.DenseMomentumStep: dense_momentum,
     arguments.AdagradStep: adagrad,
     arguments.RowwiseAdagradStep: rowwise_adagrad,
     arguments.RMSpropStep: rmsprop,
+    arguments.DenseRMSpropStep: dense_rmsprop,
     arguments.AdamStep: adam,
     arguments.AdamWStep: adamw,
     arguments.DenseAdamStep: dense_adam,
     arguments.FtrlStep: ftrl,
+    arguments.DenseFtrlStep: dense_ftrl,
 }
 
 
-REFRESHES: dict[type, Callable[..., None]] = {arguments.DenseAdamStep: refresh_dense_adam}
+REFRESHES: dict[type, Callable[..., None]] = {
+    arguments.DenseMomentumStep: refresh_dense_momentum,
+    arguments.DenseAdamStep: refresh_dense_adam,
+    arguments.DenseFtrlStep: refresh_dense_ftrl,
+}
 
 
 def update_row(w, s, g, a):

@@ -112,13 +112,12 @@ def refresh(
     scratch: np.ndarray,
     numbers: Any,
 ) -> None:
-    """Bring copies ``weights`` (n, dim) of rows up to date; slots < 0 are skipped. The records stay as they are.
+    """Bring copies ``weights`` (n, dim) of rows up to date. The records stay as they are.
 
-    ``scratch`` (n, state_width) receives the state as it would be.
+    Slots < 0 mean rows that were never stepped: their state is 0. ``scratch`` (n, state_width) receives the state as it
+    would be.
     """
     here = slots >= 0
-    w = weights[here]
     scratch[here] = records[slots[here], state_start : state_start + scratch.shape[1]]
-    s = scratch[here]
-    rules.REFRESHES[type(numbers)](w, s, numbers)
-    weights[here], scratch[here] = w, s
+    scratch[~here] = 0
+    rules.REFRESHES[type(numbers)](weights, scratch, numbers)

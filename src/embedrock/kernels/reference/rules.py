@@ -6,7 +6,7 @@ gradients ``g`` (unique, dim), all float32, and the step's numbers; it changes `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,32 @@ def sgd(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.SGDStep) -> No
 
 
 def momentum(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.MomentumStep) -> None:
-    s[:] = s * f32(a.momentum) + g
-    w -= f32(a.lr) * (g + f32(a.momentum) * s if a.nesterov else s)
+    _momentum_step(w, s, g, (f32(a.gradient_rate), f32(a.momentum), f32(a.buffer_rate), a.nesterov))
+
+
+def _momentum_step(w: np.ndarray, b: np.ndarray, g: np.ndarray | f32, numbers: Sequence[Any] | np.ndarray) -> None:
+    gradient_rate, momentum, buffer_rate, nesterov = numbers
+    b[:] = b * momentum + gradient_rate * g
+    w -= buffer_rate * (gradient_rate * g + momentum * b if nesterov else b)
+
+
+def refresh_dense_momentum(w: np.ndarray, s: np.ndarray, a: arguments.DenseMomentumStep) -> None:
+    """Bring rows up to step ``a.steps``: the steps that dense momentum made while no batch touched them."""
+    for row, last in enumerate(_last_steps(s)):
+        for numbers in a.history[last : a.steps]:
+            _momentum_step(w[row], s[row, :-1], f32(0), numbers)
+    _set_last_steps(s, a.steps)
+
+
+def dense_momentum(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseMomentumStep) -> None:
+    refresh_dense_momentum(w, s, a._replace(steps=a.steps - 1))
+    _momentum_step(w, s[:, :-1], g, a.history[a.steps - 1])
+    _set_last_steps(s, a.steps)
 
 
 def adagrad(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdagradStep) -> None:
     s += g * g
-    w -= f32(a.lr) * (g / (np.sqrt(s) + f32(a.eps)))
+    w -= f32(a.lr) * (g / (np.sqrt(s + f32(a.eps_inside)) + f32(a.eps)))
 
 
 def rowwise_adagrad(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RowwiseAdagradStep) -> None:
@@ -37,7 +56,16 @@ def rowwise_adagrad(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.Ro
 
 def rmsprop(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RMSpropStep) -> None:
     s[:] = s * f32(a.alpha) + (g * g) * f32(a.one_minus_alpha)
-    w -= f32(a.lr) * (g / (np.sqrt(s) + f32(a.eps)))
+    w -= f32(a.lr) * (g / (np.sqrt(s + f32(a.eps_inside)) + f32(a.eps)))
+
+
+def dense_rmsprop(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseRMSpropStep) -> None:
+    v, t = s[:, :-1], a.steps - 1
+    for row, last in enumerate(_last_steps(s)):
+        for alpha in a.history[last:t, 1]:
+            v[row] *= alpha
+    rmsprop(w, v, g, arguments.RMSpropStep(*a.history[t]))
+    _set_last_steps(s, a.steps)
 
 
 def adam(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdamStep) -> None:
@@ -49,63 +77,92 @@ def adam(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdamStep) -> 
 
 def adamw(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdamWStep) -> None:
     m, v = np.hsplit(s, 2)
-    w *= f32(a.shrink)
     m += (g - m) * f32(a.one_minus_beta1)
     v[:] = v * f32(a.beta2) + (g * g) * f32(a.one_minus_beta2)
-    w -= f32(a.step_size) * (m / (np.sqrt(v) / f32(a.bias_correction2_sqrt) + f32(a.eps)))
+    step = f32(a.step_size) * (m / (np.sqrt(v) / f32(a.bias_correction2_sqrt) + f32(a.eps)))
+    w[:] = w * f32(a.shrink) - (w * f32(a.decay) + step)
 
 
 def ftrl(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.FtrlStep) -> None:
     n, z = np.hsplit(s, 2)
     grown = n + g * g
-    z += g - (np.sqrt(grown) - np.sqrt(n)) / f32(a.lr) * w
+    z += (g + f32(2) * f32(a.l2_shrinkage) * w) - (np.sqrt(grown) - np.sqrt(n)) / f32(a.lr) * w
     n[:] = grown
-    shrunk = np.where(z > 0, f32(a.l1), -f32(a.l1)) - z
-    w[:] = np.where(
-        np.abs(z) > f32(a.l1), shrunk / ((f32(a.beta) + np.sqrt(n)) / f32(a.lr) + f32(2) * f32(a.l2)), f32(0)
-    )
+    w[:] = _ftrl_weights(s, [f32(number) for number in a[:4]])
 
 
-def _dense_adam_decay(w: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
-    step_size, beta1, beta2, _, _, bias_correction2_sqrt, eps = numbers
-    m *= beta1
-    v *= beta2
-    w -= step_size * (m / (np.sqrt(v) / bias_correction2_sqrt + eps))
+def _ftrl_weights(s: np.ndarray, numbers: Sequence[Any] | np.ndarray) -> np.ndarray:
+    (n, z), (lr, l1, l2, beta) = np.hsplit(s, 2), numbers
+    shrunk = np.where(z > 0, l1, -l1) - z
+    with np.errstate(divide="ignore", invalid="ignore"):  # of a quotient that is not chosen
+        return np.where(np.abs(z) > l1, shrunk / ((beta + np.sqrt(n)) / lr + f32(2) * l2), f32(0))
+
+
+def refresh_dense_ftrl(w: np.ndarray, s: np.ndarray, a: arguments.DenseFtrlStep) -> None:
+    """Bring rows up to step ``a.steps``, which made their weights anew of their state, as it does to every row."""
+    if a.steps:
+        w[:] = _ftrl_weights(s, a.history[a.steps - 1])
+
+
+def dense_ftrl(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseFtrlStep) -> None:
+    refresh_dense_ftrl(w, s, a._replace(steps=a.steps - 1))
+    ftrl(w, s, g, arguments.FtrlStep(*a.history[a.steps - 1], l2_shrinkage=0.0))
 
 
 def refresh_dense_adam(w: np.ndarray, s: np.ndarray, a: arguments.DenseAdamStep) -> None:
     """Bring rows up to step ``a.steps``: the steps that dense Adam made while no batch touched them."""
     dim = w.shape[1]
-    last = s[:, 2 * dim].copy().view(np.int32)
-    for row in np.flatnonzero(last > 0):
-        for numbers in a.history[last[row] : a.steps]:
-            _dense_adam_decay(w[row], s[row, :dim], s[row, dim : 2 * dim], numbers)
-    s[:, 2 * dim] = np.int32(a.steps).view(f32)
+    for row, last in enumerate(_last_steps(s)):
+        for step_size, beta1, beta2, _, _, bias_correction2_sqrt, eps, shrink, decay in a.history[last : a.steps]:
+            if last == 0:  # it was never stepped: its moments are 0
+                w[row] = w[row] * shrink - w[row] * decay
+                continue
+            m, v = s[row, :dim], s[row, dim : 2 * dim]
+            m *= beta1
+            v *= beta2
+            step = step_size * (m / (np.sqrt(v) / bias_correction2_sqrt + eps))
+            w[row] = w[row] * shrink - (w[row] * decay + step)
+    _set_last_steps(s, a.steps)
 
 
 def dense_adam(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseAdamStep) -> None:
-    dim = w.shape[1]
     refresh_dense_adam(w, s, a._replace(steps=a.steps - 1))
-    step_size, _, beta2, one_minus_beta1, one_minus_beta2, bias_correction2_sqrt, eps = a.history[a.steps - 1]
-    m, v = s[:, :dim], s[:, dim : 2 * dim]
-    m += (g - m) * one_minus_beta1
-    v[:] = v * beta2 + (g * g) * one_minus_beta2
-    w -= step_size * (m / (np.sqrt(v) / bias_correction2_sqrt + eps))
-    s[:, 2 * dim] = np.int32(a.steps).view(f32)
+    step_size, _, beta2, rest1, rest2, bias_correction2_sqrt, eps, shrink, decay = a.history[a.steps - 1]
+    adamw(
+        w,
+        s[:, :-1],
+        g,
+        arguments.AdamWStep(step_size, shrink, decay, rest1, beta2, rest2, bias_correction2_sqrt, eps),
+    )
+    _set_last_steps(s, a.steps)
+
+
+def _last_steps(s: np.ndarray) -> np.ndarray:
+    """Return the step at which each row was last stepped: the bits of an int32 in the last column."""
+    return s[:, -1].copy().view(np.int32)
+
+
+def _set_last_steps(s: np.ndarray, step: int) -> None:
+    s[:, -1] = np.int32(step).view(f32)
 
 
 UPDATES: dict[type, Callable[[np.ndarray, np.ndarray, np.ndarray, Any], None]] = {
     arguments.SGDStep: sgd,
     arguments.MomentumStep: momentum,
+    arguments.DenseMomentumStep: dense_momentum,
     arguments.AdagradStep: adagrad,
     arguments.RowwiseAdagradStep: rowwise_adagrad,
     arguments.RMSpropStep: rmsprop,
+    arguments.DenseRMSpropStep: dense_rmsprop,
     arguments.AdamStep: adam,
     arguments.AdamWStep: adamw,
     arguments.DenseAdamStep: dense_adam,
     arguments.FtrlStep: ftrl,
+    arguments.DenseFtrlStep: dense_ftrl,
 }
 
 REFRESHES: dict[type, Callable[[np.ndarray, np.ndarray, Any], None]] = {
+    arguments.DenseMomentumStep: refresh_dense_momentum,
     arguments.DenseAdamStep: refresh_dense_adam,
+    arguments.DenseFtrlStep: refresh_dense_ftrl,
 }
