@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import keras
 import numpy as np
@@ -41,7 +42,8 @@ class Dies(keras.callbacks.Callback):
         self.last, self.kill = step, kill
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.last:
+        model: Any = self.model
+        if int(model.optimizer.iterations) == self.last:
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyboardInterrupt
@@ -87,25 +89,27 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(tmp_path, w
 
 
 def files_in(folder):
-    return sorted((int(name.split("-")[1]) for name in os.listdir(folder)), reverse=True)
+    names = [name for name in os.listdir(folder) if ".tmp" not in name]
+    return sorted((int(name.split("-")[1]) for name in names), reverse=True)
 
 
-@pytest.mark.parametrize(("every", "steps"), [("epoch", [8, 4]), (3, [9, 6])])
-def test_goes_back_to_the_last_checkpoint(tmp_path, capfd, every, steps):
+@pytest.mark.parametrize("every", ["epoch", 3])
+def test_goes_back_to_the_last_checkpoint(tmp_path, capfd, every):
     model, folder = make_model(tmp_path), tmp_path / "checkpoints"
     with pytest.raises(KeyboardInterrupt):
         fit(model, 5, TableCheckpoint(folder, every), Dies(11, kill=False))
     table = model.layers[0].table
-    assert files_in(folder) == steps
-    assert [commit["step"] for commit in table.commits() if commit["name"]] == steps[::-1]
+    steps = files_in(folder)
+    assert steps in ([[8, 4]] if every == "epoch" else [[9, 6], [6, 3]])  # as far as the background had come
+    assert {commit["step"] for commit in table.commits() if commit["name"]} >= set(steps)
     callback = TableCheckpoint(folder, every)
     assert callback.restore(model)
-    assert (callback.step, callback.epoch, callback.batch) == (steps[0], 2, steps[0] - 8)
+    assert (callback.step, callback.epoch, callback.batch) == (steps[0], steps[0] // 4, steps[0] % 4)
     assert f"resumed at step {steps[0]}" in capfd.readouterr().err
     assert (table.steps, int(model.optimizer.iterations)) == (steps[0], steps[0])
     assert not callback.restore(model)
     fit(model, 5, callback)
-    last = steps[0] + 3 * 4  # the epoch that was begun is repeated
+    last = steps[0] + (5 - steps[0] // 4) * 4  # the epoch that was begun is repeated
     assert (table.steps, table.last_step, files_in(folder)[0]) == (last, last, last)
     table.close()
 
@@ -158,7 +162,7 @@ def test_failed_commit_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(table._on_disk().store, "write", fail, raising=False)
     monkeypatch.setattr(type(table._on_disk().store), "publish", fail, raising=False)
-    with pytest.raises(Exception, match="No space left|the disk is full"):
+    with pytest.raises(Exception, match=r"No space left|the disk is full"):
         fit(model, 2, TableCheckpoint(tmp_path / "checkpoints", 1))
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if ".tmp" not in name]
     table.close()

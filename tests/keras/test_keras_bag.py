@@ -21,6 +21,7 @@ RNG = np.random.default_rng(0)
 WEIGHTS = RNG.standard_normal((ROWS, DIM)).astype(np.float32)
 # Repeats; padding inside, last and alone.
 IDS = np.array([[3, 3, 5, 7, 3], [1, 0, 2, 0, 0], [0, 0, 0, 0, 0], [19, 19, 19, 19, 19]])
+RAGGED: Any = tf.RaggedTensor  # TensorFlow's stubs know few of its methods
 MODES = ["sum", "mean", "sqrtn", "max"]
 
 
@@ -28,7 +29,7 @@ def bag(mode: str = "sum", **options: Any) -> erk.EmbeddingBag:
     return erk.EmbeddingBag(er.Table(ROWS, DIM, init=er.FromArray(WEIGHTS)), mode=mode, **options)
 
 
-def pooled(rows: tf.Variable, ids: list[int], factors: Any, mode: str) -> tf.Tensor:
+def pooled(rows: tf.Tensor, ids: list[int], factors: Any, mode: str) -> tf.Tensor:
     """Return what becomes of one bag."""
     if not ids:
         return tf.zeros(DIM)
@@ -45,8 +46,9 @@ def pooled(rows: tf.Variable, ids: list[int], factors: Any, mode: str) -> tf.Ten
 
 def expected(ids: list[list[int]], factors: list[list[float]], mode: str, mask_zero: bool) -> tuple[Any, Any, Any]:
     """Return bags, and the gradients of `loss` for all rows and for the factors of each bag."""
-    rows, weights = tf.Variable(WEIGHTS), [tf.Variable(each, dtype=tf.float32) for each in factors]
+    rows, weights = tf.constant(WEIGHTS), [tf.constant(each, tf.float32) for each in factors]
     with tf.GradientTape() as tape:
+        tape.watch([rows, *weights])
         kept = [[k for k, one in enumerate(each) if one or not mask_zero] for each in ids]
         pairs = zip(ids, weights, kept, strict=True)
         out = [
@@ -54,7 +56,8 @@ def expected(ids: list[list[int]], factors: list[list[float]], mode: str, mask_z
             for each, w, which in pairs
         ]
         value = loss(tf.stack(out))
-    of_rows, *of_weights = tape.gradient(value, [rows, *weights], unconnected_gradients="zero")
+    none: Any = "zero"
+    of_rows, *of_weights = tape.gradient(value, [rows, *weights], unconnected_gradients=none)
     return tf.stack(out), tf.convert_to_tensor(of_rows), [tf.convert_to_tensor(each) for each in of_weights]
 
 
@@ -70,7 +73,7 @@ def gradient_of(layer: Any, vector: tf.Tensor) -> np.ndarray:
     return dense
 
 
-def check(layer: Any, ids: Any, factors: Any, lists: tuple[list, list], function: Callable = lambda f: f) -> None:
+def check(layer: Any, ids: Any, factors: Any, lists: tuple[Any, Any], function: Callable = lambda f: f) -> None:
     """Compare bags and gradients with those of lists of ids and factors."""
     out, of_rows, of_weights = expected(*lists, layer.mode, layer.mask_zero)
     layer.build()
@@ -131,7 +134,8 @@ def test_bags_without_any_weight_are_zeros(mode: str):
         tape.watch(factors)
         out = bag(mode)(IDS, weights=factors)
     assert not np.any(out)
-    assert not np.any(tape.gradient(out, factors))
+    of_factors: Any = tape.gradient(out, factors)
+    assert not np.any(of_factors)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,7 +155,7 @@ def test_the_last_dimension_is_pooled():
     rows = layer(nested)
     np.testing.assert_allclose(rows.flat_values, [WEIGHTS[1:3].mean(0), WEIGHTS[3], np.zeros(DIM)], rtol=1e-6)
     assert rows.row_lengths().numpy().tolist() == [2, 1, 0]
-    pairs = tf.RaggedTensor.from_row_lengths(np.array([[1, 2], [3, 3], [4, 5]]), [2, 0, 1])
+    pairs = RAGGED.from_row_lengths(np.array([[1, 2], [3, 3], [4, 5]]), [2, 0, 1])
     rows = layer(pairs)
     np.testing.assert_allclose(rows.flat_values, [WEIGHTS[1:3].mean(0), WEIGHTS[3], WEIGHTS[4:6].mean(0)], rtol=1e-6)
     assert layer.compute_output_shape((None, 7, 5)) == (None, 7, DIM)
@@ -162,10 +166,10 @@ def test_models_with_ragged_ids_and_weights_train():
     padded, factors = keras.Input((5,), dtype="int32"), keras.Input((5,))
     first, second = bag("mean"), bag("sum", mask_zero=True)
     out = keras.layers.Concatenate()([first(ids), second(padded, weights=factors)])
-    model = keras.Model([ids, padded, factors], keras.layers.Dense(1, kernel_initializer="ones")(out))
+    model: Any = keras.Model([ids, padded, factors], keras.layers.Dense(1, kernel_initializer="ones")(out))
     assert first(ids).shape == (None, DIM)
     model.compile(erk.optimizer("sgd"), "mse")
-    ragged = tf.RaggedTensor.from_row_lengths(RNG.integers(0, ROWS, 8), [3, 0, 4, 1])
+    ragged = RAGGED.from_row_lengths(RNG.integers(0, ROWS, 8), [3, 0, 4, 1])
     inputs = (ragged, IDS.astype(np.int32), np.ones(IDS.shape, np.float32))
     batches = tf.data.Dataset.from_tensor_slices((inputs, np.ones((4, 1), np.float32))).batch(2)
     losses = model.fit(batches, epochs=20, verbose=0, shuffle=False).history["loss"]
@@ -175,7 +179,7 @@ def test_models_with_ragged_ids_and_weights_train():
 
 def test_rows_that_only_padding_names_are_not_stepped():
     layer = bag(mask_zero=True)
-    model = keras.Sequential([keras.Input((5,), dtype="int64"), layer, keras.layers.Dense(1)])
+    model: Any = keras.Sequential([keras.Input((5,), dtype="int64"), layer, keras.layers.Dense(1)])
     model.compile(erk.optimizer("sgd"), "mse")
     model.fit(IDS, np.ones((4, 1)), verbose=0)
     assert sorted(layer.table.export()[0]) == [1, 2, 3, 5, 7, 19]
@@ -217,7 +221,7 @@ def test_weights_of_another_shape_are_refused():
     with pytest.raises(ArgumentError, match=r"must have the ids' shape: got \(4, 3\) for ids \(4, 5\)"):
         bag()(IDS, weights=tf.ones((4, 3)))
     with pytest.raises(ArgumentError, match=r"got \(4, 5\) for ids ragged \(4, 5\)"):
-        bag()(tf.RaggedTensor.from_tensor(IDS), weights=tf.ones(IDS.shape))
+        bag()(RAGGED.from_tensor(IDS), weights=tf.ones(IDS.shape))
     with pytest.raises(tf.errors.InvalidArgumentError, match="must have the ids' row splits"):
         bag()(tf.ragged.constant([[1], [2, 3]]), weights=tf.ragged.constant([[1.0, 2.0], [3.0]]))
     with pytest.raises(ArgumentError, match="must have the structure of the ids, 2 tensors: got 1"):

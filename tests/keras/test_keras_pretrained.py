@@ -28,12 +28,12 @@ GIVEN = {
     "bfloat16 array": lambda: WEIGHTS.astype(ml_dtypes.bfloat16),
     "tensor": lambda: tf.constant(WEIGHTS),
     "bfloat16 tensor": lambda: tf.constant(WEIGHTS, tf.bfloat16),
-    "tf.Variable": lambda: tf.Variable(WEIGHTS),
+    "tf.Variable": lambda: tf.Variable(tf.constant(WEIGHTS)),
     "keras.Variable": lambda: keras.Variable(WEIGHTS),
 }
 
 
-def sequential(layer: Any) -> keras.Model:
+def sequential(layer: Any) -> Any:
     model = keras.Sequential([keras.Input((3,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile(erk.optimizer(keras.optimizers.SGD(0.1)), "mse")
     return model
@@ -51,7 +51,7 @@ def test_weights_of_all_kinds(make: Any):
 def test_arrays_and_tensors_are_not_copied():
     layer = erk.Embedding.from_pretrained(WEIGHTS)
     assert layer.table.spec.init.array is WEIGHTS
-    tensor = tf.constant(WEIGHTS)
+    tensor: Any = tf.constant(WEIGHTS)
     array = erk.Embedding.from_pretrained(tensor).table.spec.init.array
     assert np.shares_memory(array, np.asarray(memoryview(tensor)))
 

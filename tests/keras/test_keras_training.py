@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from twins import ROWS, batches, dense, every_row, first_values, one_hot, ours
+from dense_twins import ROWS, batches, dense, every_row, first_values, one_hot, ours
 
 import embedrock as er
 import embedrock.keras as erk
@@ -37,6 +37,13 @@ CASES = {
     "accumulation, clipped": (lambda: SGD(0.05, gradient_accumulation_steps=3, global_clipnorm=0.2), ROUNDED),
     "loss scale": (lambda: scaled(SGD(0.05)), ROUNDED),
     "loss scale, clipped": (lambda: scaled(SGD(0.05, global_clipnorm=0.5)), ROUNDED),
+    "momentum": (lambda: SGD(DECAY(0.02, 5, 0.9), momentum=0.9), ROUNDED),
+    "nesterov": (lambda: SGD(0.02, momentum=0.9, nesterov=True), ROUNDED),
+    "adagrad": (lambda: keras.optimizers.Adagrad(0.05), ROUNDED),
+    "rmsprop": (lambda: keras.optimizers.RMSprop(DECAY(0.01, 5, 0.9)), 1e-6),
+    "ftrl": (lambda: keras.optimizers.Ftrl(0.5, l1_regularization_strength=0.01), 1e-6),
+    "adamw": (lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1), ADAM),
+    "adam, decaying": (lambda: Adam(0.02, weight_decay=0.1), ADAM),
     "adam": (lambda: Adam(0.02), ADAM),
     "adam, schedule": (lambda: Adam(DECAY(0.02, 5, 0.9)), ADAM),
 }
@@ -284,7 +291,11 @@ def test_the_layer_brings_a_rule():
     [
         (lambda: erk.optimizer("nadam"), "rows cannot follow keras.optimizers.Nadam: there is no rule like it"),
         (lambda: erk.optimizer(Adam(use_ema=True)), "use_ema=True of Adam cannot go with"),
-        (lambda: erk.optimizer(Adam(amsgrad=True)), "amsgrad=True"),
+        (lambda: erk.optimizer(Adam(amsgrad=True)), "Adam with amsgrad=True: no rule has that"),
+        (lambda: erk.optimizer(keras.optimizers.RMSprop(momentum=0.5)), "RMSprop with momentum=0.5: no rule has that"),
+        (lambda: erk.optimizer(keras.optimizers.RMSprop(centered=True)), "centered=True"),
+        (lambda: erk.optimizer(keras.optimizers.Ftrl(learning_rate_power=-0.4)), "learning_rate_power=-0.4"),
+        (lambda: erk.optimizer(SGD(0.1, weight_decay=0.01)), "SGD with weight_decay=0.01: only those of .*AdamW decay"),
     ],
 )
 def test_optimizers_that_are_refused(optimizer, message):
@@ -293,6 +304,15 @@ def test_optimizers_that_are_refused(optimizer, message):
     with pytest.raises(UnsupportedError, match=message):
         fit(model, ids, targets)
     assert table.steps == 0
+
+
+def test_weight_decay_that_leaves_rows_out():
+    ids, targets = batches()
+    optimizer = keras.optimizers.AdamW(0.02, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["rows"])
+    model, table = ours(erk.optimizer(optimizer))
+    fit(model, ids, targets)
+    assert isinstance(table.rule, er.Adam)
 
 
 @pytest.mark.parametrize("given", ["adamm", 3, None, keras.optimizers.Adam])

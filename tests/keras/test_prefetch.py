@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,6 +295,16 @@ def test_steps_per_epoch_and_a_callback_that_stops(watch: Watch, on_disk: Callab
         model.fit(ahead, callbacks=[Stop()], verbose=0)
     gc.collect()
     assert soon(lambda: watch.holds == 0)
+
+
+def test_a_table_can_go(tmp_path: Path):
+    table = er.Table(ROWS, DIM, path=tmp_path / "t.rock")
+    ahead = prefetch(dataset(), {table: first}, 2)
+    assert len(list(ahead)) == COUNT
+    gone = weakref.ref(table)
+    del table, ahead
+    gc.collect()
+    assert soon(lambda: gone() is None)
 
 
 def test_an_error_of_the_dataset(watch: Watch, on_disk: Callable[..., er.Table]):

@@ -51,8 +51,8 @@ class TableCheckpoint(keras.callbacks.Callback):
     To go on exactly there, let the first epoch have the batches that are left, ``dataset.skip(callback.batch)``, where
     `callback` was asked before ``fit`` by ``callback.restore(model)``. With ``every="epoch"`` nothing is repeated.
 
-    Under several workers, each has a folder of its own inside of `folder`, ``worker-<rank>-of-<workers>``. After one was
-    lost and all were started again, they go back to the last checkpoint that all of them have.
+    Under several workers, each has a folder of its own inside of `folder`, ``worker-<rank>-of-<workers>``. After one
+    was lost and all were started again, they go back to the last checkpoint that all of them have.
 
     Args:
         folder: of the checkpoints; made if there is none. Each training has one of its own.
@@ -234,6 +234,7 @@ class TableCheckpoint(keras.callbacks.Callback):
                 "`keep` of TableCheckpoint must be 2 or more under several workers, or None: got 1. When a worker is "
                 "lost, the others may have a checkpoint that it has not; they go back to the one before."
             )
+        _check_crew(self.folder, self._crew.size)
         folder = os.path.realpath(self.folder)
         for handle in _handles(model):
             table = handle.table
@@ -255,6 +256,16 @@ def _check_count(name: str, value: Any, other: str | None) -> None:
         raise ArgumentError(f"`{name}` of TableCheckpoint must be a whole number from 1, or {other!r}: got {value!r}.")
 
 
+def _check_crew(folder: Path, workers: int) -> None:
+    """Raise an error where a folder has checkpoints of another number of workers."""
+    names = [path.name for path in folder.glob("worker-*-of-*")]
+    if others := [name for name in names if not name.endswith(f"-of-{workers}")]:
+        raise ArgumentError(
+            f"the checkpoints in {str(folder)!r} must be those of as many workers as there are, {workers}: got "
+            f"{others[0]}. Start as many as made them, or choose another folder."
+        )
+
+
 def _handles(model: keras.Model) -> list[Handle]:
     found = [handle_behind(variable) for variable in model.variables]
     return list(dict.fromkeys(handle for handle in found if handle is not None))
@@ -266,14 +277,14 @@ def _tables(model: keras.Model) -> list[Table]:
 
 
 def _step_of(model: keras.Model) -> int:
-    return int(model.optimizer.iterations)
+    return int(model.optimizer.iterations.numpy())
 
 
 def _has_stepped(model: keras.Model) -> bool:
     """Tell whether no gradients wait for more batches, which a file does not hold."""
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     steps = inner.gradient_accumulation_steps
-    return not steps or int(inner._iterations) % steps == 0
+    return not steps or int(inner._iterations.numpy()) % steps == 0
 
 
 def _place_in(file: Path) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from embedrock.initializers import FromArray, Initializer, read_initializer
 from embedrock.keras import loading
 from embedrock.keras.row_files import rule_of
 from embedrock.keras.saving import KEY
-from embedrock.rules import describe_rule
+from embedrock.rules import Rule, describe_rule
 from embedrock.table import Table
 
 
@@ -93,6 +93,14 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
     return loading.made(options), False
 
 
+def _describe_rule(rule: Rule | None) -> dict[str, Any] | None:
+    """Return a rule as plain data, without a learning rate that it does not bring."""
+    described = describe_rule(rule)
+    if rule is not None and described is not None and not rule.brings_lr:
+        del described["lr"]
+    return described
+
+
 OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *TableOptions._fields} - {
     "rule",
     "name",
@@ -102,7 +110,7 @@ OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *Tab
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
-    table, config = layer.table, {**arguments, "rule": describe_rule(arguments["rule"])}
+    table, config = layer.table, {**arguments, "rule": _describe_rule(arguments["rule"])}
     if isinstance(config["input_dim"], Table):
         config = {name: value for name, value in config.items() if name not in OF_TABLE}
         config["table"] = describe_table(table, layer.label)

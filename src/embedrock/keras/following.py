@@ -1,11 +1,11 @@
 """How rows follow a Keras optimizer: by the rule that does to a row what the optimizer does to a variable.
 
-A new optimizer is a function here and a row in `FOLLOWED`.
+A new optimizer is a function here and a row in `FOLLOWED`. All rules are in Keras' form, and dense: rows that a batch
+does not touch get the trajectory that they would have in a variable.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,45 +15,107 @@ from embedrock import rules
 from embedrock.errors import UnsupportedError
 from embedrock.rules import Rule
 
-# What a rule is made of: the optimizer, the learning rate of the step, and the step's number, from 1.
-Follower = Callable[[Any, float, int], Rule]
+# Makes the rule of a step, of an optimizer and the learning rate of the step.
+Follower = Callable[[Any, float], Rule]
 
 
-def _sgd(optimizer: Any, lr: float, step: int) -> Rule:
-    if optimizer.momentum:
-        return rules.Momentum(lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov)
-    return rules.SGD(lr=lr)
+def _sgd(optimizer: Any, lr: float) -> Rule:
+    if not optimizer.momentum:
+        return rules.SGD(lr=lr)
+    return rules.Momentum(
+        lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True
+    )
 
 
-def _adam(optimizer: Any, lr: float, step: int) -> Rule:
+def _adagrad(optimizer: Any, lr: float) -> Rule:
+    first = optimizer.initial_accumulator_value
+    return rules.Adagrad(lr=lr, eps=optimizer.epsilon, initial_accumulator_value=first, eps_inside=True)
+
+
+def _rmsprop(optimizer: Any, lr: float) -> Rule:
+    return rules.RMSprop(lr=lr, alpha=optimizer.rho, eps=optimizer.epsilon, dense=True, eps_inside=True)
+
+
+def _adam(optimizer: Any, lr: float) -> Rule:
     betas = optimizer.beta_1, optimizer.beta_2
-    # Keras adds epsilon before the bias of the second moment is corrected.
-    eps = optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**step)
-    return rules.Adam(lr=lr, betas=betas, eps=eps, dense=True)
+    return rules.Adam(lr=lr, betas=betas, eps=optimizer.epsilon, dense=True, eps_hat=True)
 
 
+def _adamw(optimizer: Any, lr: float) -> Rule:
+    betas, decay = (optimizer.beta_1, optimizer.beta_2), optimizer.weight_decay
+    return rules.AdamW(lr=lr, betas=betas, eps=optimizer.epsilon, weight_decay=decay, dense=True, eps_hat=True)
+
+
+def _ftrl(optimizer: Any, lr: float) -> Rule:
+    return rules.Ftrl(
+        lr=lr,
+        l1=optimizer.l1_regularization_strength,
+        l2=optimizer.l2_regularization_strength,
+        beta=optimizer.beta,
+        initial_accumulator_value=optimizer.initial_accumulator_value,
+        dense=True,
+    )
+
+
+# By class, the more special ones first.
 FOLLOWED: dict[type, Follower] = {
     optimizers.SGD: _sgd,
+    optimizers.Adagrad: _adagrad,
+    optimizers.RMSprop: _rmsprop,
+    optimizers.AdamW: _adamw,
     optimizers.Adam: _adam,
+    optimizers.Ftrl: _ftrl,
 }
+# Options that no rule has, by class: the value with which there is nothing to follow.
+OPTIONS: dict[type, dict[str, Any]] = {
+    optimizers.RMSprop: {"momentum": 0.0, "centered": False},
+    optimizers.Adam: {"amsgrad": False},
+    optimizers.Ftrl: {"learning_rate_power": -0.5, "l2_shrinkage_regularization_strength": 0.0},
+}
+REMEDY = (
+    "Leave it out, or give each layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's "
+    "learning rate unless it was given one."
+)
 
 
-def follow(optimizer: Any, lr: float, step: int) -> Rule:
-    """Return the rule of a step that rows make with an optimizer.
+def check_followed(optimizer: Any, decays: bool) -> None:
+    """Raise `UnsupportedError` unless rows can follow an optimizer.
 
     Args:
         optimizer: of Keras.
-        lr: the learning rate of the step.
-        step: its number, from 1.
-
-    Raises:
-        UnsupportedError: rows cannot follow it.
+        decays: whether its weight decay is meant for the rows.
     """
-    for kind in type(optimizer).__mro__:
-        if kind in FOLLOWED:
-            return FOLLOWED[kind](optimizer, lr, step)
-    raise UnsupportedError(
-        f"rows cannot follow keras.optimizers.{type(optimizer).__name__}: there is no rule like it. Use one of "
-        f"{', '.join(kind.__name__ for kind in FOLLOWED)}, or give each layer a rule of its own, for example "
-        "rule=er.Adagrad(), which then takes the learning rate from the optimizer."
-    )
+    name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(optimizer)
+    if kind is None:
+        known = ", ".join(each.__name__ for each in FOLLOWED)
+        raise UnsupportedError(
+            f"rows cannot follow {name}: there is no rule like it, only like {known}. Use one of these, or give each "
+            "layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless it "
+            "was given one."
+        )
+    for base in type(optimizer).__mro__:
+        for option, harmless in OPTIONS.get(base, {}).items():
+            if getattr(optimizer, option) != harmless:
+                raise UnsupportedError(
+                    f"rows cannot follow {name} with {option}={getattr(optimizer, option)!r}: no rule has that. {REMEDY}"
+                )
+    if decays and kind not in DECAYING:
+        raise UnsupportedError(
+            f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "
+            f"keras.optimizers.AdamW decay. {REMEDY}"
+        )
+
+
+# The classes whose weight decay rows can follow.
+DECAYING = (optimizers.AdamW, optimizers.Adam)
+
+
+def follow(optimizer: Any, lr: float, decays: bool) -> Rule:
+    """Return the rule of a step that rows make with an optimizer that was checked, with a learning rate."""
+    kind = _kind(optimizer)
+    follower = _adamw if decays else _adam if kind is optimizers.AdamW else FOLLOWED[kind]
+    return follower(optimizer, lr)
+
+
+def _kind(optimizer: Any) -> Any:
+    return next((kind for kind in FOLLOWED if isinstance(optimizer, kind)), None)

@@ -19,39 +19,35 @@ class EmbeddingCollection(keras.layers.Layer):
     Each call of the host costs some 0.1 ms, whatever it does, and calls wait for each other.
 
     Args:
-        embeddings: `Embedding` and `EmbeddingBag` layers, a dict by name or a list. A layer may occur more than once.
+        embeddings: `Embedding` and `EmbeddingBag` layers, by name. A layer may have more than one.
         more: arguments of `keras.layers.Layer`.
 
-    Input: a dict, or a list, with the same keys: what each layer takes; and `weights`, a dict of those of some bags.
-    Output: the same with what each layer returns.
+    Input: a dict with the same names: what each layer takes; and `weights`, a dict of those of some bags.
+    Output: a dict of what each layer returns.
 
     Example:
         >>> import numpy as np, embedrock.keras as erk
         >>> features = erk.EmbeddingCollection({"user": erk.Embedding(10**9, 8), "genres": erk.EmbeddingBag(100, 4)})
         >>> rows = features({"user": np.array([3, 14]), "genres": np.array([[1, 2], [2, 2]])})
         >>> {name: tuple(out.shape) for name, out in rows.items()}
-        {'genres': (2, 4), 'user': (2, 8)}
+        {'user': (2, 8), 'genres': (2, 4)}
     """
 
-    def __init__(self, embeddings: Mapping[str, LookupLayer] | Sequence[LookupLayer], **more: Any) -> None:
+    def __init__(self, embeddings: Mapping[str, LookupLayer], **more: Any) -> None:
         super().__init__(**more)
-        self._is_dict = isinstance(embeddings, Mapping)
-        named = dict(embeddings) if isinstance(embeddings, Mapping) else dict(enumerate(embeddings))
-        for name, layer in named.items():
-            if not isinstance(layer, LookupLayer):
-                raise ArgumentError(
-                    f"`embeddings` of erk.EmbeddingCollection must be layers of Embedrock's: got {layer!r} for "
-                    f"{name!r}. Give each an erk.Embedding or an erk.EmbeddingBag."
-                )
-        if not named:
-            raise ArgumentError("`embeddings` of erk.EmbeddingCollection must be at least one layer: got none.")
-        self._names, self._members = list(named), list(named.values())
+        is_dict = isinstance(embeddings, Mapping) and embeddings and all(isinstance(name, str) for name in embeddings)
+        if not is_dict or not all(isinstance(layer, LookupLayer) for layer in embeddings.values()):
+            raise ArgumentError(
+                "`embeddings` of erk.EmbeddingCollection must be a dict from names to layers, each an erk.Embedding or "
+                f"an erk.EmbeddingBag, at least one: got {embeddings!r}."
+            )
+        self._names, self._members = list(embeddings), list(embeddings.values())
         self.supports_masking = any(layer.supports_masking for layer in self._members)
         self.supports_jit = False  # XLA cannot call the host
 
     @property
-    def embeddings(self) -> Any:
-        """The layers, as they were given."""
+    def embeddings(self) -> dict[str, Any]:
+        """The layers, by name."""
         return self._packed(list(self._members))
 
     def build(self, input_shape: Any = None) -> None:
@@ -103,34 +99,29 @@ class EmbeddingCollection(keras.layers.Layer):
         config = dict(config)
         layers = [keras.saving.deserialize_keras_object(one) for one in config.pop("layers")]
         places = config.pop("embeddings")
-        if isinstance(places, Mapping):
-            return cls({name: layers[place] for name, place in places.items()}, **config)
-        return cls([layers[place] for place in places], **config)
+        return cls({name: layers[place] for name, place in places.items()}, **config)
 
-    def _packed(self, parts: list[Any]) -> Any:
-        return dict(zip(self._names, parts, strict=True)) if self._is_dict else parts
+    def _packed(self, parts: list[Any]) -> dict[str, Any]:
+        return dict(zip(self._names, parts, strict=True))
 
     def _unpacked(self, inputs: Any) -> list[Any]:
         """Return the input of each layer."""
-        expected = set(self._names) if self._is_dict else len(self._names)
-        if isinstance(inputs, Mapping) and set(inputs) == expected:
+        if isinstance(inputs, Mapping) and set(inputs) == set(self._names):
             return [inputs[name] for name in self._names]
-        if isinstance(inputs, list | tuple) and len(inputs) == expected:
-            return list(inputs)
-        wanted = f"a dict of {', '.join(map(repr, self._names))}" if self._is_dict else f"a list of {expected}"
-        got = f"a dict of {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise ArgumentError(f"inputs of {self.name!r}, an erk.EmbeddingCollection, must be {wanted}: got {got}.")
+        raise ArgumentError(self._misfit("inputs", "a dict of", inputs))
 
     def _weights(self, weights: Any) -> list[Any]:
         """Return the weights for each layer, None for those that have none."""
-        if weights is None or not isinstance(weights, Mapping):
-            return [None] * len(self._names) if weights is None else self._unpacked(weights)
-        if unknown := set(weights) - set(self._names):
-            raise ArgumentError(
-                f"`weights` of {self.name!r}, an erk.EmbeddingCollection, must be a dict of some of "
-                f"{', '.join(map(repr, self._names))}: got {', '.join(map(repr, unknown))}."
-            )
-        return [weights.get(name) for name in self._names]
+        if weights is None:
+            return [None] * len(self._names)
+        if isinstance(weights, Mapping) and set(weights) <= set(self._names):
+            return [weights.get(name) for name in self._names]
+        raise ArgumentError(self._misfit("weights", "a dict of some of", weights))
+
+    def _misfit(self, argument: str, wanted: str, given: Any) -> str:
+        got = f"a dict of {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
+        names = ", ".join(map(repr, self._names))
+        return f"`{argument}` of {self.name!r}, an erk.EmbeddingCollection, must be {wanted} {names}: got {got}."
 
 
 def fuse(model: Any) -> Any:
@@ -193,15 +184,19 @@ def _first_lookups(nodes: Sequence[Any]) -> list[Any]:
 
 def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
     """Call the layers of nodes as one; return what takes the place of each of the nodes' outputs."""
-    ids = [node.arguments.args[0] if node.arguments.args else node.arguments.kwargs["inputs"] for node in lookups]
-    weights = [_weights_of(node) for node in lookups]
-    given = None if all(one is None for one in weights) else {k: w for k, w in enumerate(weights) if w is not None}
-    more = {} if given is None else {"weights": given}
-    outputs = EmbeddingCollection([node.operation for node in lookups])(ids, **more)
-    old = [tensor for node in lookups for tensor in node.outputs]
-    return {id(one): new for one, new in zip(old, keras.tree.flatten(outputs), strict=True)}
+    named = {f"{node.operation.name}_{k}": node for k, node in enumerate(lookups)}  # a layer may be called twice
+    ids = {name: _argument(node, 0, "inputs") for name, node in named.items()}
+    weights = {name: given for name, node in named.items() if (given := _argument(node, 1, "weights")) is not None}
+    layers = EmbeddingCollection({name: node.operation for name, node in named.items()})
+    outputs = layers(ids, weights=weights) if weights else layers(ids)
+    return {
+        id(old): new
+        for name, node in named.items()
+        for old, new in zip(node.outputs, keras.tree.flatten(outputs[name]), strict=True)
+    }
 
 
-def _weights_of(node: Any) -> Any:
+def _argument(node: Any, place: int, name: str) -> Any:
+    """Return what a layer was called with."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
-    return args[1] if len(args) > 1 else kwargs.get("weights")
+    return args[place] if len(args) > place else kwargs.get(name)

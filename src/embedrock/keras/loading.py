@@ -20,7 +20,7 @@ from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import is_reference
 from embedrock.initializers import FromArray, Initializer
-from embedrock.keras.saving import KEY
+from embedrock.keras.saving import GO_BACK, KEY
 from embedrock.table import Table, open_table
 
 Relocate = Mapping[str, str] | Callable[[str], str]
@@ -143,6 +143,11 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
             shared[KEY, asked] = snapshot(now, loading.commits.get(asked), options), False
         else:
             table = _open_in_this_process(now)
+            if table is not None and table.uncommitted:  # refused now, as the loaded optimizer might change more
+                raise ArgumentError(
+                    f"the table at {now!r} is open in this process, and has changes since commit {table.last_commit}: "
+                    f"the file refers to an earlier state. {GO_BACK}"
+                )
             shared[KEY, asked] = (made({**options, "path": now}), False) if table is None else (table, True)
     return shared[KEY, asked]
 

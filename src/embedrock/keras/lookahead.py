@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import operator
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -84,10 +85,6 @@ class _Asked(NamedTuple):
     def label(self) -> str:
         return self.layer.label if isinstance(self.layer, RowLayer) else repr(self.layer)
 
-    @property
-    def has_replicas(self) -> bool:
-        return isinstance(self.layer, RowLayer) and self.layer.built and len(self.layer.handle.cells()) > 1
-
 
 def _by_table(ids_of: Any) -> dict[Table, list[_Asked]]:
     if not isinstance(ids_of, Mapping) or not ids_of:
@@ -162,10 +159,16 @@ class _Passes:
 
     A pass keeps the rows of the batch that the loop has, and of those after it. It counts: `depth` batches wait, so
     when the next one is asked for, the one that came ``depth + 1`` before it is done with.
+
+    TensorFlow never forgets a function of Python that it calls, and so not what is here: tables and layers must be
+    able to go.
     """
 
     def __init__(self, asked: dict[Table, list[_Asked]], depth: int) -> None:
-        self._asked, self._depth = asked, depth
+        self._tables = [weakref.ref(table) for table in asked]
+        layers = [one.layer for part in asked.values() for one in part]
+        self._layers = [weakref.ref(layer) for layer in layers if isinstance(layer, RowLayer)]
+        self._depth = depth
         self._numbers = itertools.count()
         self._windows: dict[int, deque[_Brought]] = {}
 
@@ -193,25 +196,29 @@ class _Passes:
         brought = _Brought([part.copy() for part in ids], [])  # TensorFlow will use their memory again
         window.append(brought)
         with span("fetch", len(ids)):
-            for table, part in zip(self._asked, brought.ids, strict=True):
+            for reference, part in zip(self._tables, brought.ids, strict=True):
+                table = reference()
+                if table is None:
+                    return
                 try:
                     brought.tickets.append(table.bring(part))
                 except IdError:
                     return  # of which the layer will tell when it looks them up
                 except CacheTooSmallError as error:
-                    raise self._explained(error, window) from error
+                    raise self._explained(error, window, table) from error
 
     @property
     def _size(self) -> int:
         """How many batches a pass keeps the rows of."""
-        several = any(one.has_replicas for asked in self._asked.values() for one in asked)
+        layers = [layer for reference in self._layers if (layer := reference()) is not None and layer.built]
+        several = any(len(layer.handle.cells()) > 1 for layer in layers)
         return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
 
-    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought]) -> CacheTooSmallError:
+    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought], table: Table) -> CacheTooSmallError:
         """Say how much memory the batches of a window need of the table that could not bring up the last one's rows."""
         which = len(window[-1].tickets)
         rows = len(np.unique(np.concatenate([brought.ids[which] for brought in window])))
-        memory = list(self._asked)[which].memory_for(rows)
+        memory = table.memory_for(rows)
         return CacheTooSmallError(
             f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
             f"once, here {rows} rows of {len(window)}: memory={format_bytes(memory)} ({memory} bytes) is enough for "

@@ -14,7 +14,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras.distribute import has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
-from embedrock.keras.following import FOLLOWED, follow
+from embedrock.keras.following import FOLLOWED, check_followed, follow
 from embedrock.keras.handle import Handle, handle_behind
 from embedrock.keras.sharding import own_part
 from embedrock.keras.spans import span
@@ -47,6 +47,9 @@ class RowOptimizer:
         handles = [handle for variable in variables if (handle := handle_behind(variable)) is not None]
         if handles:
             self._refuse_for_rows(handles[0].label)
+        for handle in handles:
+            if handle.rule is None:
+                check_followed(self, _decays(self, handle))
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
         for handle in handles:
             handle.bind(self, _rule(self, handle, None))
@@ -174,9 +177,7 @@ def _check_owner(optimizer: Any, handles: list[Handle]) -> None:
             )
 
 
-def _step_by(
-    optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients | None]
-) -> np.int64:
+def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients | None]) -> np.int64:
     """Step tables by the gradients of their rows, those that have any."""
     with span("step", len(handles)):
         due = []
@@ -201,8 +202,13 @@ def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
     """
     own = handle.rule
     if own is None:
-        return follow(optimizer, 1e-3 if lr is None else lr, handle.table.steps + 1)
+        return follow(optimizer, 1e-3 if lr is None else lr, _decays(optimizer, handle))
     return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+
+
+def _decays(optimizer: Any, handle: Handle) -> bool:
+    """Tell whether an optimizer's weight decay is meant for a table's rows."""
+    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)
 
 
 def _touch(cells: list[Any]) -> list[Any]:

@@ -120,9 +120,7 @@ class Pending:
             if clip_value is None:
                 return _summed(found)
             of_replicas = [[pair for pair in found if pair[0].replica == replica] for replica in last]
-            return functools.reduce(
-                RowGradients.merge, [_summed(part).scaled(1.0, clip_value) for part in of_replicas]
-            )
+            return functools.reduce(RowGradients.merge, [_summed(part).scaled(1.0, clip_value) for part in of_replicas])
 
     def drop(self) -> None:
         """Forget everything."""

@@ -38,7 +38,6 @@ IN_ASSETS = "rows in assets"
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 KERAS_SAVING = "keras.src.saving.saving_lib"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
-TF_SAVED_MODEL = "tensorflow.python.saved_model.save"
 
 REMEDIES = Remedies(
     moved="Make the layer with path=, the place where that table is now; erk.load_model(file, relocate={old path: new "
@@ -47,6 +46,10 @@ REMEDIES = Remedies(
     "erk.TableCheckpoint.",
 )
 
+GO_BACK = (
+    'Load the file as it was by erk.load_model(file, mode="r"); or close the table by layer.table.close(), or start '
+    "another process, to go on from there; or take the open model back by model.load_weights(file)."
+)
 
 _made: ContextVar[Mapping[Table, int] | None] = ContextVar("_made", default=None)
 _missing = object()
@@ -209,7 +212,7 @@ def _address(table: Table) -> dict[str, Any]:
 def iterations_of(layer: Any) -> int | None:
     """Return how many steps the optimizer of a layer's rows has made; None where there is none."""
     owner = layer.handle.owner if layer.built else None
-    return None if owner is None else int(owner.iterations)
+    return None if owner is None else int(owner.iterations.numpy())
 
 
 def save_assets(layer: Any, folder: str) -> None:
@@ -270,6 +273,7 @@ def _go_to(layer: Any, state: dict[str, Any]) -> None:
     table = layer.table
     check_state(table, state, layer.label, REMEDIES)
     if _is_at(table, state):
+        layer.shares_open_table = False  # it is loaded, and may go anywhere from now on
         return
     if table.mode == "r":
         raise ArgumentError(
@@ -277,8 +281,13 @@ def _go_to(layer: Any, state: dict[str, Any]) -> None:
             f'commit {state["commit"]}: load it by erk.load_model(file, mode="r"), or open the table so: '
             f'er.open(path, mode="r", at={state["commit"]}).'
         )
-    if layer.shares_open_table:
-        raise ArgumentError(_moved_on(layer, state))
+    if layer.shares_open_table:  # (Keras tries again what has failed.)
+        if table.uncommitted:  # it was not before: the optimizer of the loaded model has another rule
+            table.rollback(table.last_commit)
+        raise ArgumentError(
+            f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
+            f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
+        )
     go_to(table, state)
     _origins[table] = state["commit"], table.last_commit
     tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
@@ -287,17 +296,6 @@ def _go_to(layer: Any, state: dict[str, Any]) -> None:
 def _is_at(table: Table, state: dict[str, Any]) -> bool:
     here = table.last_commit
     return not table.uncommitted and (here == state["commit"] or _origins.get(table) == (state["commit"], here))
-
-
-def _moved_on(layer: Any, state: dict[str, Any]) -> str:
-    table = layer.table
-    changes = " and changes since" if table.uncommitted else ""
-    return (
-        f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: the "
-        f"file refers to commit {state['commit']}, and the table is at commit {table.last_commit}{changes}. Load the "
-        'file as it was by erk.load_model(file, mode="r"); or close the table by layer.table.close(), or start another '
-        "process, to go on from there; or take the open model back by model.load_weights(file)."
-    )
 
 
 def load_assets(layer: Any, folder: str | None) -> None:
@@ -332,11 +330,6 @@ class RowState(tf.train.experimental.PythonState):
         layer = self._layer
         if _local(TF_CHECKPOINT, "restore", "self") is not _missing:
             return b""  # it is only asked which parts there are
-        if _local(TF_SAVED_MODEL, "save", "obj") is not _missing:
-            raise UnsupportedError(
-                f"tf.saved_model.save cannot save the rows of {layer.label}: what it makes calls Python, which no "
-                "other process has. Use erk.export(model, folder)."
-            )
         if not layer.table.is_on_disk:
             raise UnsupportedError(
                 f"the rows of {layer.label} are in RAM, where tf.train.Checkpoint cannot reach them: they would be "

@@ -52,7 +52,7 @@ class ServingTable(tf.Module):
 
     def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
         super().__init__()
-        self._spec = table.spec
+        self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         self._count = _count(table)
         self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
@@ -106,13 +106,17 @@ class ServingTable(tf.Module):
     def _found(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the weights float32 (n, dim) of rows, of which some may have no record."""
         if not self._count:
-            return first_values(self._spec, flat)
+            return self._first_values(flat)
         sorted_ids = tf.expand_dims(self._ids, 0)
         at = tf.raw_ops.LowerBound(sorted_inputs=sorted_ids, values=tf.expand_dims(flat, 0), out_type=tf.int64)[0]
         at = tf.minimum(at, self._count - 1)
         rows = tf.cast(tf.gather(self._rows, tf.gather(self._positions, at)), tf.float32)
         fresh = tf.where(tf.not_equal(tf.gather(self._ids, at), flat))
-        return tf.tensor_scatter_nd_update(rows, fresh, first_values(self._spec, tf.gather(flat, fresh[:, 0])))
+        return tf.tensor_scatter_nd_update(rows, fresh, self._first_values(tf.gather(flat, fresh[:, 0])))
+
+    def _first_values(self, ids: tf.Tensor) -> tf.Tensor:
+        values = first_values(self._spec, ids)
+        return values if self._first_scale == 1.0 else values * self._first_scale
 
     def _check_found_rows(self, table: Table) -> None:
         if not is_drawable(table.spec.init):

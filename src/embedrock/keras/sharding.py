@@ -2,24 +2,26 @@
 
 A row is in the table of the worker that owns its id:
 
-    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) mod workers
+    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) * workers >> 32
 
-Ids may be anything: multiples of some number are spread as evenly as all others. First values depend on the seed, the
+That is multiplicative hashing: multiples of some number are spread as evenly as all other ids. First values depend on the seed, the
 id and the column only, so that they are those of a table that is not sharded.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras.distribute import has_several_workers
 from embedrock.keras.exchange import Reader, gather, pack
@@ -50,7 +52,7 @@ _shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
 def owners(ids: np.ndarray, workers: int) -> np.ndarray:
     """Return the ranks of the workers that have the rows of ids, int64 (n,)."""
     mixed = np.asarray(ids, np.int64).view(np.uint64) * MULTIPLIER
-    return ((mixed >> np.uint64(32)) % np.uint64(workers)).astype(np.int64)
+    return (((mixed >> np.uint64(32)) * np.uint64(workers)) >> np.uint64(32)).astype(np.int64)
 
 
 def shard_of(table: Table) -> Shard | None:
@@ -94,8 +96,16 @@ def place_of_shard(path: str | os.PathLike[str], label: str) -> str:
         )
     if shard.workers == 1:
         return os.fspath(path)
-    os.makedirs(path, exist_ok=True)
+    _make_folder(Path(path))
     return os.path.join(path, f"shard-{shard.rank}-of-{shard.workers}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        missing = f"a table needs a folder to lie in. Make {folder.parent} first"
+        raise TableFileError(errno.ENOENT, missing, str(folder)) from error
 
 
 def _workers_of(path: str) -> int | None:
