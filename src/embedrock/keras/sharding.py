@@ -4,8 +4,8 @@ A row is in the table of the worker that owns its id:
 
     owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) * workers >> 32
 
-That is multiplicative hashing: multiples of some number are spread as evenly as all other ids. First values depend on the seed, the
-id and the column only, so that they are those of a table that is not sharded.
+That is multiplicative hashing: multiples of some number are spread as evenly as all other ids. First
+values depend on the seed, the id and the column only, so that they are those of a table that is not sharded.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def check_whole(table: Table, label: str, verb: str) -> None:
     if (shard := shard_of(table)) is not None:
         raise UnsupportedError(
             f"{label} cannot be {verb}: its table is sharded, and this worker has one of {shard.workers} parts of it. "
-            "Gather what layer.table.export() returns on each worker in one table first."
+            "Checkpoints of all parts are made by erk.TableCheckpoint, with path=; for other uses gather what "
+            "layer.table.export() returns on each worker in one table first."
         )
 
 
