@@ -33,11 +33,12 @@ def one_hot(ids):
 def head(inputs, embedded):
     """The rest of both models."""
     pooled = keras.layers.GlobalAveragePooling1D()(embedded)
-    hidden = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.RandomNormal(seed=2))(pooled)
+    drawn = keras.initializers.RandomNormal(seed=2)
+    hidden = keras.layers.Dense(3, activation="tanh", kernel_initializer=drawn)(pooled)
     return keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(hidden))
 
 
-def ours(optimizer, *, table=None, rule=None, scope=None, **compile_options):
+def ours(optimizer, *, table=None, rule=None, **compile_options):
     """A compiled model of ours, and its table."""
     table = er.Table(ROWS, DIM, init=er.FromArray(first_values())) if table is None else table
     inputs = keras.Input((LENGTH,), dtype="int64")

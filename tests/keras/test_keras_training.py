@@ -317,7 +317,7 @@ def test_weight_decay_that_leaves_rows_out():
 
 @pytest.mark.parametrize("given", ["adamm", 3, None, keras.optimizers.Adam])
 def test_what_is_no_optimizer(given):
-    with pytest.raises(ArgumentError, match="erk.optimizer must be given an optimizer"):
+    with pytest.raises(ArgumentError, match="must be given an optimizer"):
         erk.optimizer(given)
 
 

@@ -22,9 +22,7 @@ Follower = Callable[[Any, float], Rule]
 def _sgd(optimizer: Any, lr: float) -> Rule:
     if not optimizer.momentum:
         return rules.SGD(lr=lr)
-    return rules.Momentum(
-        lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True
-    )
+    return rules.Momentum(lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True)
 
 
 def _adagrad(optimizer: Any, lr: float) -> Rule:
@@ -95,10 +93,8 @@ def check_followed(optimizer: Any, decays: bool) -> None:
         )
     for base in type(optimizer).__mro__:
         for option, harmless in OPTIONS.get(base, {}).items():
-            if getattr(optimizer, option) != harmless:
-                raise UnsupportedError(
-                    f"rows cannot follow {name} with {option}={getattr(optimizer, option)!r}: no rule has that. {REMEDY}"
-                )
+            if (given := getattr(optimizer, option)) != harmless:
+                raise UnsupportedError(f"rows cannot follow {name} with {option}={given!r}: no rule has that. {REMEDY}")
     if decays and kind not in DECAYING:
         raise UnsupportedError(
             f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "

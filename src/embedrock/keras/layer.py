@@ -151,10 +151,6 @@ class RowLayer(keras.layers.Layer):
         saving.refuse_get_weights(self)
         self.built = True
 
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return which ids are not 0, with ``mask_zero=True``; otherwise None."""
-        return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
-
     # ------------------------------------------------------------ saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,9 @@ class LookupLayer(RowLayer):
     def from_pretrained(
         cls, weights: Any, trainable: bool = False, *, dtype: Any = None, rule: Any = None, **options: Any
     ) -> Any:
-        """Make a layer whose rows start as those of `weights`, which are never copied: rows are read when needed.
+        """Make a layer whose rows start as those of `weights`, which are not copied: rows are read when needed.
+
+        (A bfloat16 tensor is, because NumPy knows no such array.)
 
         Args:
             weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which

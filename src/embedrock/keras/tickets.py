@@ -56,7 +56,7 @@ class Tickets:
 
 
 def _size(plans: list[Plan]) -> int:
-    return sum(array.nbytes for plan in plans for array in (plan.ids, plan.inverse, plan.starts, plan.order, plan.slots))
+    return sum(each.nbytes for plan in plans for each in (plan.ids, plan.inverse, plan.starts, plan.order, plan.slots))
 
 
 TICKETS = Tickets()
