@@ -345,6 +345,20 @@ def test_weights_go_back_with_the_table(place, tmp_path, capfd):
     table_of(model).close()
 
 
+def test_saving_between_two_steps_of_accumulation_is_told(place, tmp_path):
+    model = make_model(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), **place)
+    train(model)
+    with pytest.warns(UserWarning, match=r"between two steps of gradient_accumulation_steps=3: .* cannot go on from"):
+        model.save_weights(tmp_path / "m.weights.h5")
+    table_of(model).close()
+    again = make_model(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), **place)
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(tmp_path / "m.weights.h5")
+    with pytest.raises((ArgumentError, tf.errors.InvalidArgumentError), match=r"were stepped or dropped before"):
+        train(again)
+    table_of(again).close()
+
+
 def test_file_holds_no_rows(place, tmp_path):
     model = make_model(**place)
     train(model)

@@ -16,7 +16,7 @@ from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, colle
 from embedrock.fronts.references import go_to
 from embedrock.keras.exchange import Crew
 from embedrock.keras.handle import Handle, handle_behind
-from embedrock.keras.saving import with_commits
+from embedrock.keras.saving import is_accumulating, with_commits
 from embedrock.table import Table
 
 PLACE = "embedrock_epoch_and_batch"
@@ -282,9 +282,7 @@ def _step_of(model: keras.Model) -> int:
 
 def _has_stepped(model: keras.Model) -> bool:
     """Tell whether no gradients wait for more batches, which a file does not hold."""
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    steps = inner.gradient_accumulation_steps
-    return not steps or int(inner._iterations.numpy()) % steps == 0
+    return not is_accumulating(getattr(model.optimizer, "inner_optimizer", model.optimizer))
 
 
 def _place_in(file: Path) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from embedrock.initializers import FromArray, Initializer, read_initializer
 from embedrock.keras import loading
 from embedrock.keras.row_files import rule_of
 from embedrock.keras.saving import KEY
+from embedrock.keras.sharding import check_whole
 from embedrock.rules import Rule, describe_rule
 from embedrock.table import Table
 
@@ -59,6 +60,7 @@ def read_initializer_of(description: Mapping[str, Any]) -> Any:
 
 def describe_table(table: Table, label: str) -> dict[str, Any]:
     """Return a ready-made table as plain data."""
+    check_whole(table, label, "described by a config, as the second layer on a table")
     spec, (memory, directory) = table.spec, table._memory_arguments
     described = {
         "rows": spec.rows,

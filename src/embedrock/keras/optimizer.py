@@ -46,7 +46,7 @@ class RowOptimizer:
         """Prepare for variables, and take the rows that some of them stand for."""
         handles = [handle for variable in variables if (handle := handle_behind(variable)) is not None]
         if handles:
-            self._refuse_for_rows(handles[0].label)
+            self._refuse_for_rows(handles[0])
         for handle in handles:
             if handle.rule is None:
                 check_followed(self, _decays(self, handle))
@@ -54,8 +54,14 @@ class RowOptimizer:
         for handle in handles:
             handle.bind(self, _rule(self, handle, None))
 
-    def _refuse_for_rows(self: Any, label: str) -> None:
-        strategy = self._distribution_strategy
+    def _refuse_for_rows(self: Any, handle: Handle) -> None:
+        strategy = handle.strategy
+        if strategy is not self._distribution_strategy:
+            raise ArgumentError(
+                f"the optimizer of {handle.label}, {type(self).__name__}, must be made under the strategy that the "
+                f"layer is under, {type(strategy).__name__}: got one made outside. Call erk.optimizer inside of `with "
+                "strategy.scope():`, too."
+            )
         if strategy.num_replicas_in_sync > 1:
             repair_loss_scaling()
             if self.gradient_accumulation_steps:
@@ -66,8 +72,8 @@ class RowOptimizer:
                 )
         if self.use_ema:
             raise UnsupportedError(
-                f"use_ema=True of {type(self).__name__} cannot go with {label}: an average of all rows would touch "
-                "every row at each step. Leave it out."
+                f"use_ema=True of {type(self).__name__} cannot go with {handle.label}: an average of all rows would "
+                "touch every row at each step. Leave it out."
             )
 
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:

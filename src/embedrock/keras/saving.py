@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
 from embedrock.keras.row_files import are_in, read_rows, write_rows
+from embedrock.keras.sharding import check_whole
 from embedrock.table import Table
 
 KEY = "embedrock"  # of what a layer stores
@@ -166,6 +168,7 @@ def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
 
 def save_own_variables(layer: Any, store: Any) -> None:
     """Do what a layer's `save_own_variables` does: store which rows are meant."""
+    _warn_between_steps(layer)
     if layer.table.is_on_disk:
         place = _place()
         _check_outside(place, layer.table)
@@ -174,6 +177,24 @@ def save_own_variables(layer: Any, store: Any) -> None:
         _check_assets(layer, "_save_state", "saved")
         content = IN_ASSETS
     store[KEY] = np.frombuffer(json.dumps(content).encode(), np.uint8)
+
+
+def _warn_between_steps(layer: Any) -> None:
+    """Say what is missing in a file that is made while gradients wait for more batches."""
+    owner = layer.handle.owner if layer.built else None
+    if owner is not None and is_accumulating(owner):
+        warnings.warn(
+            f"the model is saved between two steps of gradient_accumulation_steps={owner.gradient_accumulation_steps}: "
+            f"gradients of rows of {layer.label} that wait are not saved, and training cannot go on from the file. "
+            "Save after a step, by erk.TableCheckpoint for example; to predict, the file is whole.",
+            stacklevel=2,
+        )
+
+
+def is_accumulating(optimizer: Any) -> bool:
+    """Tell whether gradients wait for more batches."""
+    steps = optimizer.gradient_accumulation_steps
+    return bool(steps) and int(optimizer._iterations.numpy()) % steps != 0
 
 
 def _check_assets(layer: Any, function: str, done: str) -> None:
@@ -220,6 +241,7 @@ def save_assets(layer: Any, folder: str) -> None:
     table, done = layer.table, _tables_done("_save_state")
     if table.is_on_disk or table in done:
         return
+    check_whole(table, layer.label, "saved")
     done.append(table)
     write_rows(table, folder)
 
@@ -335,6 +357,7 @@ class RowState(tf.train.experimental.PythonState):
                 f"the rows of {layer.label} are in RAM, where tf.train.Checkpoint cannot reach them: they would be "
                 'lost. Save the whole model, model.save("x.keras"), or keep the rows on disk: path=....'
             )
+        _warn_between_steps(layer)
         prefix = _local(TF_CHECKPOINT, "save", "file_prefix")
         place = None if not isinstance(prefix, str) else Place(os.path.abspath(prefix), is_checkpoint=True)
         _check_outside(place, layer.table)
