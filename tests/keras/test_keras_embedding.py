@@ -57,6 +57,7 @@ def trained(pair: tuple[Any, Any], inputs: list[np.ndarray], optimizer: Any) -> 
 
 OPTIMIZERS = {
     "sgd": (lambda: keras.optimizers.SGD(0.1), 5e-7),
+    "momentum": (lambda: keras.optimizers.SGD(0.1, momentum=0.9), 1e-6),
     "adam": (lambda: keras.optimizers.Adam(0.01), 3e-6),  # whose square roots magnify what rounding made of a gradient
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -341,3 +344,15 @@ def test_cost_follows_the_rows_touched():
     model.compile(erk.optimizer("adam"), "mse")
     model.fit(np.array([[3, 10**12 - 1]] * 8), np.ones((8, 1)), verbose=0)
     assert layer.table.stats()["rows_touched"] == 2
+
+
+def test_a_model_that_is_let_go_of_leaves_nothing():
+    """TensorFlow keeps the functions and gradients of a program for ever; they must not keep tables."""
+    ids, targets = batches(32)
+    model, table = ours(erk.optimizer(keras.optimizers.Adam(0.1, global_clipnorm=1.0)))
+    fit(model, ids, targets)
+    model.predict(ids, verbose=0)
+    left = weakref.ref(table), weakref.ref(model.optimizer)
+    del model, table
+    gc.collect()
+    assert [each() for each in left] == [None, None]

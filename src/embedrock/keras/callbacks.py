@@ -208,8 +208,19 @@ class TableCheckpoint(keras.callbacks.Callback):
         newer = [each for each in found if not agreed or each.step > agreed[-1].step]
         if not agreed:
             self._undo([*newer, *drafts(self._place_of_files, ENDINGS)], tables)
+            self._check_alike(tables)
         drop(newer, tables)
         return agreed
+
+    def _check_alike(self, tables: list[Table]) -> None:
+        """Raise an error where workers begin without a checkpoint, and not at the same step."""
+        for table in tables:
+            if not self._crew.common([table.steps]):
+                raise ArgumentError(
+                    f"all workers must have a checkpoint, or begin at the same step: there is no checkpoint in "
+                    f"{str(self.folder)!r} that all have, and the table at {table.path!r} has seen {table.steps} "
+                    "steps, others more or fewer. Bring the checkpoints back, or begin anew with other folders."
+                )
 
     def _undo(self, checkpoints_undone: list[Checkpoint], tables: list[Table]) -> None:
         """Take tables to before the first of some checkpoints."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -43,16 +43,18 @@ class Handle:
         label: what error messages call the layer.
         rule: that the layers on the table brought; None where the rows follow the optimizer.
         pending: gradients that wait for a step.
+        functions: what programs call on the host for lookups and steps. See `host.call`.
     """
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.rule: Rule | None = None
         self.pending = Pending()
+        self.functions: list[Callable[..., Any]] = []
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
             self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
-        self._owner: weakref.ref[Any] | None = None
+        self._owners: list[weakref.ref[Any]] = []
         for cell in (self.variable.value, *self.cells()):
             _guard(cell, self)
 
@@ -62,8 +64,15 @@ class Handle:
 
     @property
     def owner(self) -> Any:
-        """The optimizer that steps the rows, if it is still alive."""
-        return None if self._owner is None else self._owner()
+        """The optimizer that steps the rows, or that was built last; None where none is alive."""
+        return next((each for owner in reversed(self._owners) if (each := owner()) is not None), None)
+
+    def claim(self, optimizer: Any) -> bool:
+        """Tell whether an optimizer may step the rows. From now on those that were built before may not."""
+        if all(owner() is not optimizer for owner in self._owners):
+            return False
+        self._owners = [weakref.ref(optimizer)]
+        return True
 
     def bring_rule(self, rule: Rule | None) -> None:
         """Note the rule that a layer on the table brings.
@@ -81,7 +90,8 @@ class Handle:
         """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)"""
         if self.table.mode == "w":
             self.table.set_rule(rule)
-        self._owner = weakref.ref(owner)
+        # Of a model and its copy that was loaded, the one that is trained first goes on with the rows.
+        self._owners = [each for each in self._owners if each() not in (None, owner)] + [weakref.ref(owner)]
 
     def check_strategy(self) -> None:
         """Raise an error where a strategy was entered that the handle knows nothing of."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.gradients import RowGradients
-from embedrock.keras import sharding
+from embedrock.keras import host, sharding
 from embedrock.keras.handle import Handle
 from embedrock.keras.pending import SLOTS
 from embedrock.keras.readings import Group, Request, groups_of
@@ -33,6 +33,7 @@ class Place:
         handles: of the tables.
         trained: those whose rows get gradients.
         groups: what is planned together.
+        functions: keeps what programs call here: see `host.call`.
     """
 
     _count = 0
@@ -41,6 +42,7 @@ class Place:
         Place._count += 1
         self._number, self._keep = Place._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
+        self.functions = self.handles[0].functions
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.groups = groups_of(requests)
         self.fetching = sharding.fetching(self.groups) if sharding.has_workers() else None
@@ -97,6 +99,36 @@ class Place:
             vectors = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
         return [*vectors, *(of_weights[k] for k in sorted(of_weights))]
 
+    def gradients(
+        self, sent: list[tf.Tensor], grads: tuple[tf.Tensor, ...], shapes: list[tf.TensorShape]
+    ) -> list[tf.Tensor | None]:
+        """Return, in a program, the gradients of the handles' values, None for frozen ones, and of weights.
+
+        Args:
+            sent: what `sum_gradients` takes before `grads`.
+            grads: of the rows and bags.
+            shapes: of the weights.
+        """
+        kinds = [tf.float32] * (len(self.trained) + len(shapes))
+
+        def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
+            return host.call(self.sum_gradients, [*sent, *grads], kinds, keeper=self.functions)
+
+        found = _once_differentiable(summed, self.handles[0].label)(*grads)
+        vectors = dict(zip(self.trained, found, strict=False))
+        for vector in vectors.values():
+            vector.set_shape([SLOTS])
+        for out, shape in zip(found[len(vectors) :], shapes, strict=True):
+            out.set_shape(shape)
+        return [*(vectors.get(handle) for handle in self.handles), *found[len(vectors) :]]
+
+    def fetch(self, parts: list[tf.Tensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
+        if self.fetching is None:
+            return []
+        unique = host.call(self.unique_ids, parts, [tf.int32], keeper=self.functions, stateful=False)
+        return self.fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
+
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
         """Return a message to the other workers: the ids whose rows the lookup needs from them."""
         assert self.fetching is not None
@@ -146,45 +178,24 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
     values = [v if h in place.trained else tf.stop_gradient(v) for h, v in zip(place.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
-    fetched = []
-    if place.fetching is not None:
-        unique = tf.numpy_function(place.unique_ids, parts, tf.int32, stateful=False)
-        fetched = place.fetching.fetch([tf.stop_gradient(value) for value in values], unique)
-
-    def summed(ticket: tf.Tensor, kept: list[tf.Tensor], *grads: tf.Tensor) -> list[tf.Tensor]:
-        inputs, kinds = [replica, ticket, *parts, *kept, *grads], [tf.float32] * (len(place.trained) + len(weights))
-        # Stateful: they come one after the other, in the order of the program. (A single output comes without its list
-        # when there is no graph.)
-        return tf.nest.flatten(tf.numpy_function(place.sum_gradients, inputs, kinds, name=NAME))
+    fetched = place.fetch(parts, values)
+    known = host.known_to_programs(place)
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
         inputs = [replica, *values_and_weights[: len(values)], *parts, *fetched]
         kinds = [tf.int64] + [tf.float32] * len(requests) + [_kept(group) for group in place.groups if group.saves]
         # Stateless, so that those of several replicas, or places, need not wait for each other.
-        ticket, *found = tf.numpy_function(place.look_up, inputs, kinds, stateful=False, name=NAME)
+        ticket, *found = host.call(place.look_up, inputs, kinds, keeper=place.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
-
-        def gradient(*grads: tf.Tensor) -> list[tf.Tensor | None]:
-            found = _once_differentiable(functools.partial(summed, ticket, kept), place.handles[0].label)(*grads)
-            vectors = dict(zip(place.trained, found, strict=False))
-            for vector in vectors.values():
-                vector.set_shape([SLOTS])
-            for weight, out in zip(weights, found[len(vectors) :], strict=True):
-                out.set_shape(weight.shape)
-            return [*(vectors.get(handle) for handle in place.handles), *found[len(vectors) :]]
-
-        return rows, gradient
+        sent, shapes = [replica, ticket, *parts, *kept], [weight.shape for weight in weights]
+        return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)
     _before_next_step(place.handles, rows)
     return rows
-
-
-# XLA names the operation that it cannot compile.
-NAME = "embedrock_rows_need_jit_compile_False"
 
 
 def _shape(request: Request) -> list[int | None]:

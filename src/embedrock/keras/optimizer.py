@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
+from embedrock.keras import host
 from embedrock.keras.distribute import has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.following import FOLLOWED, check_followed, follow
@@ -101,8 +103,9 @@ class RowOptimizer:
         rows = [(handle_behind(v), grad) for v, grad in zip(trainable_variables, grads, strict=True)]
         rows = [(handle, grad) for handle, grad in rows if handle is not None]
         if rows and has_several_workers(self._distribution_strategy):
-            take = functools.partial(_take, self, [handle for handle, _ in rows])
-            self._gathered = gather(tf.numpy_function(take, [grad for _, grad in rows], tf.int32))
+            take = functools.partial(_take, weakref.ref(self), [handle for handle, _ in rows])
+            message = host.call(take, [grad for _, grad in rows], [tf.int32], keeper=rows[0][0].functions)
+            self._gathered = gather(message[0])
         try:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
         finally:
@@ -127,27 +130,29 @@ class RowOptimizer:
         lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
         handles = [handle for handle, _ in rows]
         if self._gathered is None:
-            step, inputs = functools.partial(_step, self, handles), [local(grad) for _, grad in rows]
+            function, inputs = _step, [local(grad) for _, grad in rows]
         else:
-            step, inputs = functools.partial(_step_of_workers, self, handles), [local(self._gathered)]
+            function, inputs = _step_of_workers, [local(self._gathered)]
+        step = functools.partial(function, weakref.ref(self), handles)
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = tf.numpy_function(step, [tf.cast(lr, tf.float32), *inputs], tf.int64)
-        with tf.control_dependencies([done]):
+            done = host.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=handles[0].functions)
+        with tf.control_dependencies(done):
             _touch(cells)
-        return done
+        return done[0]
 
 
-def _step(optimizer: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
+# What programs call. An optimizer is known to them weakly, as all else is: see `host.call`.
+def _step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
     """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
-    _check_owner(optimizer, handles)
+    optimizer = _checked_owner(known, handles)
     taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
     return _step_by(optimizer, handles, lr, taken)
 
 
-def _take(optimizer: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
+def _take(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
     """Return a message to all workers: what the gradients of this worker's handles stand for."""
-    _check_owner(optimizer, handles)
+    optimizer = _checked_owner(known, handles)
     message = []
     for handle, vector in zip(handles, vectors, strict=True):
         grads = handle.take(vector, optimizer.clipvalue)
@@ -156,7 +161,7 @@ def _take(optimizer: Any, handles: list[Handle], *vectors: np.ndarray) -> np.nda
     return pack(message)
 
 
-def _step_of_workers(optimizer: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
+def _step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
     """Step the rows that are here by what `_take` returned on all workers, summed in the order of their ranks."""
     reader = Reader(messages)
     parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
@@ -164,7 +169,7 @@ def _step_of_workers(optimizer: Any, handles: list[Handle], lr: np.ndarray, mess
         for handle in handles:
             if (count := int(reader.ints(1)[0])) >= 0:
                 parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
-    return _step_by(optimizer, handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
+    return _step_by(known(), handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
 
 
 def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients | None:
@@ -174,13 +179,16 @@ def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients 
     return RowGradients.sum(make_plan(ids), values)
 
 
-def _check_owner(optimizer: Any, handles: list[Handle]) -> None:
+def _checked_owner(known: Any, handles: list[Handle]) -> Any:
+    """Return the optimizer that a program knows, if it holds all of the rows."""
+    optimizer = known()
     for handle in handles:
-        if handle.owner is not optimizer:
+        if not handle.claim(optimizer):
             raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, which was built after this "
+                f"the rows of {handle.label} are held by another optimizer, which steps them instead of this "
                 f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
             )
+    return optimizer
 
 
 def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients | None]) -> np.int64:
@@ -235,7 +243,7 @@ def _true_norm(vector: tf.Tensor, handle: Handle) -> tf.Tensor:
         is_true = not np.isfinite(shown) or shown == 0.0 or abs(norm - shown) <= 1e-6 * shown
         return values if is_true else (values * (norm / shown)).astype(np.float32)
 
-    out = tf.numpy_function(scaled, [vector], tf.float32)
+    out = host.call(scaled, [vector], [tf.float32], keeper=handle.functions)[0]
     out.set_shape(vector.shape)
     return out
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.gradients import RowGradients
+from embedrock.keras import host
 from embedrock.keras.distribute import has_several_workers
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.handle import Handle
@@ -176,8 +177,9 @@ class Fetching:
             ids: what `ask` returned.
         """
         asked = gather(ids)
-        served = tf.numpy_function(self.serve, [asked, *values], tf.int32, stateful=False)
-        return [asked, gather(served)]
+        keeper = self._groups[0].handle.functions
+        served = host.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
+        return [asked, gather(served[0])]
 
     def ask(self, requests: Sequence[Request]) -> np.ndarray:
         """Return a message with the unique ids that each group needs."""

@@ -1,0 +1,70 @@
+"""Calls of the host from TensorFlow's programs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from embedrock.errors import EmbedrockError
+
+# XLA names the operation that it cannot compile.
+NAME = "embedrock_rows_need_jit_compile_False"
+
+
+class GoneError(EmbedrockError, RuntimeError):
+    """A program that outlived the layers whose rows it uses."""
+
+
+_GONE = "a tf.function looks up rows of layers that are gone. Keep the model for as long as functions that call it."
+T = TypeVar("T")
+
+
+def call(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    kinds: Any,
+    *,
+    keeper: list[Callable[..., Any]],
+    stateful: bool = True,
+) -> list[tf.Tensor]:
+    """Call a function of arrays on the host; return its outputs as tensors.
+
+    TensorFlow never lets go of a function that a program calls, nor of the tables behind it. So a program gets one that
+    knows the function only as long as somebody else does.
+
+    Args:
+        function: of arrays.
+        inputs: tensors.
+        kinds: dtypes of the outputs.
+        keeper: keeps the functions of programs. It belongs to what must outlive them: a `Handle`.
+        stateful: calls come one after the other, in the order of the program.
+    """
+    if tf.executing_eagerly():
+        made = tf.numpy_function(function, inputs, kinds)
+    else:
+        keeper.append(function)
+        made = tf.numpy_function(_weakly(function), inputs, kinds, stateful=stateful, name=NAME)
+    return tf.nest.flatten(made)  # a single one comes without its list when there is no graph
+
+
+def known_to_programs(thing: T) -> Callable[[], T]:
+    """Return what gives a thing to gradient functions, which TensorFlow keeps as it keeps those of `call`.
+
+    In a program it must be kept by somebody else.
+    """
+    reference = (lambda: thing) if tf.executing_eagerly() else weakref.ref(thing)
+
+    def known() -> T:
+        if (found := reference()) is None:
+            raise GoneError(_GONE)
+        return found
+
+    return known
+
+
+def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
+    known = known_to_programs(function)
+    return lambda *arrays: known()(*arrays)
