@@ -93,6 +93,11 @@ def toy(name: str, make: Callable[[Workload], contenders.Step] = make_quick, tab
     return Contender(name, f"toy {name}", make, tables)
 
 
+def bare(name: str, tables: float) -> Contender:
+    """Return a contender that needs RAM for its tables only."""
+    return Contender(name, f"bare {name}", make_quick, tables, process_bytes=0)
+
+
 def toys(*contenders: Contender) -> list[Entry]:
     return [Entry(contender, TINY) for contender in contenders]
 
@@ -335,11 +340,10 @@ def test_child_ends_with_its_parent(how):
 # ---------------------------------------------------------------- rounds
 
 
-def test_groups_fit_and_begin_with_the_baseline(monkeypatch):
-    monkeypatch.setattr(contenders, "PROCESS_BYTES", 0)
+def test_groups_fit_and_begin_with_the_baseline():
     one = Workload(rows=1 << 20, dim=256, batches=0)  # its weights take 1 GiB
     sizes = {"a": 2, "base": 1, "b": 4, "c": 6, "huge": 50, "e": 2, "alone": 8.5, "f": 2}
-    entries = [Entry(toy(name, tables=size), one) for name, size in sizes.items()]
+    entries = [Entry(bare(name, size), one) for name, size in sizes.items()]
     groups, skipped = plan_groups(entries, "base", 9 * GIB)
     names = [[entry.name for entry in group] for group in groups]
     assert names == [["base", "a", "b", "e"], ["base", "c", "f"], ["alone"]]
@@ -347,10 +351,9 @@ def test_groups_fit_and_begin_with_the_baseline(monkeypatch):
     assert skipped[0].reason == "needs 50.0 GiB of RAM, 9.0 GiB may be used"
 
 
-def test_groups_without_a_baseline_that_fits(monkeypatch):
-    monkeypatch.setattr(contenders, "PROCESS_BYTES", 0)
+def test_groups_without_a_baseline_that_fits():
     one = Workload(rows=1 << 20, dim=256, batches=0)
-    entries = [Entry(toy(name, tables=size), one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
+    entries = [Entry(bare(name, size), one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
     groups, skipped = plan_groups(entries, "base", 4 * GIB)
     assert [[entry.name for entry in group] for group in groups] == [["a", "b"], ["c"]]
     assert [result.name for result in skipped] == ["base"]

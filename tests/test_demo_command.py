@@ -175,6 +175,8 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path, capsys: pytest.
         (["--memory", "much"], 'argument --memory: must be a size such as "512MiB"'),
         (["--in-ram", "--path", "x"], "argument --in-ram: does not go with --path or --memory"),
         (["--data", __file__, "--in-ram"], "argument --in-ram: only goes without --data FILE"),
+        (["--data", __file__, "--keras"], "argument --keras: only goes without --data FILE"),
+        (["--keras", "--no-compare"], "argument --no-compare: does not go with --keras, which compares nothing"),
         (["--speed", "3"], "unrecognized arguments: --speed 3"),
     ],
 )
@@ -204,19 +206,23 @@ def test_bad_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str,
 
 
 def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from embedrock.cli.demo import click_run
+    from embedrock.cli.demo import course
 
-    monkeypatch.setattr(click_run, "available_bytes", lambda: 200_000)
+    monkeypatch.setattr(course, "available_bytes", lambda: 200_000)
     assert main(["demo", *TINY, "--no-compare", "--in-ram"]) == FAILED
     error = capsys.readouterr().err
     assert "budget 97.7 KiB" in error
     assert "In the demo: fewer --steps" in error
 
 
-@pytest.mark.parametrize("package", ["torch", "tqdm"])
-def test_without_an_extra(tmp_path: Path, package: str):
+@pytest.mark.parametrize(
+    ("package", "option", "extra"),
+    [("torch", [], "torch"), ("tqdm", [], "torch"), ("tensorflow", ["--keras"], "keras")],
+)
+def test_without_an_extra(tmp_path: Path, package: str, option: list[str], extra: str):
     program = (
-        f"import sys; sys.modules[{package!r}] = None; from embedrock.cli.main import main; sys.exit(main(['demo']))"
+        f"import sys; sys.modules[{package!r}] = None; from embedrock.cli.main import main\n"
+        f"sys.exit(main(['demo', *{option}]))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(
@@ -224,8 +230,20 @@ def test_without_an_extra(tmp_path: Path, package: str):
     )
     assert done.returncode == FAILED
     assert f"the demo needs {package}" in done.stderr
-    assert 'pip install "embedrock[torch,cli]"' in done.stderr
+    assert f'pip install "embedrock[{extra},cli]"' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_pytorchs_demo_needs_no_tensorflow(tmp_path: Path):
+    program = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None; from embedrock.cli.main import main\n"
+        f"sys.exit(main(['demo', '--in-ram', '--no-compare', *{TINY}]))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_needs_no_torch(tmp_path: Path):

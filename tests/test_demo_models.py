@@ -18,8 +18,9 @@ from embedrock.cli.demo.contest import Outcome, contest  # noqa: E402
 from embedrock.cli.demo.metrics import auc  # noqa: E402
 from embedrock.cli.demo.models import MODELS  # noqa: E402
 from embedrock.cli.demo.options import DIM_MULTIPLES  # noqa: E402
+from embedrock.cli.demo.plan import ModelPlan  # noqa: E402
 from embedrock.cli.demo.synthetic import PlantedLog  # noqa: E402
-from embedrock.cli.demo.train import ModelPlan, Trainer  # noqa: E402
+from embedrock.cli.demo.train import Trainer  # noqa: E402
 
 PLAN = ModelPlan("mf", users=300, items=100, dim=16, lr=0.01, seed=3)
 

@@ -75,7 +75,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path):
     folder = tmp_path / "demo"
     with start(*SMALL, "--path", str(folder), folder=tmp_path) as process:
         deadline = time.monotonic() + 120
-        while not list((folder / "checkpoints").glob("step-*.h5")):
+        while not [file for file in (folder / "checkpoints").glob("step-*.h5") if ".tmp." not in file.name]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import dense_twins as twins
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import dense_twins as twins
 from workers import run
 
 import embedrock as er
@@ -18,7 +18,7 @@ from embedrock.errors import UnsupportedError
 
 BATCH = 16
 BAD = {2: 28, 4: 23}  # by replicas: a sample of the second one, in the second batch
-ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
+ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}
 
 # A process can have strategies of one number of devices only, so each number has a process of its own.
 
@@ -38,6 +38,9 @@ def dataset(inputs: np.ndarray, bad: int | None = None) -> Any:
 
 class Pair:
     """A model of ours under a strategy, and its one-hot twin under another one or the same."""
+
+    model: Any
+    twin: Any
 
     def __init__(self, strategy: Any, optimizer: Any, twins_strategy: Any = None, scale: float | None = None) -> None:
         def scaled(made: Any) -> Any:
@@ -124,15 +127,15 @@ def two_lookups(strategy: Any) -> dict[str, Any]:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         table = er.Table(twins.ROWS, twins.DIM, init=er.FromArray(twins.first_values()))
-        ids = keras.Input((twins.LENGTH,), dtype="int64")
+        ids: Any = keras.Input((twins.LENGTH,), dtype="int64")
         both = keras.layers.Add()([erk.Embedding(table)(ids), erk.Embedding(table)(ids[:, ::-1])])
-        model = twins.head(ids, both)
+        model: Any = twins.head(ids, both)
         model.compile(erk.optimizer(clipped(global_clipnorm=0.5)()), "mse")
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        given = keras.Input((twins.LENGTH, twins.ROWS))
+        given: Any = keras.Input((twins.LENGTH, twins.ROWS))
         layer = keras.layers.Dense(twins.DIM, use_bias=False)
-        twin = twins.head(given, keras.layers.Add()([layer(given), layer(given[:, ::-1])]))
+        twin: Any = twins.head(given, keras.layers.Add()([layer(given), layer(given[:, ::-1])]))
         layer.set_weights([twins.first_values()])
         twin.compile(clipped(global_clipnorm=0.5)(), "mse")
     all_ids = twins.batches()[0]
@@ -142,11 +145,11 @@ def two_lookups(strategy: Any) -> dict[str, Any]:
 
 
 def refused(strategy: Any) -> str:
-    optimizer = erk.optimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     with strategy.scope():
-        model, _ = twins.ours(optimizer)
+        optimizer = erk.optimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+        made: Any = twins.ours(optimizer)[0]
     try:
-        model.fit(dataset(twins.batches()[0]), verbose=0)
+        made.fit(dataset(twins.batches()[0]), verbose=0)
     except UnsupportedError as error:
         return str(error)
     raise AssertionError("nothing was refused")
@@ -154,11 +157,8 @@ def refused(strategy: Any) -> str:
 
 def tour(replicas: int) -> dict[str, Any]:
     strategy = strategy_of(replicas)
-    by_norm = clipped(global_clipnorm=0.5)
-    return {"Adam": fitted(strategy, adam), "clipped": fitted(strategy, by_norm, twins_strategy=strategy)} | {
-        "scaled": scaled(strategy),
-        "loop": looped(strategy),
-    }
+    by_norm = fitted(strategy, clipped(global_clipnorm=0.5), twins_strategy=strategy)
+    return {"clipped": by_norm, "scaled": scaled(strategy), "loop": looped(strategy)}
 
 
 def long_tour(replicas: int) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def long_tour(replicas: int) -> dict[str, Any]:
     made = {
         name: fitted(strategy, clipped(**{name: value}), twins_strategy=strategy) for name, value in CLIPPED.items()
     }
-    made |= {"Nesterov": fitted(strategy, lambda: keras.optimizers.SGD(0.05, nesterov=True, momentum=0.8))}
-    return made | {"two lookups": two_lookups(strategy), "refused": refused(strategy)}
+    made |= {"Adam": fitted(strategy, adam), "two lookups": two_lookups(strategy)}
+    return made | {"refused": refused(strategy)}
 
 
 def check_tour(outcomes: dict[str, Any]) -> None:
@@ -195,3 +195,20 @@ def test_four_replicas_train_as_one_process_does() -> None:
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_train_as_one_process_in_all_ways(replicas: int) -> None:
     check_tour(run(long_tour, replicas, workers=1)[0])
+
+
+# ---------------------------------------------------------------- upstream
+
+
+def scaled_by_keras_alone() -> bool:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        made: Any = twins.dense(keras.optimizers.LossScaleOptimizer(adam()))
+    made[0].fit(dataset(twins.one_hot(twins.batches()[0]), BAD[2]), verbose=0)
+    return all(np.isfinite(variable.numpy()).all() for variable in made[0].trainable_variables)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="Keras: the day this passes, `repair_loss_scaling` has nothing left to repair")
+def test_keras_alone_scales_the_loss_of_several_replicas() -> None:
+    assert run(scaled_by_keras_alone, workers=1) == [True]

@@ -9,22 +9,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import dense_twins as twins
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import dense_twins as twins
 from workers import outcomes_of, run
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.errors import EmbedrockError
+from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.callbacks import TableCheckpoint
 from embedrock.keras.distribute import distribute, has_several_workers
 from embedrock.keras.sharding import owners
 
 WORKERS, BATCH = 2, 16
-ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
+ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}
 
 # Whatever uses TensorFlow runs in the workers, and starts with a strategy: what it makes must be made before all else.
 
@@ -51,8 +51,8 @@ def model_of(strategy: Any, embedding: Any, optimizer: Any) -> Any:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layer = embedding()
-        ids = keras.Input((twins.LENGTH,), dtype="int64")
-        model = twins.head(ids, keras.layers.Add()([layer(ids), layer(ids[:, ::-1])]))
+        ids: Any = keras.Input((twins.LENGTH,), dtype="int64")
+        model: Any = twins.head(ids, keras.layers.Add()([layer(ids), layer(ids[:, ::-1])]))
         model.compile(optimizer(), "mse")
     return distribute(model) if has_several_workers(strategy) else model
 
@@ -151,11 +151,11 @@ def pooled(strategy: Any, sharded: bool) -> dict[str, Any]:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layer = rows_of(sharded)
-        ids = keras.Input((twins.LENGTH,), dtype="int64")
+        ids: Any = keras.Input((twins.LENGTH,), dtype="int64")
         bag = erk.EmbeddingBag(layer.table, mode="max")
-        both = erk.EmbeddingCollection([layer, bag])([ids, ids])
-        joined = keras.layers.Concatenate(axis=1)([both[0], keras.layers.Reshape((1, twins.DIM))(both[1])])
-        model = twins.head(ids, joined)
+        both = erk.EmbeddingCollection({"rows": layer, "bags": bag})({"rows": ids, "bags": ids})
+        joined = keras.layers.Concatenate(axis=1)([both["rows"], keras.layers.Reshape((1, twins.DIM))(both["bags"])])
+        model: Any = twins.head(ids, joined)
         model.compile(adam(), "mse")
         model.embedding = layer
     model = distribute(model) if has_several_workers(strategy) else model
@@ -256,9 +256,7 @@ def test_in_one_process_a_sharded_table_is_a_table(tmp_path: Path) -> None:
 
 
 def test_a_ready_made_table_cannot_be_sharded() -> None:
-    with pytest.raises(
-        er.errors.ArgumentError, match="`sharded` of erk.Embedding goes with a table that the layer makes"
-    ):
+    with pytest.raises(ArgumentError, match=r"`sharded` of erk\.Embedding goes with a table that the layer makes"):
         erk.Embedding(er.Table(10, 2), sharded=True)
 
 
@@ -274,12 +272,18 @@ def refusals(folder: Path) -> dict[str, str]:
     said = {"own rows": str(alone.shape)}
     (folder / "of-three.rock" / "shard-0-of-3").mkdir(parents=True, exist_ok=True)
     outside = rows_of(True)
-    accumulating = erk.optimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+
+    def accumulating() -> Any:
+        return erk.optimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+
+    early = adam()
     for name, make in {
         "rows of others": lambda: model(np.arange(twins.LENGTH)[np.newaxis]),
         "three workers": lambda: model_of(strategy, lambda: rows_of(True, folder / "of-three.rock"), adam),
         "made outside": lambda: model_of(strategy, lambda: outside, adam),
-        "accumulation": lambda: model_of(strategy, lambda: rows_of(True), lambda: accumulating).fit(dataset()),
+        "accumulation": lambda: model_of(strategy, lambda: rows_of(True), accumulating).fit(dataset()),
+        "early optimizer": lambda: model_of(strategy, lambda: rows_of(True), lambda: early).fit(dataset()),
+        "save": lambda: model.save(folder / f"model-{rank_of(strategy)}.keras"),
         "export": lambda: erk_export(model, folder / "export"),
     }.items():
         try:
@@ -302,6 +306,8 @@ REFUSED = {
     "three workers": "must be opened by as many workers as made it, 3: got 2",
     "made outside": "was made as part 0 of 1, but is built as part . of 2. Make and build the model inside",
     "accumulation": "gradient_accumulation_steps=2 of SGD cannot go with several replicas: Keras 3",
+    "early optimizer": "must be made under the strategy that the layer is under, CollectiveAllReduceStrategy: got one",
+    "save": "cannot be saved: its table is sharded, .* made by erk.TableCheckpoint",
     "export": "cannot be exported: its table is sharded, and this worker has one of 2 parts",
 }
 
@@ -352,13 +358,16 @@ def test_after_a_worker_was_killed_all_go_on_from_the_same_step(tmp_path: Path, 
             np.testing.assert_array_equal(mine, theirs)
 
 
+def unpublish(folder: Path, step: int) -> None:
+    """Leave a checkpoint as a worker leaves it that is killed just before it exists."""
+    (file,) = (file for file in folder.glob(f"step-{step}-*.weights.h5") if ".tmp." not in file.name)
+    file.rename(file.with_name(file.name.replace(".weights.h5", ".tmp.weights.h5")))
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_not_all_workers_have_is_dropped(tmp_path: Path) -> None:
     uninterrupted = run(fit_until, tmp_path, -1, 0, workers=WORKERS)
-    files = tmp_path / "checkpoints" / "worker-1-of-2"
-    last = max(files.glob("step-*.weights.h5"), key=lambda file: int(file.name.split("-")[1]))
-    assert last.name.startswith("step-24-")
-    last.rename(last.with_name(last.name.replace(".weights.h5", ".tmp.weights.h5")))  # it was never published
+    unpublish(tmp_path / "checkpoints" / "worker-1-of-2", step=24)
     resumed = run(fit_until, tmp_path, -1, 0, workers=WORKERS)
     for one, other in zip(resumed, uninterrupted, strict=True):
         assert (one["batches"], one["iterations"]) == (6, 24)
@@ -370,7 +379,17 @@ def test_without_a_checkpoint_of_all_workers_they_start_anew(tmp_path: Path) -> 
     uninterrupted = run(fit_until, tmp_path / "a", -1, 0, workers=WORKERS)
     killed = outcomes_of(fit_until, tmp_path / "b", 0, 8, workers=WORKERS, timeout_s=60)
     assert killed[0].code == -signal.SIGKILL
-    shutil.rmtree(tmp_path / "b" / "checkpoints" / "worker-0-of-2")
+    unpublish(tmp_path / "b" / "checkpoints" / "worker-0-of-2", step=6)
     resumed = run(fit_until, tmp_path / "b", -1, 0, workers=WORKERS)
     assert [one["batches"] for one in resumed] == [24, 24]
-    np.testing.assert_array_equal(resumed[1]["rows"], uninterrupted[1]["rows"])
+    for one, other in zip(resumed, uninterrupted, strict=True):
+        np.testing.assert_array_equal(one["rows"], other["rows"])
+
+
+@pytest.mark.slow
+def test_workers_at_different_steps_do_not_go_on(tmp_path: Path) -> None:
+    killed = outcomes_of(fit_until, tmp_path, 0, 8, workers=WORKERS, timeout_s=60)
+    assert killed[0].code == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "checkpoints" / "worker-0-of-2")
+    for outcome in outcomes_of(fit_until, tmp_path, -1, 0, workers=WORKERS, timeout_s=60):
+        assert "all workers must have a checkpoint, or begin at the same step" in outcome.error

@@ -1,4 +1,4 @@
-"""Command line: ``embedrock bench step | lookup | plan | rows | create | disk | commit | all``."""
+"""Command line: ``embedrock bench step | lookup | plan | rows | create | disk | commit | keras | tf-data | all``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embedrock.bench import commit, create, disk
+from embedrock.bench import commit, create, disk, keras_fit, tf_data
 from embedrock.bench.arguments import size, writable_file
 from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.contenders import Contender
@@ -22,9 +22,12 @@ from embedrock.bench.counts import count
 from embedrock.bench.disk import DiskEffort
 from embedrock.bench.disk_contenders import CONTENDERS as DISK_CONTENDERS
 from embedrock.bench.disk_contenders import DiskContender
+from embedrock.bench.keras_contenders import FIT, LAYER
+from embedrock.bench.keras_fit import KERAS_ROWS, KERAS_WORKLOAD, KerasEffort
 from embedrock.bench.machine import machine_facts
 from embedrock.bench.report import Report, format_verdicts, write_json
 from embedrock.bench.rounds import Effort
+from embedrock.bench.tf_data import TfDataEffort
 from embedrock.bench.workload import MAX_ROWS, Workload
 
 DESCRIPTION = """
@@ -81,6 +84,8 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
     _add_create(benchmarks)
     _add_disk(benchmarks)
     _add_commit(benchmarks)
+    _add_keras(benchmarks)
+    _add_tf_data(benchmarks)
     everything = _add(benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all)
     _add_options(everything, EFFORT_OPTIONS)
 
@@ -134,6 +139,34 @@ def _add_commit(benchmarks: Any) -> None:
     parser.add_argument("--sizes", type=_sizes, default=list(COMMIT_ROWS), metavar="N,N,...", help="rows of a commit")
 
 
+def _add_keras(benchmarks: Any) -> None:
+    contenders = (*FIT, *LAYER)
+    names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in contenders)
+    text = "training by Keras' fit, and our layer alone in Keras and in PyTorch"
+    parser = _add(benchmarks, "keras", text, _measure_keras, epilog=f"contenders:\n{names}")
+    parser.add_argument(
+        "--rows", dest="sizes", type=_sizes, default=list(KERAS_ROWS), metavar="N,N,...", help="table sizes"
+    )
+    _add_options(parser, WORKLOAD_OPTIONS | EFFORT_OPTIONS, (KERAS_WORKLOAD, KerasEffort()))
+    parser.add_argument(
+        "--contenders",
+        type=partial(_contenders, contenders),
+        default=list(contenders),
+        metavar="A,B,...",
+        help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
+    )
+    parser.set_defaults(effort=KerasEffort)
+
+
+def _add_tf_data(benchmarks: Any) -> None:
+    text = "ways to read ids into tf.data, and what erk.prefetch does for a table on disk"
+    parser = _add(benchmarks, "tf-data", text, _measure_tf_data)
+    options = {name: EFFORT_OPTIONS[name] for name in ("threads", "rounds", "steps", "timeout_s")}
+    options["folder"] = DISK_OPTIONS["folder"]
+    _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | options, (tf_data.WORKLOAD, TfDataEffort()))
+    parser.set_defaults(effort=TfDataEffort)
+
+
 def _add_disk_options(parser: ArgumentParser) -> None:
     workload = {name: option for name, option in WORKLOAD_OPTIONS.items() if name != "batches"}
     _add_options(parser, ROWS_OPTION | workload | EFFORT_OPTIONS | DISK_OPTIONS, (DISK_WORKLOAD, DiskEffort()))
@@ -171,6 +204,16 @@ def _measure_disk(arguments: Namespace) -> Report:
 
 def _measure_commit(arguments: Namespace) -> Report:
     return commit.run(_disk_workload(arguments), arguments.sizes, DiskEffort(**_given(arguments, DiskEffort)))
+
+
+def _measure_keras(arguments: Namespace) -> Report:
+    workload = replace(KERAS_WORKLOAD, **_given(arguments, Workload))
+    return keras_fit.run(workload, arguments.sizes, arguments.contenders, KerasEffort(**_given(arguments, KerasEffort)))
+
+
+def _measure_tf_data(arguments: Namespace) -> Report:
+    workload = replace(tf_data.WORKLOAD, **_given(arguments, Workload))
+    return tf_data.run(workload, TfDataEffort(**_given(arguments, TfDataEffort)))
 
 
 def _disk_workload(arguments: Namespace) -> Workload:

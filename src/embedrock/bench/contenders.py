@@ -20,7 +20,7 @@ from embedrock.tiers.memory import SMALL_BYTES
 
 LEARNING_RATE = 1e-3
 HASHED_OVERHEAD = 1.3  # RAM of a hashed directory's rows over the bytes of their records
-PROCESS_BYTES = 512 << 20  # an interpreter with torch and one batch's activations
+PROCESS_BYTES = 512 << 20  # with torch
 
 Step = Callable[[int], object]
 
@@ -36,16 +36,19 @@ class Contender:
     Args:
         name: as on the command line and in the tables.
         label: what it is, for people.
-        make: called in the contender's own process; must be importable by name.
+        make: called in the contender's own process; must be importable by name. It returns a `Step`, or what the
+            session that it is entered with asks for.
         tables: RAM at the peak, in float32 tables of rows x dim: weights, state, gradient and temporaries.
         lazy: a table too large for a direct directory takes RAM for the touched rows only.
+        process_bytes: RAM of an interpreter with its libraries and one batch's activations.
     """
 
     name: str
     label: str
-    make: Callable[[Workload], Step]
+    make: Callable[[Workload], Any]
     tables: float
     lazy: bool = False
+    process_bytes: int = PROCESS_BYTES
 
     def need_bytes(self, workload: Workload) -> int:
         """Return the RAM that this contender's process may come to hold."""
@@ -53,7 +56,7 @@ class Contender:
         whole = int(self.tables * workload.table_bytes)
         if self.lazy and whole > SMALL_BYTES:
             whole = int(whole * HASHED_OVERHEAD * workload.touched_rows() / workload.rows)
-        return PROCESS_BYTES + batches + whole
+        return self.process_bytes + batches + whole
 
 
 def import_torch() -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from embedrock.sizes import memory_limit
 
-PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
+PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
 ROOT = Path("/")
 # How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
 _CGROUP_FILES = {

@@ -89,7 +89,7 @@ def summary(result: Result, base: Result | None) -> dict[str, Any]:
     ``ratio`` is the median over all steps, over the baseline's in the same rounds; ``ratio_range`` has the
     least and the greatest of single rounds.
     """
-    contender, workload = result.entry
+    contender, workload = result.entry.contender, result.entry.workload
     line: dict[str, Any] = {
         "name": result.name,
         "label": contender.label,

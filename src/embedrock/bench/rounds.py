@@ -26,11 +26,51 @@ WARM_UP_ROUNDS = 5  # times `Effort.seconds` that the pass over all batches befo
 PAUSE_S = 0.01  # between turns, so that no thread of the last contender still runs
 
 
+class Session:
+    """In a contender's own process: makes it, steps it, times it."""
+
+    def __init__(self, contender: Contender, workload: Workload) -> None:
+        self._step = contender.make(workload)
+        self._batches = workload.batches
+        self._count = 0
+        self._last_s = 0.0
+
+    def warm_up(self, seconds: float) -> list[float]:
+        """Work through all batches, or as many as fit into `seconds`; return the seconds of each step.
+
+        The first steps, in which kernels are compiled if this is the first run ever, do not count.
+        """
+        first = min(FIRST_STEPS, self._batches)
+        return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
+
+    def round(self, steps: int, seconds: float) -> list[float]:
+        """Return the seconds of each of `steps` steps, or of as many as fit into `seconds`."""
+        if self._last_s < SETTLE_BELOW_S:
+            self._timed_steps(SETTLE_STEPS, seconds)
+        return self._timed_steps(steps, seconds)
+
+    def ram(self) -> tuple[int, int]:
+        """Return the RAM that this process holds, and the most that it held, in bytes."""
+        return rss_bytes(), peak_rss_bytes()
+
+    def _timed_steps(self, steps: int, seconds: float) -> list[float]:
+        times: list[float] = []
+        while len(times) < steps and sum(times) < seconds:
+            index = self._count % self._batches
+            start = time.perf_counter()
+            self._step(index)
+            self._last_s = time.perf_counter() - start
+            self._count += 1
+            times.append(self._last_s)
+        return times
+
+
 class Entry(NamedTuple):
-    """A contender and what it works on."""
+    """A contender, what it works on, and who steps it in its own process: `Session`, or a class with its methods."""
 
     contender: Contender
     workload: Workload
+    session: type = Session
 
     @property
     def name(self) -> str:
@@ -115,45 +155,6 @@ class Result:
         return median(self.steps_s)
 
 
-class Session:
-    """In a contender's own process: makes it, steps it, times it."""
-
-    def __init__(self, contender: Contender, workload: Workload) -> None:
-        self._step = contender.make(workload)
-        self._batches = workload.batches
-        self._count = 0
-        self._last_s = 0.0
-
-    def warm_up(self, seconds: float) -> list[float]:
-        """Work through all batches, or as many as fit into `seconds`; return the seconds of each step.
-
-        The first steps, in which kernels are compiled if this is the first run ever, do not count.
-        """
-        first = min(FIRST_STEPS, self._batches)
-        return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
-
-    def round(self, steps: int, seconds: float) -> list[float]:
-        """Return the seconds of each of `steps` steps, or of as many as fit into `seconds`."""
-        if self._last_s < SETTLE_BELOW_S:
-            self._timed_steps(SETTLE_STEPS, seconds)
-        return self._timed_steps(steps, seconds)
-
-    def ram(self) -> tuple[int, int]:
-        """Return the RAM that this process holds, and the most that it held, in bytes."""
-        return rss_bytes(), peak_rss_bytes()
-
-    def _timed_steps(self, steps: int, seconds: float) -> list[float]:
-        times: list[float] = []
-        while len(times) < steps and sum(times) < seconds:
-            index = self._count % self._batches
-            start = time.perf_counter()
-            self._step(index)
-            self._last_s = time.perf_counter() - start
-            self._count += 1
-            times.append(self._last_s)
-        return times
-
-
 class _Runner:
     """In the parent: one contender's process and its result. A failure ends this contender alone."""
 
@@ -166,8 +167,9 @@ class _Runner:
     def start(self) -> None:
         _say(f"{self.result.name}: preparing ({format_bytes(self.result.entry.need_bytes)})")
         try:
-            effort = self._effort
-            child = Child(Session, *self.result.entry, environment=effort.environment(), timeout_s=effort.timeout_s)
+            effort, (contender, workload, session) = self._effort, self.result.entry
+            environment = effort.environment()
+            child = Child(session, contender, workload, environment=environment, timeout_s=effort.timeout_s)
             self._child = self._stack.enter_context(child)
             self.result.first_s = child.call("warm_up", WARM_UP_ROUNDS * effort.seconds)
         except ChildError as error:
@@ -185,7 +187,8 @@ class _Runner:
 
     def _fail(self, error: ChildError) -> None:
         self.result.status = "skipped" if error.kind == "Unavailable" else "failed"
-        self.result.reason = str(error) if error.kind in ("Unavailable", "Died") else f"{error.kind}: {error}"
+        said = str(error).partition("\n")[0]
+        self.result.reason = said if error.kind in ("Unavailable", "Died") else f"{error.kind}: {said}"
         self.result.details = error.details
         if self._child is not None:
             self._child.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,34 +12,9 @@ from torch.optim import Optimizer
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.cli.demo.plan import TableSize
 
 COPY_ROWS = 1 << 18  # rows whose first values are drawn at a time
-
-
-@dataclass(frozen=True)
-class TableSize:
-    """Rows and columns of an embedding, and how its first values are drawn.
-
-    Attributes:
-        rows, dim: as ever.
-        std: standard deviation of the first values.
-        seed: of the first values.
-        memory: the most bytes of RAM for a table of Embedrock, which then follow the rows touched (a hashed
-            directory); None: Embedrock's own choice.
-        path: where a table of Embedrock lies on disk; None: in RAM.
-    """
-
-    rows: int
-    dim: int
-    std: float
-    seed: int
-    memory: int | None
-    path: Path | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the float32 weights of all rows."""
-        return self.rows * self.dim * 4
 
 
 @dataclass(frozen=True)
@@ -66,8 +39,7 @@ class Backend:
 def first_values(size: TableSize) -> torch.Tensor:
     """Return what rows of `er.Table` start with, for all rows: float32 (rows, dim)."""
     weights = torch.empty(size.rows, size.dim)
-    init = er.Normal(std=size.std)
-    with er.Table(size.rows, size.dim, init=init, seed=size.seed, directory="hashed") as table:
+    with er.Table(size.rows, size.dim, init=size.first_values, seed=size.seed, directory="hashed") as table:
         for start in range(0, size.rows, COPY_ROWS):
             ids = np.arange(start, min(start + COPY_ROWS, size.rows))
             weights[start : start + len(ids)] = torch.from_numpy(table.lookup(ids))
@@ -75,10 +47,7 @@ def first_values(size: TableSize) -> torch.Tensor:
 
 
 def _our_embedding(size: TableSize) -> nn.Module:
-    where: dict[str, Any] = {"path": size.path, "memory": size.memory}
-    if size.path is None and size.memory is not None:
-        where["directory"] = "hashed"
-    return ert.Embedding(size.rows, size.dim, init=er.Normal(std=size.std), seed=size.seed, **where)
+    return ert.Embedding(size.rows, size.dim, init=size.first_values, seed=size.seed, **size.where)
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -1,4 +1,4 @@
-"""Command line of ``embedrock demo``. Nothing here imports torch, so that ``--help`` works without it."""
+"""Command line of ``embedrock demo``. Nothing here imports a framework, so that ``--help`` works without it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ tables lie on disk, behind RAM for a tenth of the rows that it trains. Killed an
 With --data FILE, on a log of your own, one interaction per line: user item [rating] [timestamp], separated by tabs,
 commas or whitespace, with or without a header line. The last item of each user is held out and ranked among 100
 items that the user never touched (HR@10, NDCG@10); the same model on nn.Embedding + SparseAdam runs beside.
+
+With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
 """
-REQUIRED = ("torch", "tqdm")
+REQUIRED = {"torch": ("torch", "tqdm"), "keras": ("tensorflow", "keras", "tqdm")}
 
 
 class MissingExtraError(EmbedrockError, ImportError):
@@ -47,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
         argument_default=argparse.SUPPRESS,  # an option not given is absent, and the dataclass's value holds
     )
     parser.add_argument("--data", type=_readable_file, metavar="FILE", help="a log of interactions")
+    parser.add_argument("--keras", action="store_true", help="train with Keras, on TensorFlow, only without --data")
     _add_option(parser, "model", choices=DIM_MULTIPLES, text="the model")
     _add_option(parser, "dim", type=count, metavar="N", text="columns of the rows")
     _add_option(parser, "batch_size", type=count, metavar="N", text="interactions in a batch")
@@ -61,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser.add_argument("--memory", type=size, metavar="SIZE", help=f"{text}, only without --data")
     parser.add_argument("--in-ram", action="store_true", help="no disk: tables in RAM, only without --data")
     _add_option(parser, "seed", type=_seed, metavar="N", text="of data, first values and negatives")
-    parser.add_argument("--threads", type=count, metavar="N", help="threads of PyTorch and of Embedrock each")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of the framework and of Embedrock each")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave PyTorch's own embeddings out")
     parser.add_argument("--json", type=writable_file, metavar="FILE", help="write all numbers to FILE")
     parser.set_defaults(run=_run, parser=parser)
@@ -88,13 +91,21 @@ def _run(arguments: Namespace) -> int:
     # For all contenders alike, and before torch starts its threads: where they wait by spinning, few cores and other
     # load make a step take 60 ms instead of 6.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    _check_packages()
+    is_keras = isinstance(options, ClickOptions) and options.keras
+    if is_keras:
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    _check_packages("keras" if is_keras else "torch")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that lines arrive as they come through a pipe too
     if isinstance(options, LogOptions):
         from embedrock.cli.demo import log_run
 
         results = log_run.run(options)
+    elif is_keras:
+        from embedrock.cli.demo import keras_run
+
+        results = keras_run.run(options)
     else:
         from embedrock.cli.demo import click_run
 
@@ -106,13 +117,13 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
-def _check_packages() -> None:
-    for package in REQUIRED:
+def _check_packages(extra: str) -> None:
+    for package in REQUIRED[extra]:
         try:
             import_module(package)
         except ImportError as error:
             raise MissingExtraError(
-                f'the demo needs {package}, which does not import: {error}. pip install "embedrock[torch,cli]"'
+                f'the demo needs {package}, which does not import: {error}. pip install "embedrock[{extra},cli]"'
             ) from error
 
 
@@ -127,6 +138,8 @@ def _options(arguments: Namespace) -> ClickOptions | LogOptions:
     options = kind(**given)
     if isinstance(options, ClickOptions) and options.in_ram and (options.path or options.memory):
         arguments.parser.error("argument --in-ram: does not go with --path or --memory, which are of tables on disk")
+    if isinstance(options, ClickOptions) and options.keras and not options.compare:
+        arguments.parser.error("argument --no-compare: does not go with --keras, which compares nothing")
     _check_dim(options, arguments.parser)
     return options
 

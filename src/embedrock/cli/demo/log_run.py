@@ -16,7 +16,8 @@ from embedrock.cli.demo.interactions import Log, LogError, read_log
 from embedrock.cli.demo.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Batch, Split, batches, leave_one_out
 from embedrock.cli.demo.metrics import hit_rate, ndcg, ranks_of_first
 from embedrock.cli.demo.options import LogOptions
-from embedrock.cli.demo.train import ModelPlan, Trainer, use_threads, warm_up
+from embedrock.cli.demo.plan import ModelPlan
+from embedrock.cli.demo.train import Trainer, use_threads, warm_up
 
 CURVE_STEPS = 100  # of the two loss curves that are compared
 CURVE_TARGET, HIT_RATE_TARGET = 1e-5, 0.002

@@ -18,10 +18,11 @@ class DiskMeter:
 
     Args:
         tables: on disk or not.
+        waits: whether the loop goes through `made` and `waited`, which tell how long it waited.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Sequence[Table], waits: bool = True) -> None:
+        self._tables, self._waits = tables, waits
         self._making_s = self._waited_s = 0.0
         self._start = self._last = self._now(0)
         self._text = ""
@@ -52,29 +53,28 @@ class DiskMeter:
         """Return a few words about the last steps; they are new after `RECENT_STEPS`."""
         if step - self._last["steps"] >= RECENT_STEPS:
             now = self._now(step)
-            recent = _rates(self._last, now)
+            recent = self._rates(self._last, now)
             self._last = now
-            self._text = (
-                f", hits {recent['hit_rate']:.1%}, {recent['reads_per_step']:,.0f} reads/step, "
-                f"disk {recent['waited_share']:.0%} of the time"
-            )
+            waited = f", disk {recent['waited_share']:.0%} of the time" if self._waits else ""
+            self._text = f", hits {recent['hit_rate']:.1%}, {recent['reads_per_step']:,.0f} reads/step{waited}"
         return self._text
 
     def totals(self, steps: int) -> dict[str, float]:
         """Return the rates of all `steps` steps."""
-        return _rates(self._start, self._now(steps))
+        return self._rates(self._start, self._now(steps))
 
     def _now(self, step: int) -> dict[str, float]:
         stats = [table.stats() for table in self._tables]
         counts = {name: sum(one.get(name, 0) for one in stats) for name in NAMES}
         return {**counts, "steps": step, "waited_s": self._waited_s, "time_s": time.perf_counter()}
 
-
-def _rates(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    grown = {name: after[name] - before[name] for name in after}
-    asked = grown["hits"] + grown["misses"]
-    return {
-        "hit_rate": grown["hits"] / asked if asked else 1.0,
-        "reads_per_step": grown["reads"] / max(grown["steps"], 1),
-        "waited_share": grown["waited_s"] / grown["time_s"] if grown["time_s"] else 0.0,
-    }
+    def _rates(self, before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+        grown = {name: after[name] - before[name] for name in after}
+        asked = grown["hits"] + grown["misses"]
+        rates = {
+            "hit_rate": grown["hits"] / asked if asked else 1.0,
+            "reads_per_step": grown["reads"] / max(grown["steps"], 1),
+        }
+        if self._waits:
+            rates["waited_share"] = grown["waited_s"] / grown["time_s"] if grown["time_s"] else 0.0
+        return rates

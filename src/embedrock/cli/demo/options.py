@@ -20,7 +20,7 @@ class Options:
         lr: learning rate of Adam.
         seed: of data, first values and negatives.
         compare: run PyTorch's own embeddings as well.
-        threads: of PyTorch and of Embedrock each; None: their own choice.
+        threads: of PyTorch (or TensorFlow) and of Embedrock each; None: their own choice.
     """
 
     model: str
@@ -42,6 +42,7 @@ class ClickOptions(Options):
         path: folder of tables and checkpoints, which stays; None: one that is removed when the training is done.
         memory: RAM of both tables together, bytes; None: a tenth of what the rows trained take.
         in_ram: keep the tables in RAM.
+        keras: train with Keras on TensorFlow.
     """
 
     model: str = "mf"
@@ -52,6 +53,7 @@ class ClickOptions(Options):
     path: Path | None = None
     memory: int | None = None
     in_ram: bool = False
+    keras: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import embedrock.torch as ert
 from embedrock.bench.workload import Workload
 from embedrock.cli.demo.options import ClickOptions
+from embedrock.cli.demo.plan import ModelPlan
 from embedrock.cli.demo.synthetic import ZIPF
-from embedrock.cli.demo.train import ModelPlan, Trainer
 from embedrock.errors import EmbedrockError
 from embedrock.sizes import format_bytes
-from embedrock.torch.checkpoint import NoCheckpointError
 
 DEPTH = 2  # batches that are looked ahead
 SAVE_STEPS = 250  # between two checkpoints
@@ -25,7 +24,7 @@ TIMES_SMALLER = 10  # the tables' RAM, if it was not chosen, than the rows train
 LEAST_BATCHES = 8  # whose rows fit into the RAM of a table, if it was not chosen
 STATE = 3  # columns of a record for each column of a row: weights and Adam's two states
 # What must be the same for a training to go on. `steps` and `memory` may change.
-SAME = ("model", "users", "items", "dim", "batch_size", "lr", "seed")
+SAME = ("keras", "model", "users", "items", "dim", "batch_size", "lr", "seed")
 
 
 class OtherTrainingError(EmbedrockError, ValueError):
@@ -64,7 +63,7 @@ class Storage:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of what `ert.save` writes."""
+        """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
     def describe(self) -> str:
@@ -95,16 +94,17 @@ class Storage:
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted))
 
-    def resume(self, trainer: Trainer) -> int:
-        """Take a trainer to the last checkpoint, if there is one; return its step."""
+    @contextmanager
+    def claimed(self, options: ClickOptions) -> Iterator[Storage]:
+        """Have the folder for a training with these options, say so, and say what becomes of it."""
+        print(f"\n{self.describe()}")
+        self.claim(options)
         try:
-            return ert.load(trainer.model, self.checkpoints, trainer.optimizers)
-        except NoCheckpointError:
-            return 0
-
-    def save(self, trainer: Trainer, step: int) -> None:
-        """Make a checkpoint."""
-        ert.save(trainer.model, self.checkpoints, step, trainer.optimizers)
+            yield self
+        except KeyboardInterrupt:
+            print(f"\nfiles    stay in {self.folder}; the same command goes on from the last checkpoint")
+            raise
+        print(self.finish())
 
     def finish(self) -> str:
         """Remove the folder unless the user chose it; return one line about it."""

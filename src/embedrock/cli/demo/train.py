@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,47 +10,11 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embedrock as er
-from embedrock.cli.demo.backends import Backend, TableSize
+from embedrock.cli.demo.backends import Backend
 from embedrock.cli.demo.models import MODELS
+from embedrock.cli.demo.plan import ModelPlan
 
-SCORE_PAIRS = 1 << 18  # pairs that are scored at a time ...
-DISK_SCORE_PAIRS = 1 << 12  # ... and where their rows have to fit a cache
 WARM_UP_STEPS = 3
-FIRST_STD = 0.01  # of the rows' first values, as in the paper
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """A model before it is made: everything but what keeps its rows.
-
-    Args:
-        model: a name in `MODELS`.
-        users, items: rows of its two tables.
-        dim: width of their rows.
-        lr: learning rate of Adam, for rows and dense weights.
-        seed: of all first values.
-        budgets: RAM of the two tables, as for `TableSize`.
-        folder: where the tables of Embedrock lie on disk; None: in RAM.
-    """
-
-    model: str
-    users: int
-    items: int
-    dim: int
-    lr: float
-    seed: int
-    budgets: tuple[int | None, int | None] = (None, None)
-    folder: Path | None = None
-
-    @property
-    def sizes(self) -> tuple[TableSize, TableSize]:
-        """The user and the item table."""
-        user_seed, item_seed = np.random.SeedSequence(self.seed).generate_state(2).tolist()
-        user_path, item_path = (self.folder and self.folder / name for name in ("users.rock", "items.rock"))
-        return (
-            TableSize(self.users, self.dim, FIRST_STD, user_seed, self.budgets[0], user_path),
-            TableSize(self.items, self.dim, FIRST_STD, item_seed, self.budgets[1], item_path),
-        )
 
 
 def use_threads(count: int | None) -> None:
@@ -81,7 +44,7 @@ class Trainer:
         torch.manual_seed(plan.seed)  # of the dense weights, which are drawn next
         self.model: nn.Module = MODELS[plan.model](users, items, plan.dim)
         self.optimizers = backend.optimizers(self.model, plan.lr)
-        self._score_pairs = SCORE_PAIRS if plan.folder is None else DISK_SCORE_PAIRS
+        self._score_pairs = plan.score_pairs
 
     def step(self, users: np.ndarray, items: np.ndarray, labels: np.ndarray) -> float:
         """Train on a batch, int64 (n,), int64 (n,), float32 (n,), and return its mean loss of before."""

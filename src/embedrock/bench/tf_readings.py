@@ -1,0 +1,158 @@
+"""Ways to read a log of ids into `tf.data`, for ``bench tf-data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.bench.contenders import Unavailable
+from embedrock.bench.workload import Workload
+
+SHARDS = 5
+
+
+class Log(NamedTuple):
+    """Ids of samples, the same in several files.
+
+    Attributes:
+        folder: of the files: ids.npy, int64 (samples, features); its parts; and these as Parquet files.
+        workload: what they are drawn by.
+    """
+
+    folder: Path
+    workload: Workload
+
+    @property
+    def ids(self) -> Path:
+        """All ids."""
+        return self.folder / "ids.npy"
+
+    def parts(self, kind: str) -> list[str]:
+        """Return the files of one kind that have the ids in parts."""
+        return [str(self.folder / f"part{k}.{kind}") for k in range(SHARDS)]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the ids of one sample."""
+        return 8 * self.workload.features
+
+
+class Reading(NamedTuple):
+    """A way to read the ids: `make` returns a dataset of batches."""
+
+    name: str
+    label: str
+    make: Callable[[Log], Any]
+    passes: int = 1  # the last of which counts
+
+
+def _from_tensor_slices(log: Log) -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(np.load(log.ids, mmap_mode="r")).batch(log.workload.batch)
+
+
+def _from_generator(log: Log) -> Any:
+    import tensorflow as tf
+
+    ids, batch = np.load(log.ids, mmap_mode="r"), log.workload.batch
+
+    def slices() -> Iterator[np.ndarray]:
+        for start in range(0, len(ids), batch):
+            yield ids[start : start + batch]
+
+    return tf.data.Dataset.from_generator(slices, output_signature=_signature(log))
+
+
+def _numpy_function(log: Log) -> Any:
+    import tensorflow as tf
+
+    ids, batch = np.load(log.ids, mmap_mode="r"), log.workload.batch
+
+    def read(start: Any) -> Any:
+        out = tf.numpy_function(lambda at: np.array(ids[at : at + batch]), [start], tf.int64)
+        return tf.ensure_shape(out, [None, ids.shape[1]])
+
+    starts = tf.data.Dataset.range(0, len(ids), batch)
+    return starts.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def records(path: Any, log: Log, samples: int) -> Any:
+    """Read the .npy file at `path` as it is, so many samples at a time."""
+    import tensorflow as tf
+
+    size, header = samples * log.record_bytes, _header_bytes(str(log.ids))
+    data = tf.data.FixedLengthRecordDataset(path, size, header_bytes=header)
+    if samples == 1:
+        data = data.batch(log.workload.batch)
+    return data.map(lambda raw: tf.reshape(tf.io.decode_raw(raw, tf.int64), [-1, log.workload.features]))
+
+
+def _header_bytes(path: str) -> int:
+    """Return where the data of a .npy file begin. (It is 128 for most.)"""
+    ids = np.load(path, mmap_mode="r")
+    return int(ids.offset)
+
+
+def _interleaved(log: Log) -> Any:
+    import tensorflow as tf
+
+    files = tf.data.Dataset.from_tensor_slices(log.parts("npy"))
+    read = partial(records, log=log, samples=log.workload.batch)
+    return files.interleave(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+
+def _cached(log: Log) -> Any:
+    return records(str(log.ids), log, log.workload.batch).cache()
+
+
+def _parquet_batches(path: bytes, batch: int) -> Iterator[np.ndarray]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path.decode()) as file:
+        for part in file.iter_batches(batch):
+            yield np.column_stack(part.columns)
+
+
+def _parquet_file(path: Any, log: Log) -> Any:
+    import tensorflow as tf
+
+    read = partial(_parquet_batches, batch=log.workload.batch)
+    return tf.data.Dataset.from_generator(read, args=(path,), output_signature=_signature(log))
+
+
+def _parquet(log: Log, parallel: bool) -> Any:
+    import tensorflow as tf
+
+    if not Path(log.parts("parquet")[0]).exists():
+        raise Unavailable("pyarrow is not installed")
+    files = tf.data.Dataset.from_tensor_slices(log.parts("parquet"))
+    read = partial(_parquet_file, log=log)
+    return files.interleave(read, num_parallel_calls=tf.data.AUTOTUNE) if parallel else files.flat_map(read)
+
+
+def _signature(log: Log) -> Any:
+    import tensorflow as tf
+
+    return tf.TensorSpec((None, log.workload.features), tf.int64)
+
+
+READINGS = (
+    Reading("tensor-slices", "from_tensor_slices(memmap).batch", _from_tensor_slices),
+    Reading("generator", "from_generator over slices of a memmap", _from_generator),
+    Reading("numpy-function", "range().map(numpy_function over slices), parallel", _numpy_function),
+    Reading(
+        "records",
+        "FixedLengthRecordDataset on the .npy, a sample each, .batch",
+        lambda log: records(str(log.ids), log, 1),
+    ),
+    Reading("record-batches", "the same, a batch each", lambda log: records(str(log.ids), log, log.workload.batch)),
+    Reading("interleave", "record-batches of several files, parallel interleave", _interleaved),
+    Reading("cache", "record-batches with cache(), second pass", _cached, passes=2),
+    Reading("parquet", "Parquet by pyarrow in a generator", partial(_parquet, parallel=False)),
+    Reading("parquet-interleave", "the same, parallel interleave of files", partial(_parquet, parallel=True)),
+)
