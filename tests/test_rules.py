@@ -249,3 +249,33 @@ def test_where_the_learning_rate_stands_is_part_of_the_state() -> None:
         table.update([1], np.ones((1, 4), np.float32), lr_inside=True)
     table.set_rule(er.Momentum(lr=0.1, lr_inside=True))
     assert table.steps == 0
+
+
+@pytest.mark.parametrize("rule", [er.Adam(dense=True), er.AdamW(lr=0.1, dense=True), er.Momentum(dense=True)], ids=repr)
+@pytest.mark.parametrize("path", [None, "table.rock"])
+def test_what_a_read_has_caught_up_with_is_what_the_step_would(rule, path, tmp_path):
+    """A step takes over what the last read computed, if nothing came in between: not a bit is another."""
+    place = {} if path is None else {"memory": "1MiB"}
+    tables = [
+        er.Table(1000, 8, rule=rule, **place, **({} if path is None else {"path": str(tmp_path / f"{k}{path}")}))
+        for k in range(2)
+    ]
+    generator = np.random.default_rng(0)
+    for step in range(60):
+        ids = generator.zipf(1.3, 40) % 1000
+        grads = generator.standard_normal((40, 8)).astype(np.float32)
+        plan = tables[0].plan(ids)
+        np.testing.assert_array_equal(tables[0].read(plan), tables[1].lookup(ids))
+        if step % 5 == 1:  # another step, of rows that were read
+            for table in tables:
+                table.update(ids[:3], grads[:3])
+        if step % 5 == 2:  # another read in between
+            tables[0].read(tables[0].plan(ids[:7]))
+        tables[0].apply(plan, grads)
+        tables[1].update(ids, grads)
+    every = np.arange(1000)
+    np.testing.assert_array_equal(tables[0].lookup(every), tables[1].lookup(every))
+    for table in tables:
+        if table.is_on_disk:
+            table.commit()
+        table.close()

@@ -41,6 +41,7 @@ SPOILED: list[tuple[str, str, Callable[..., None], Callable[[KernelSuite], None]
     ("rows", "scatter", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "bfloat16")),
     ("rows", "scatter_stochastic", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "float16")),
     ("rows", "reset_state", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_reset_state(8)),
+    ("rows", "put", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_put(8)),
     ("rows", "sum_segments", lambda *a: nudge(a[3], a[5]), lambda s: s.test_sum_segments(8)),
     ("rows", "row_squares", lambda *a: nudge(a[1], a[2]), lambda s: s.test_sum_segments(8)),
     ("rows", "step", lambda *a: nudge(a[0], a[3][0]), lambda s: s.test_step(er.Adam(), 8)),

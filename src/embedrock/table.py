@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _named: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
+
+
+class _Refreshed(NamedTuple):
+    """Rows of a plan that a read brought up to date, where the rule lets rows lag behind.
+
+    The step of the same plan would compute the same again, to the bit: so it takes these.
+
+    Attributes:
+        plan: whose rows.
+        changes: how many there had been of the table.
+        had_record: bool (unique,), which rows had one.
+        weights, state: float32 (unique, dim) and (unique, state_width).
+    """
+
+    plan: Plan
+    changes: int
+    had_record: np.ndarray
+    weights: np.ndarray
+    state: np.ndarray
 
 
 def _exclusive(method: Callable[Concatenate[Table, P], T]) -> Callable[Concatenate[Table, P], T]:
@@ -170,6 +189,7 @@ class Table:
         self._durability: Durability | None = None
         self._place: Tier | None = None
         self._changes = Changes()
+        self._kept: _Refreshed | None = None
         self._process = os.getpid()
 
     def _open(self, durability: Durability, spec: Spec, rule: Rule | None) -> None:
@@ -297,7 +317,8 @@ class Table:
         if here is not None and not self._lags:
             self._read_rows(self._tier.records, here.ids, here.slots, here.inverse, flat)
         else:
-            np.take(self._unique_weights(plan.ids, here), plan.inverse, axis=0, out=flat, mode="clip")
+            rows = self._weights_of(plan.ids) if here is None else self._up_to_date(plan, here.slots)
+            np.take(rows, plan.inverse, axis=0, out=flat, mode="clip")
         return out
 
     def _brought(self, plan: Plan) -> Plan | None:
@@ -323,12 +344,34 @@ class Table:
             values[start : start + EXPORT_BATCH_ROWS] = self._weights_at(tier.copies(part[known]), part, slots)
         return values
 
+    def _up_to_date(self, plan: Plan, slots: np.ndarray) -> np.ndarray:
+        """Return the weights of a plan's rows, and keep what brought them up to date for the step of the same plan."""
+        values, state = self._refreshed_at(self._tier.records, plan.ids, slots)
+        # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
+        if state is not None and plan.epoch >= 0 and self._spec.dtype == "float32":
+            self._kept = _Refreshed(plan, self._changes.made, slots >= 0, values, state)
+        return values
+
+    def _take_kept(self, plan: Plan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Return slots, weights and state of the rows that the last read brought up to date, if it was of this plan."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.plan is not plan or kept.changes != self._changes.made:
+            return None
+        here = kept.had_record
+        return (slots, *kept[3:]) if here.all() else (slots[here], kept.weights[here], kept.state[here])
+
     def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return self._refreshed_at(records, ids, slots)[0]
+
+    def _refreshed_at(
+        self, records: Records, ids: np.ndarray, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
         values = np.empty((len(ids), self.dim), np.float32)
         self._read_rows(records, ids, slots, _positions(len(ids)), values)
-        if self._history is not None and self._history.moves_weights:
-            records.refresh(slots, values, self._history.numbers())
-        return values
+        if self._history is None or not self._history.moves_weights:
+            return values, None
+        return values, records.refresh(slots, values, self._history.numbers())
 
     @property
     def _lags(self) -> bool:
@@ -452,11 +495,12 @@ class Table:
             return self._refuse(grads)
         slots = self._admit(grads.plan)
         tier.changing(slots)
+        refreshed = self._take_kept(grads.plan, slots)
         self._count_change(steps=1)
         if self._history is not None:
             self._history.append(rule)
         numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
-        args = grads.plan.ids, slots, grads.values, numbers, self._steps
+        args = grads.plan.ids, slots, grads.values, numbers, self._steps, refreshed
         self._turn.running = kernels.cpu.runtime.start(tier.records.step, *args)
 
     @_exclusive
@@ -748,7 +792,7 @@ class Table:
         with self._turn.lock:
             if self._place is None:
                 return
-            tier, self._place = self._place, None
+            tier, self._place, self._kept = self._place, None, None
             try:
                 self._turn.settle()
                 self._close_files(tier)

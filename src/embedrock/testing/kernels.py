@@ -128,6 +128,15 @@ class KernelSuite:
             got.check()
 
     @pytest.mark.parametrize("dim", DIMS)
+    def test_put(self, dim: int) -> None:
+        rng = np.random.default_rng(dim)
+        records, slots = rng.random((50, dim + 5)).astype(np.float32), rng.permutation(50)[:31]
+        other, values = records.copy(), rng.random((31, dim)).astype(np.float32)
+        reference.rows.put(records, slots, 3, values)
+        self.call(self.backend.rows.put, 31, other, slots, 3, values)
+        np.testing.assert_array_equal(other, records)
+
+    @pytest.mark.parametrize("dim", DIMS)
     def test_reset_state(self, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(Adam(dense=True), dim, "float16")
         _, records = self.records(rng, 20, layout, "float16")

@@ -32,12 +32,17 @@ class Records:
         args = self.weights, slots, cpu.runtime.read_only(positions), fresh, out
         cpu.runtime.run(cpu.rows.gather, len(out), *args, grain=2048)
 
-    def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> None:
-        """Bring copies `rows` float32 (n, dim) of records up to date; the records stay as they are."""
+    def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> np.ndarray:
+        """Bring copies `rows` float32 (n, dim) of weights up to date; the records stay as they are.
+
+        Returns:
+            The optimizer state that goes with them: float32 (n, state_width).
+        """
         layout, cpu = self._spec.layout, kernels.cpu
         scratch = np.empty((len(slots), layout.state_width), np.float32)
         args = rows, self._floats, cpu.runtime.read_only(slots), layout.state_start, scratch, numbers
         cpu.runtime.run(cpu.rows.refresh, len(slots), *args, grain=64)
+        return scratch
 
     def begin(self, slots: np.ndarray, weights: np.ndarray, first_state: np.ndarray) -> None:
         """Make records of first `weights` float32 (n, dim) and optimizer state float32 (state_width,)."""
@@ -54,11 +59,30 @@ class Records:
         cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
         cpu.runtime.run(cpu.rows.scatter, len(slots), self.weights, slots, values)
 
-    def step(self, ids: np.ndarray, slots: np.ndarray, grads: np.ndarray, numbers: Any, step: int) -> None:
-        """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim)."""
+    def step(
+        self,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        grads: np.ndarray,
+        numbers: Any,
+        step: int,
+        refreshed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).
+
+        Args:
+            ids, slots, grads: of the rows.
+            numbers: the kernel's arguments.
+            step: the step's number.
+            refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date.
+        """
         layout, cpu = self._spec.layout, kernels.cpu
         exact, read_only = self._spec.dtype == "float32", cpu.runtime.read_only
         slots = read_only(slots)
+        if refreshed is not None:
+            known, values, state = refreshed
+            for start, columns in ((0, values), (layout.state_start, state)):
+                cpu.runtime.run(cpu.rows.put, len(known), self._floats, read_only(known), start, columns, grain=512)
         weights, rows = (self.weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
         if not exact:
             self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)

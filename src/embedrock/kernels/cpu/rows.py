@@ -70,6 +70,17 @@ def reset_state(records, slots, state_start, first_state, lo, hi):
 
 
 @kernel
+def put(records, slots, start, values, lo, hi):
+    nbytes = records.shape[1] * records.itemsize
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            prefetch_to_write(records, slots[i + AHEAD], nbytes)
+        row = records[slots[i], start : start + values.shape[1]]
+        for d in range(values.shape[1]):
+            row[d] = values[i, d]
+
+
+@kernel
 def sum_segments(grads, starts, order, values, squares, lo, hi):
     dim = values.shape[1]
     end = starts[hi]
@@ -108,8 +119,10 @@ def step(weights, rows, records, slots, state_start, state_width, values, number
 
 @kernel
 def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
-    width = scratch.shape[1]
+    width, nbytes = scratch.shape[1], records.shape[1] * records.itemsize
     for i in range(lo, hi):
+        if i + AHEAD < hi and slots[i + AHEAD] >= 0:
+            prefetch(records, slots[i + AHEAD], nbytes)
         if slots[i] >= 0:
             for d in range(width):
                 scratch[i, d] = records[slots[i], state_start + d]

@@ -69,6 +69,11 @@ def reset_state(records: np.ndarray, slots: np.ndarray, state_start: int, first_
     records[slots, state_start : state_start + first_state.shape[0]] = first_state
 
 
+def put(records: np.ndarray, slots: np.ndarray, start: int, values: np.ndarray) -> None:
+    """Write ``values`` (n, width) to the columns of ``records[slots]`` from ``start`` on."""
+    records[slots, start : start + values.shape[1]] = values
+
+
 def sum_segments(
     grads: np.ndarray, starts: np.ndarray, order: np.ndarray, values: np.ndarray, squares: np.ndarray
 ) -> None:
