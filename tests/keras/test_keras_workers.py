@@ -255,6 +255,12 @@ def test_in_one_process_a_sharded_table_is_a_table(tmp_path: Path) -> None:
     layer.table.close()
 
 
+def test_one_process_does_not_open_a_table_of_two(tmp_path: Path) -> None:
+    (tmp_path / "items.rock" / "shard-1-of-2").mkdir(parents=True)
+    with pytest.raises(ArgumentError, match="must be opened by as many workers as made it, 2: got 1"):
+        erk.Embedding(10, 2, path=tmp_path / "items.rock", sharded=True)
+
+
 def test_a_ready_made_table_cannot_be_sharded() -> None:
     with pytest.raises(ArgumentError, match=r"`sharded` of erk\.Embedding goes with a table that the layer makes"):
         erk.Embedding(er.Table(10, 2), sharded=True)
@@ -342,7 +348,8 @@ def fit_until(folder: Path, victim: int, fatal_batch: int) -> dict[str, Any]:
     return {**state_of(model), "batches": len(seen), "iterations": int(model.optimizer.iterations.numpy())}
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_worker_was_killed_all_go_on_from_the_same_step(tmp_path: Path, victim: int) -> None:
     uninterrupted = run(fit_until, tmp_path / "a", victim, 0, workers=WORKERS)
     killed = outcomes_of(fit_until, tmp_path / "b", victim, 15, workers=WORKERS, timeout_s=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,6 +181,18 @@ def _check_steps_per_execution(model: Any) -> None:
             f"compiled with {model.steps_per_execution}, with which Keras {keras.__version__} fails under several "
             "replicas. Leave it out of compile()."
         )
+
+
+def check_traced_fit() -> None:
+    """Raise an error where what is being traced is a `fit` that cannot work, of a model that `distribute` never saw.
+
+    Keras tells nobody how many steps it puts in a program; its function that does so is being called.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "multi_step_on_iterator" and "self" in frame.f_locals:
+            _check_steps_per_execution(frame.f_locals["self"])
+        frame = frame.f_back
 
 
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:

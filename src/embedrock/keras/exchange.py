@@ -48,7 +48,7 @@ def gather(message: tf.Tensor) -> tf.Tensor:
     """
     message.set_shape([None])
     context = tf.distribute.get_replica_context()
-    return context.all_gather(message, axis=0)
+    return context.all_gather(tf.identity(message), axis=0)  # on the replica's device
 
 
 def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:

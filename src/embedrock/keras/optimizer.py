@@ -14,7 +14,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras import host
-from embedrock.keras.distribute import has_several_workers, repair_loss_scaling
+from embedrock.keras.distribute import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.following import FOLLOWED, check_followed, follow
 from embedrock.keras.handle import Handle, handle_behind
@@ -127,6 +127,8 @@ class RowOptimizer:
         def local(value: Any) -> Any:
             return distribution.experimental_local_results(value)[0]
 
+        if distribution.num_replicas_in_sync > 1:
+            check_traced_fit()
         lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
         handles = [handle for handle, _ in rows]
         if self._gathered is None:
