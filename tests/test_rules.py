@@ -255,11 +255,8 @@ def test_where_the_learning_rate_stands_is_part_of_the_state() -> None:
 @pytest.mark.parametrize("path", [None, "table.rock"])
 def test_what_a_read_has_caught_up_with_is_what_the_step_would(rule, path, tmp_path):
     """A step takes over what the last read computed, if nothing came in between: not a bit is another."""
-    place = {} if path is None else {"memory": "1MiB"}
-    tables = [
-        er.Table(1000, 8, rule=rule, **place, **({} if path is None else {"path": str(tmp_path / f"{k}{path}")}))
-        for k in range(2)
-    ]
+    places: list[dict[str, Any]] = [{} if path is None else {"path": str(tmp_path / f"{k}{path}")} for k in range(2)]
+    tables = [er.Table(1000, 8, rule=rule, **place) for place in places]
     generator = np.random.default_rng(0)
     for step in range(60):
         ids = generator.zipf(1.3, 40) % 1000

@@ -20,7 +20,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.callbacks import TableCheckpoint
-from embedrock.keras.distribute import distribute, has_several_workers
+from embedrock.keras.cluster import distribute, has_several_workers
 from embedrock.keras.sharding import owners
 
 WORKERS, BATCH = 2, 16
@@ -301,7 +301,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def erk_export(model: Any, folder: Path) -> None:
-    from embedrock.keras.export import export
+    from embedrock.keras.artefact import export
 
     export(model, str(folder))
 

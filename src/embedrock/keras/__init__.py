@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from embedrock.keras.artefact import export
 from embedrock.keras.bag import EmbeddingBag
 from embedrock.keras.callbacks import TableCheckpoint
-from embedrock.keras.distribute import WorkerLostError, distribute, worker_errors
+from embedrock.keras.cluster import WorkerLostError, distribute, worker_errors
 from embedrock.keras.embedding import Embedding
-from embedrock.keras.export import export
 from embedrock.keras.group import EmbeddingCollection, fuse
 from embedrock.keras.handle import ForgottenGradientsError
 from embedrock.keras.loading import load_model
 from embedrock.keras.lookahead import prefetch
-from embedrock.keras.optimizer import RowOptimizer, optimizer
+from embedrock.keras.optimizers import RowOptimizer, optimizer
 from embedrock.keras.stats import TableStats
 
 __all__ = [

@@ -92,7 +92,7 @@ class EmbeddingBag(LookupLayer):
         requests = self.ask_all(inputs, weights)
         return self.answer_all(inputs, requests, look_up(requests, training))
 
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Return which bags hold more than padding, where bags may be masked."""
         return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
 

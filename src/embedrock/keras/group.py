@@ -72,7 +72,7 @@ class EmbeddingCollection(keras.layers.Layer):
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Return the masks of all layers."""
         pairs = list(zip(self._members, self._unpacked(inputs), strict=True))
-        masks = [layer.compute_mask(part) for layer, part in pairs]
+        masks = [layer.compute_mask(part, None) for layer, part in pairs]
         nothing = [keras.tree.map_structure(lambda _: None, part) for _, part in pairs]
         return self._packed([no if mask is None else mask for mask, no in zip(masks, nothing, strict=True)])
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras import host
-from embedrock.keras.distribute import has_several_workers
+from embedrock.keras.cluster import has_several_workers
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.handle import Handle
 from embedrock.keras.readings import Group, Request

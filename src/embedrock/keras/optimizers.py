@@ -14,7 +14,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras import host
-from embedrock.keras.distribute import check_traced_fit, has_several_workers, repair_loss_scaling
+from embedrock.keras.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.following import FOLLOWED, check_followed, follow
 from embedrock.keras.handle import Handle, handle_behind
