@@ -63,6 +63,7 @@ def test_all_contenders(tmp_path: Path):
     assert "1,000 rows: time of ours-mirrored over that of ours-adam" in [each["what"] for each in document["verdicts"]]
 
 
+@pytest.mark.slow
 def test_a_turn_is_boxed_in_time_and_has_one_timed_step_at_least():
     contender = next(one for one in FIT if one.name == "ours-sgd")
     with Child(FitSession, contender, TINY, environment=KerasEffort(threads=1).environment(), timeout_s=120) as child:

@@ -79,9 +79,7 @@ def whole(tmp_path_factory):
     model.layers[0].table.close()
 
 
-@pytest.mark.parametrize(
-    "dies_at", [2, pytest.param(4, marks=pytest.mark.slow), 9, pytest.param(20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dies_at", [9, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 20))])
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(tmp_path, whole, dies_at):
     killed = workers.outcomes_of(_run, str(tmp_path), "epoch", dies_at, workers=1)[0]
     assert killed.code == -signal.SIGKILL, killed

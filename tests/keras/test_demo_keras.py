@@ -52,6 +52,7 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
 # ---------------------------------------------------------------- what it does
 
 
+@pytest.mark.slow
 def test_as_good_as_in_pytorch_on_disk_and_in_ram(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("torch")
     on_disk = training(tmp_path, "--keras", *TINY)
@@ -123,6 +124,7 @@ def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "File" not in error
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(tmp_path: Path):
     program = (
         "import sys; sys.modules['torch'] = None; from embedrock.cli.main import main\n"

@@ -275,7 +275,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_worker_is_reported_within_a_minute(victim: int) -> None:
     outcomes: list[Outcome] = outcomes_of(fit_until_one_ends, victim, die, workers=WORKERS, timeout_s=60)
     lost, left = outcomes[victim], outcomes[1 - victim]
@@ -300,7 +300,7 @@ def fail_and_stay(victim: int) -> tuple[str, float]:
     raise AssertionError("it went on")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_one_worker_raises_all_others_are_told(victim: int) -> None:
     results = run(fail_and_stay, victim, workers=WORKERS, timeout_s=60)
     (failed, failed_at), (told, told_at) = results[victim], results[1 - victim]
