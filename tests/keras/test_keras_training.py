@@ -356,3 +356,36 @@ def test_a_model_that_is_let_go_of_leaves_nothing():
     del model, table
     gc.collect()
     assert [each() for each in left] == [None, None]
+
+
+@pytest.mark.parametrize("make", [lambda: Adam(0.02), lambda: SGD(0.05, momentum=0.9)], ids=["adam", "momentum"])
+def test_a_gradient_of_zeros_is_a_step(make):
+    def apply(optimizer):
+        return lambda k, grads, variables: optimizer.apply([g * float(k % 2 == 0) for g in grads], variables)
+
+    mine, theirs = both(make, apply)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=ADAM)
+
+
+def test_gradients_that_nobody_applies_do_not_pile_up():
+    ids, targets = batches(16)
+    model, table = ours(erk.optimizer(SGD(0.05)))
+
+    def look_at_gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model.layers[1](ids))
+        tape.gradient(loss, model.layers[1].trainable_variables)
+
+    for _ in range(256):
+        look_at_gradients()
+    with pytest.raises(erk.ForgottenGradientsError, match="256 backward passes of a table wait for a step"):
+        look_at_gradients()
+    loop(model, ids, targets, lambda k, grads, variables: model.optimizer.apply(grads, variables))
+    assert table.steps == 1
+
+
+def test_layers_on_one_table_are_trained_together_or_not_at_all():
+    model, table = ours(erk.optimizer(SGD(0.05)))
+    with pytest.raises(ArgumentError, match="`trainable` of layers that share a table must be the same"):
+        erk.Embedding(table, trainable=False).build()
+    assert model.layers[1].trainable_variables

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from typing import Any
 
 import h5py
@@ -650,3 +651,75 @@ def test_fresh_process_goes_on_to_the_bit(tmp_path, on_disk):
     rows, head = workers.run(_train_more, str(tmp_path), "m.keras", workers=1)[0]
     np.testing.assert_array_equal(rows, table_of(whole).lookup(ALL))
     np.testing.assert_array_equal(head, whole.layers[-1].get_weights()[0])
+
+
+def _ram_model(optimizer="adam"):
+    inputs = keras.Input((3,), dtype="int64")
+    hidden = keras.layers.Flatten()(erk.Embedding(50, 4)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(erk.optimizer(optimizer), "mse")
+    model.fit(np.arange(48).reshape(16, 3), np.ones((16, 1)), verbose=0)
+    return model
+
+
+def _spoil(file, member, content):
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in parts if name.endswith(member))
+    parts[name] = content(parts[name])
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping nested container")  # Keras, beside the error
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [
+        ("records.bin", lambda part: part[:-7]),
+        ("table.json", lambda part: b"{"),
+        ("history_table.npy", lambda part: b""),
+    ],
+)
+def test_damaged_rows_of_a_table_in_ram_are_told(tmp_path, member, content):
+    file = str(tmp_path / "model.keras")
+    _ram_model().save(file)
+    _spoil(file, member, content)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        keras.models.load_model(file)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # Keras, of dense ones
+def test_rows_in_ram_that_were_saved_under_another_optimizer_are_loaded(tmp_path):
+    model = _ram_model()
+    model.compile(erk.optimizer("adagrad"), "mse")
+    file = str(tmp_path / "model.keras")
+    model.save(file)
+    again = keras.models.load_model(file)
+    np.testing.assert_array_equal(
+        again.layers[1].table.lookup(np.arange(50)), model.layers[1].table.lookup(np.arange(50))
+    )
+
+
+def test_the_legacy_format_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"cannot be saved in the legacy .h5 format"):
+        _ram_model().save(str(tmp_path / "model.h5"))
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # Keras, of dense ones
+def test_a_table_that_goes_back_to_another_rule_is_trained_on(tmp_path):
+    def make():
+        inputs = keras.Input((3,), dtype="int64")
+        hidden = keras.layers.Flatten()(erk.Embedding(50, 4, path=tmp_path / "table.rock", memory="1MiB")(inputs))
+        return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+    model, data = make(), (np.arange(48).reshape(16, 3), np.ones((16, 1)))
+    model.compile(erk.optimizer("adam"), "mse")
+    model.fit(*data, verbose=0)
+    model.save_weights(str(tmp_path / "adam.weights.h5"))
+    model.compile(erk.optimizer("adagrad"), "mse")
+    model.fit(*data, verbose=0)
+    model.load_weights(str(tmp_path / "adam.weights.h5"))
+    model.fit(*data, verbose=0)
+    assert isinstance(model.layers[1].table.rule, er.Adagrad)
+    model.layers[1].table.commit()

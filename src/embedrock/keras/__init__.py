@@ -8,10 +8,10 @@ from embedrock.keras.callbacks import TableCheckpoint
 from embedrock.keras.cluster import WorkerLostError, distribute, worker_errors
 from embedrock.keras.embedding import Embedding
 from embedrock.keras.group import EmbeddingCollection, fuse
-from embedrock.keras.handle import ForgottenGradientsError
 from embedrock.keras.loading import load_model
 from embedrock.keras.lookahead import prefetch
 from embedrock.keras.optimizers import RowOptimizer, optimizer
+from embedrock.keras.pending import ForgottenGradientsError
 from embedrock.keras.stats import TableStats
 
 __all__ = [

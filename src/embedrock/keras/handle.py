@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
-from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.gradients import RowGradients
-from embedrock.keras.pending import SLOTS, Pending
+from embedrock.keras.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.rules import Rule
 from embedrock.table import Table
 
@@ -23,10 +23,6 @@ WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
 # norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
-
-
-class ForgottenGradientsError(EmbedrockError, RuntimeError):
-    """Gradients of rows that no optimizer of ours applies, or a handle that something else writes to."""
 
 
 class Handle:
@@ -55,6 +51,7 @@ class Handle:
         with _outside_of_programs():
             self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
         self._owners: list[weakref.ref[Any]] = []
+        self._is_shared = False  # some layer has said whether it is trained
         for cell in (self.variable.value, *self.cells()):
             _guard(cell, self)
 
@@ -86,6 +83,22 @@ class Handle:
             )
         self.rule = rule if self.rule is None else self.rule
 
+    def share_trainable(self, trainable: bool) -> None:
+        """Note whether a layer on the table, which is being built, is trained.
+
+        Raises:
+            ArgumentError: another one differs.
+        """
+        if not self._is_shared:
+            self.variable.trainable = trainable
+        elif self.variable.trainable != trainable:
+            raise ArgumentError(
+                f"`trainable` of layers that share a table must be the same: {self.label} has "
+                f"{self.variable.trainable}, got {trainable}. For a layer that passes no gradient on, use "
+                "tf.stop_gradient on its output."
+            )
+        self._is_shared = True
+
     def bind(self, owner: Any, rule: Rule) -> None:
         """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)"""
         if self.table.mode == "w":
@@ -106,9 +119,13 @@ class Handle:
         if value.any():
             raise ForgottenGradientsError(_misuse(self.label))
 
-    def take(self, vector: np.ndarray, clip_value: float | None) -> RowGradients | None:
-        """Return the gradients that the handle's gradient stands for, each value clamped to +-`clip_value`."""
-        return self.pending.take(vector, clip_value)
+    def take(self, vector: np.ndarray, clip_value: float | None) -> RowGradients:
+        """Return the gradients that the handle's gradient stands for, each value clamped to +-`clip_value`.
+
+        Of a gradient of zeros there are none, for no row: a step all the same, as it is one for a variable.
+        """
+        taken = self.pending.take(vector, clip_value)
+        return taken or self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
 
 
 @contextmanager

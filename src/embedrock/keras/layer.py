@@ -146,8 +146,7 @@ class RowLayer(keras.layers.Layer):
         handle.bring_rule(self._brought_rule)
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
-        if not self.trainable:
-            handle.variable.trainable = False
+        handle.share_trainable(self.trainable)
         saving.refuse_get_weights(self)
         self.built = True
 
@@ -161,6 +160,7 @@ class RowLayer(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
+        saving.refuse_legacy_format(self)
         return {**super().get_config(), **configs.config_of(self, self._config)}
 
     @classmethod

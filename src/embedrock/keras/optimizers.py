@@ -158,8 +158,7 @@ def _take(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray
     message = []
     for handle, vector in zip(handles, vectors, strict=True):
         grads = handle.take(vector, optimizer.clipvalue)
-        ids = [] if grads is None else [grads.plan.ids, grads.values]
-        message += [np.array([-1 if grads is None else len(ids[0])], np.int64), *ids]
+        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, grads.values]
     return pack(message)
 
 
@@ -169,14 +168,12 @@ def _step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages
     parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
         for handle in handles:
-            if (count := int(reader.ints(1)[0])) >= 0:
-                parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
+            count = int(reader.ints(1)[0])
+            parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
     return _step_by(known(), handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
 
 
-def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients | None:
-    if not parts:
-        return None
+def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients:
     ids, values = (np.concatenate(part) for part in zip(*parts, strict=True))
     return RowGradients.sum(make_plan(ids), values)
 
@@ -193,14 +190,13 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     return optimizer
 
 
-def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients | None]) -> np.int64:
-    """Step tables by the gradients of their rows, those that have any."""
+def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients]) -> np.int64:
+    """Step tables by the gradients of their rows."""
     with span("step", len(handles)):
-        due = []
-        for handle, grads in zip(handles, summed, strict=True):
-            if grads is not None:
-                own = own_part(handle.table, grads)
-                due.append(_Due(handle, _rule(optimizer, handle, float(lr)), own))
+        due = [
+            _Due(handle, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
+            for handle, grads in zip(handles, summed, strict=True)
+        ]
         # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
         for part in due:
             if part.grads.is_finite:
@@ -208,6 +204,13 @@ def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequ
         for part in sorted(due, key=lambda part: part.grads.is_finite):
             part.handle.table.step_by(part.rule, part.grads)
     return np.int64(len(due))
+
+
+def rebind(handle: Handle) -> None:
+    """Give a table that went back to an earlier commit the rule of its optimizer again."""
+    owner = handle.owner
+    if owner is not None:
+        handle.bind(owner, _rule(owner, handle, None))
 
 
 def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:

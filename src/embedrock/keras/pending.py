@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.gradients import RowGradients
 from embedrock.plan import make_plan
 
@@ -19,6 +19,10 @@ SLOTS = 256
 TINY = 1e-30
 # Numbers of one forward pass that something scaled by one factor differ by rounding only.
 SAME = 1e-4
+
+
+class ForgottenGradientsError(EmbedrockError, RuntimeError):
+    """Gradients of rows that no optimizer of ours applies, or a handle that something else writes to."""
 
 
 class Arrival(NamedTuple):
@@ -53,7 +57,7 @@ class Pending:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrivals: dict[int, Arrival] = {}  # by slot, in order of arrival
-        self._next_slot, self._overwritten = 0, False
+        self._next_slot = 0
         self._forwards: dict[int, int] = {}  # by replica
         self._sums: dict[int, RowGradients] = {}  # by replica, of its last forward pass
 
@@ -67,8 +71,16 @@ class Pending:
         """Add what a backward pass brought; return the slot and the number for the handle's gradient."""
         with self._lock:
             slot = self._next_slot
+            if slot in self._arrivals:
+                self._arrivals.clear()  # an error for each offence, not for ever
+                self._sums.clear()
+                raise ForgottenGradientsError(
+                    f"{SLOTS} backward passes of a table wait for a step, and none came: gradients that no optimizer "
+                    "applies, or more than one step may add up. Freeze the layer if its rows are not trained "
+                    "(layer.trainable = False); otherwise use fewer gradient_accumulation_steps, or look several "
+                    "inputs up in one call: layer([ids, more_ids])."
+                )
             self._next_slot = (slot + 1) % SLOTS
-            self._overwritten |= self._arrivals.pop(slot, None) is not None
             number = self._number(replica, grads)
             forward = self._forwards.setdefault(replica, 1)
             self._arrivals[slot] = Arrival(replica, forward, place, number, grads)
@@ -109,7 +121,6 @@ class Pending:
             for arrival, _ in found:
                 last[arrival.replica] = max(arrival.forward, last.get(arrival.replica, 0))
             self._sums.clear()
-            self._overwritten = False
             self._forwards = {replica: forward + 1 for replica, forward in self._forwards.items()}
             taken = {id(arrival) for arrival, _ in found}
             self._arrivals = {
@@ -131,11 +142,6 @@ class Pending:
     def _found(self, vector: np.ndarray) -> list[tuple[Arrival, float]]:
         """Return what a vector stands for, in the order in which it is summed, and the factor of each."""
         slots = np.flatnonzero(vector).tolist()
-        if len(slots) == SLOTS and self._overwritten:
-            raise ArgumentError(
-                f"a step must add up at most {SLOTS} backward passes of a table: got more. Use fewer "
-                "gradient_accumulation_steps, or look several inputs up in one call: layer([ids, more_ids])."
-            )
         if missing := [slot for slot in slots if slot not in self._arrivals]:
             raise ArgumentError(
                 f"the handle's gradient stands for {len(slots)} backward passes, {len(missing)} of which were stepped "

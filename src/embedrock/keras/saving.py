@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
+from embedrock.keras.optimizers import rebind
 from embedrock.keras.row_files import are_in, read_rows, write_rows
 from embedrock.keras.sharding import check_whole
 from embedrock.table import Table
@@ -39,6 +40,7 @@ KEY = "embedrock"  # of what a layer stores
 IN_ASSETS = "rows in assets"
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 KERAS_SAVING = "keras.src.saving.saving_lib"
+KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
 
 REMEDIES = Remedies(
@@ -312,6 +314,8 @@ def _go_to(layer: Any, state: dict[str, Any]) -> None:
         )
     go_to(table, state)
     _origins[table] = state["commit"], table.last_commit
+    if layer.built:
+        rebind(layer.handle)
     tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
 
 
@@ -330,8 +334,8 @@ def load_assets(layer: Any, folder: str | None) -> None:
             f"there are no rows for {layer.label} in the file: it is that of another model, or of one whose layers "
             "share a table that here they do not."
         )
-    done.append(table)
     read_rows(table, folder)
+    done.append(table)  # only now: Keras comes again to what has failed
 
 
 # ---------------------------------------------------------------- tf.train.Checkpoint, get_weights
@@ -369,6 +373,15 @@ class RowState(tf.train.experimental.PythonState):
         _go_to(layer, json.loads(string_value))
         if layer.built:
             layer.handle.pending.drop()
+
+
+def refuse_legacy_format(layer: Any) -> None:
+    """Raise an error where Keras is writing a whole model as .h5, which asks a layer for nothing but its variables."""
+    if _local(KERAS_LEGACY, "save_model_to_hdf5", "filepath") is not _missing:
+        raise UnsupportedError(
+            f"the rows of {layer.label} cannot be saved in the legacy .h5 format, which would lose them. Save as "
+            '.keras: model.save("x.keras"), ModelCheckpoint("x.keras").'
+        )
 
 
 def refuse_get_weights(layer: Any) -> None:
