@@ -695,7 +695,7 @@ def test_rows_in_ram_that_were_saved_under_another_optimizer_are_loaded(tmp_path
     model.compile(erk.optimizer("adagrad"), "mse")
     file = str(tmp_path / "model.keras")
     model.save(file)
-    again = keras.models.load_model(file)
+    again: Any = keras.models.load_model(file)
     np.testing.assert_array_equal(
         again.layers[1].table.lookup(np.arange(50)), model.layers[1].table.lookup(np.arange(50))
     )
