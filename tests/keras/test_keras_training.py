@@ -389,3 +389,19 @@ def test_layers_on_one_table_are_trained_together_or_not_at_all():
     with pytest.raises(ArgumentError, match="`trainable` of layers that share a table must be the same"):
         erk.Embedding(table, trainable=False).build()
     assert model.layers[1].trainable_variables
+
+
+def test_a_table_that_models_share_does_not_keep_their_others():
+    shared, ids = er.Table(ROWS, 4), batches(16)[0]
+    left = []
+    for _ in range(2):
+        inputs, other = keras.Input((5,), dtype="int64"), er.Table(ROWS, 4)
+        both = keras.layers.Add()([erk.Embedding(shared)(inputs), erk.Embedding(other)(inputs)])
+        model = keras.Model(inputs, keras.layers.Flatten()(both))
+        model.compile(erk.optimizer("sgd"), "mse")
+        model.fit(ids, np.zeros((16, 20)), verbose=0)
+        left.append(weakref.ref(other))
+        del model, other, inputs, both
+    gc.collect()
+    assert [each() for each in left] == [None, None]
+    assert shared.steps == 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
 # norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 class Handle:
@@ -47,6 +49,7 @@ class Handle:
         self.rule: Rule | None = None
         self.pending = Pending()
         self.functions: list[Callable[..., Any]] = []
+        self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
             self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
@@ -141,6 +144,14 @@ def _outside_of_programs() -> Iterator[None]:
             yield
     finally:
         global_state.set_global_attribute("stateless_scope", scope)
+
+
+def keeper_of(handles: Iterable[Handle]) -> list[Callable[..., Any]]:
+    """Return what keeps functions of programs that use some handles.
+
+    It is that of the newest: an old one may be of a table that many models share, and would keep the tables of all.
+    """
+    return max(handles, key=lambda handle: handle._number).functions
 
 
 def handle_of(table: Table, label: str) -> Handle:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.gradients import RowGradients
 from embedrock.keras import host, sharding
-from embedrock.keras.handle import Handle
+from embedrock.keras.handle import Handle, keeper_of
 from embedrock.keras.pending import SLOTS
 from embedrock.keras.readings import Group, Request, groups_of
 from embedrock.keras.serving import is_serving, pooled, serving_table
@@ -42,7 +42,7 @@ class Place:
         Place._count += 1
         self._number, self._keep = Place._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
-        self.functions = self.handles[0].functions
+        self.functions = keeper_of(self.handles)
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.groups = groups_of(requests)
         self.fetching = sharding.fetching(self.groups) if sharding.has_workers() else None

@@ -17,7 +17,7 @@ from embedrock.keras import host
 from embedrock.keras.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.following import FOLLOWED, check_followed, follow
-from embedrock.keras.handle import Handle, handle_behind
+from embedrock.keras.handle import Handle, handle_behind, keeper_of
 from embedrock.keras.sharding import own_part
 from embedrock.keras.spans import span
 from embedrock.plan import make_plan
@@ -104,7 +104,9 @@ class RowOptimizer:
         rows = [(handle, grad) for handle, grad in rows if handle is not None]
         if rows and has_several_workers(self._distribution_strategy):
             take = functools.partial(_take, weakref.ref(self), [handle for handle, _ in rows])
-            message = host.call(take, [grad for _, grad in rows], [tf.int32], keeper=rows[0][0].functions)
+            message = host.call(
+                take, [grad for _, grad in rows], [tf.int32], keeper=keeper_of(handle for handle, _ in rows)
+            )
             self._gathered = gather(message[0])
         try:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
@@ -138,7 +140,7 @@ class RowOptimizer:
         step = functools.partial(function, weakref.ref(self), handles)
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=handles[0].functions)
+            done = host.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=keeper_of(handles))
         with tf.control_dependencies(done):
             _touch(cells)
         return done[0]

@@ -26,7 +26,7 @@ from embedrock.gradients import RowGradients
 from embedrock.keras import host
 from embedrock.keras.cluster import has_several_workers
 from embedrock.keras.exchange import Reader, gather, pack
-from embedrock.keras.handle import Handle
+from embedrock.keras.handle import Handle, keeper_of
 from embedrock.keras.readings import Group, Request
 from embedrock.plan import make_plan
 from embedrock.table import Table
@@ -177,7 +177,7 @@ class Fetching:
             ids: what `ask` returned.
         """
         asked = gather(ids)
-        keeper = self._groups[0].handle.functions
+        keeper = keeper_of(group.handle for group in self._groups)
         served = host.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
         return [asked, gather(served[0])]
 
