@@ -1,14 +1,7 @@
 """`save` and `load`: tables on disk and all else of a model as one checkpoint, which no crash takes apart.
 
-A checkpoint is a file and, of each table on disk, a commit that bears its name. The order of things makes them one:
-
-1. ``step-<step>-<token>.tmp`` appears: a checkpoint is in the making, and commits of that name may be.
-2. Every table on disk commits under the name ``<folder>-<step>-<token>``, which retention leaves alone.
-3. The file is written, with dense weights and references to those commits, and synced.
-4. It is renamed to ``.pt``. From now on the checkpoint exists.
-
-After a crash the newest ``.pt`` and the commits that it refers to are whole and belong together, and every ``.tmp``
-tells which commits belong to nothing. An old checkpoint is dropped by the same steps backwards.
+The files are ``step-<step>-<token>.pt``, and ``.tmp`` of those that do not exist yet or no longer; how they and the
+commits of tables are made one is told in `embedrock.fronts.checkpoints`.
 """
 
 from __future__ import annotations
@@ -16,66 +9,30 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import re
-import secrets
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
+from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop
 from embedrock.fronts.references import check_state, go_to, tell_resumed
 from embedrock.table import Table
 from embedrock.torch.layer import REMEDIES, RowLayer
 from embedrock.torch.moved import Relocate, open_moved, references
 from embedrock.torch.parameters import handles
-from embedrock.vfs import OS_SYSTEM
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
-FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})\.(pt|tmp)")
+ENDINGS = Endings(".pt", ".tmp")
 
 
 class NoCheckpointError(EmbedrockError, FileNotFoundError):
     """A folder that holds no checkpoint (yet)."""
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint, by its place.
-
-    Attributes:
-        folder: of the checkpoints.
-        step: of the training.
-        token: tells it from all other checkpoints, whatever their folder is called.
-    """
-
-    folder: Path
-    step: int
-    token: str
-
-    @property
-    def file(self) -> Path:
-        """Everything but the rows on disk."""
-        return self.folder / f"step-{self.step}-{self.token}.pt"
-
-    @property
-    def draft(self) -> Path:
-        """That file, before the checkpoint exists and after it is dropped."""
-        return self.file.with_suffix(".tmp")
-
-    @property
-    def commit_name(self) -> str:
-        """The name of its commits."""
-        folder = "".join(letter if letter.isprintable() else "?" for letter in self.folder.resolve().name)
-        return f"{folder[:64]}-{self.step}-{self.token}"
-
-    def owns(self, commit: dict[str, Any]) -> bool:
-        """Tell whether a commit is of this checkpoint, whatever its folder was called then."""
-        return str(commit["name"]).endswith(f"-{self.step}-{self.token}")
 
 
 def save(
@@ -110,43 +67,38 @@ def save(
         1000
     """
     folder, tables = Path(folder), _tables_on_disk(model)
-    made = Checkpoint(folder, _checked_step(step), secrets.token_hex(4))
+    made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
     parts = _named(optimizer)
-    before = checkpoints(folder)
+    before = checkpoints(folder, ENDINGS)
     if before and before[-1].step > made.step:
         raise ArgumentError(
             f"`step` of ert.save must be at least that of the last checkpoint in {str(folder)!r}, {before[-1].step}: "
             f"got {made.step}. Go on from that checkpoint by ert.load, or save to another folder."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    _collect(folder, tables)
+    collect(folder, ENDINGS, tables)
     try:
         _make(made, model, tables, parts)
     except BaseException:
         with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
-            _collect(folder, tables)
+            collect(folder, ENDINGS, tables)
         raise
     others = [each for each in before if each.step != made.step]
     kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
-    _drop([each for each in before if each not in kept], tables)
+    drop([each for each in before if each not in kept], tables)
     return made.file
 
 
 def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
-    made.draft.touch()
-    OS_SYSTEM.fsync_folder(str(made.folder))
+    made.begin()
     for table in tables:
         table.commit(step=made.step, name=made.commit_name)
     states = {name: part.state_dict() for name, part in parts.items()}
     content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
     with made.draft.open("wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
     _check_readable(made.draft)
-    made.draft.rename(made.file)
-    OS_SYSTEM.fsync_folder(str(made.folder))
+    made.publish()
 
 
 def _check_readable(draft: Path) -> None:
@@ -158,33 +110,6 @@ def _check_readable(draft: Path) -> None:
             "the states of a checkpoint must be tensors, numbers, strings and containers of these, or of types given "
             f"to torch.serialization.add_safe_globals: {error.__cause__}"
         ) from error
-
-
-def _drop(old: list[Checkpoint], tables: list[Table]) -> None:
-    for each in old:
-        each.file.rename(each.draft)
-    if old:
-        OS_SYSTEM.fsync_folder(str(old[0].folder))
-        _collect(old[0].folder, tables)
-
-
-def _collect(folder: Path, tables: list[Table]) -> None:
-    """Let go of the commits of checkpoints that do not exist: never finished, or dropped."""
-    for each in _listed(folder, "tmp"):
-        for table in tables:
-            for commit in filter(each.owns, table.commits()):
-                table.release(commit["name"])
-        each.draft.unlink()
-
-
-def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, the last one last."""
-    return _listed(Path(folder), "pt")
-
-
-def _listed(folder: Path, kind: str) -> list[Checkpoint]:
-    matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
-    return sorted(Checkpoint(folder, int(found[1]), found[2]) for found in matches if found and found[3] == kind)
 
 
 def load(
@@ -211,7 +136,7 @@ def load(
         ArgumentError: it is that of another model, or of other tables.
     """
     folder, parts = Path(folder), _named(optimizer)
-    found = checkpoints(folder)
+    found = checkpoints(folder, ENDINGS)
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
     content = _read(found[-1].file)
@@ -233,10 +158,10 @@ def load(
 
 def _undo_first(folder: Path, model: nn.Module) -> str:
     """Take tables to before the save that was cut short, if they are as it left them; return what to say of it."""
-    drafts, undone = _listed(folder, "tmp"), []
+    unfinished, undone = drafts(folder, ENDINGS), []
     for table in _tables_on_disk(model):
         *before, last = table.commits()
-        if before and any(draft.owns(last) for draft in drafts):
+        if before and any(draft.owns(last) for draft in unfinished):
             _go_back(model, table, before[-1])
             undone.append(str(table.path))
     return f" Its first one was cut short: {', '.join(undone)} went back to what came before it." if undone else ""
