@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from stale_kernels import purge_stale_kernels
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # No deadline: the first example of a test may compile a kernel. In CI the examples are the same in every run,
@@ -23,21 +25,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 # torch's threads wait by spinning: where two busy processors were shared with TensorFlow's, a step of 2 ms took 30.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def purge_stale_kernels(kernels: Path) -> list[Path]:
-    """Delete numba's cached machine code in `kernels` if any kernel file is newer; return what was deleted.
-
-    Numba's cache of a function looks only at the file that defines it. A function inlined from another kernel
-    file would go on running in its old version.
-    """
-    cached = [*kernels.rglob("*.nbi"), *kernels.rglob("*.nbc")]
-    newest_source = max((path.stat().st_mtime for path in kernels.rglob("*.py")), default=0.0)
-    if all(path.stat().st_mtime >= newest_source for path in cached):
-        return []
-    for path in cached:
-        path.unlink(missing_ok=True)
-    return cached
 
 
 def pytest_configure() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import purge_stale_kernels
+from stale_kernels import purge_stale_kernels
 
 
 @pytest.fixture
