@@ -276,8 +276,8 @@ def optimizer(identifier: Any) -> Any:
 
     Example:
         >>> import embedrock.keras as erk
-        >>> erk.optimizer(keras.optimizers.Adam(1e-3, global_clipnorm=1.0)).name
-        'adam'
+        >>> type(erk.optimizer(keras.optimizers.Adam(1e-3, global_clipnorm=1.0))).__name__
+        'Adam'
     """
     made = _get(identifier)
     inner = getattr(made, "inner_optimizer", made)
