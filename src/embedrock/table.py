@@ -245,6 +245,16 @@ class Table:
         return self._spec.dim
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What of the table's arguments is no part of `spec`: with the spec's, they make another table like it."""
+        memory, directory = self._memory_arguments
+        made_with = {"memory": memory, "directory": directory, "on_nonfinite": self._on_nonfinite, "name": self.name}
+        if self._durability is None:
+            return made_with
+        settings = self._durability.settings
+        return {**made_with, "path": settings.path, "policy": settings.policy, "keep": settings.keep}
+
+    @property
     def rule(self) -> Rule | None:
         """The sparse optimizer of `update`."""
         return self._spec.rule

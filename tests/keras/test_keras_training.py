@@ -405,3 +405,22 @@ def test_a_table_that_models_share_does_not_keep_their_others():
     gc.collect()
     assert [each() for each in left] == [None, None]
     assert shared.steps == 2
+
+
+def test_gradients_that_were_multiplied_by_zero_do_not_wait():
+    """More steps of zeros than backward passes may wait for a step."""
+    ids, targets = batches(16)
+    model, table = ours(erk.optimizer(SGD(0.05)))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(ids) - targets) ** 2)
+        grads = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply([g * 0.0 for g in grads], model.trainable_variables)
+
+    model.optimizer.build(model.trainable_variables)
+    for _ in range(300):
+        step()
+    assert table.steps == 300
+    np.testing.assert_array_equal(every_row(table), first_values())

@@ -45,23 +45,45 @@ def ids_by_table(
     Raises:
         ArgumentError: `ids_of` is not such a dict.
     """
+
+    def labeled(layer: Any, ids_of_batch: Callable[[Any], Any]) -> Labeled:
+        return (repr(layer) if isinstance(layer, Table) else kinds.label(layer)), ids_of_batch
+
+    asked = asked_by_table(function, ids_of, kinds.layer, EXAMPLE)
+    return {table: _joined([labeled(*part) for part in parts], kinds) for table, parts in asked.items()}
+
+
+def asked_by_table(
+    function: str, ids_of: Any, kind: type, example: str
+) -> dict[Table, list[tuple[Any, Callable[..., Any]]]]:
+    """Return the layers (or tables) on each table, with the functions that give what batches look up in them.
+
+    Args:
+        function: that has the argument `ids_of`, for error messages.
+        ids_of: {layer or table: function}.
+        kind: the class of layers, which have a ``table``.
+        example: a sentence for error messages.
+
+    Raises:
+        ArgumentError: `ids_of` is not such a dict.
+    """
     if not isinstance(ids_of, Mapping):
         raise ArgumentError(
-            f"`ids_of` of {function} must be a dict from layers to functions: got {ids_of!r}. {EXAMPLE}"
+            f"`ids_of` of {function} must be a dict from layers to functions: got {ids_of!r}. {example}"
         )
-    by_table: dict[Table, list[Labeled]] = {}
+    by_table: dict[Table, list[tuple[Any, Callable[..., Any]]]] = {}
     for layer, ids_of_batch in ids_of.items():
-        if not isinstance(layer, kinds.layer | Table):
+        if not isinstance(layer, kind | Table):
             raise ArgumentError(
-                f"`ids_of` of {function} must have layers of Embedrock's as its keys: got {layer!r}. {EXAMPLE}"
+                f"`ids_of` of {function} must have layers of Embedrock's as its keys: got {layer!r}. {example}"
             )
         if not callable(ids_of_batch):
             raise ArgumentError(
-                f"`ids_of` of {function} must have functions of a batch as its values: got {ids_of_batch!r}. {EXAMPLE}"
+                f"`ids_of` of {function} must have functions of a batch as its values: got {ids_of_batch!r}. {example}"
             )
-        table, label = (layer, repr(layer)) if isinstance(layer, Table) else (layer.table, kinds.label(layer))
-        by_table.setdefault(table, []).append((label, ids_of_batch))
-    return {table: _joined(functions, kinds) for table, functions in by_table.items()}
+        table = layer if isinstance(layer, Table) else layer.table
+        by_table.setdefault(table, []).append((layer, ids_of_batch))
+    return by_table
 
 
 def _joined(functions: list[Labeled], kinds: Kinds) -> Callable[[Any], np.ndarray]:

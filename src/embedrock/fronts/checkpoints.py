@@ -108,6 +108,20 @@ def _listed(folder: Path, endings: Endings, ending: str) -> list[Checkpoint]:
     return sorted(Checkpoint(folder, int(match[1]), match[2], endings) for match in found)
 
 
+def drop_older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None, tables: Iterable[Table]) -> None:
+    """Drop checkpoints that one takes the place of: others of its step, and all but the `keep` newest (None: all stay).
+
+    Args:
+        before: those that there were before it was made, the last one last.
+        made: the new one, which counts.
+        keep: how many to keep.
+        tables: with their commits.
+    """
+    others = [each for each in before if each.step != made.step]
+    kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
+    drop([each for each in before if each not in kept], tables)
+
+
 def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Drop checkpoints of one folder, and let go of their commits."""
     for each in old:

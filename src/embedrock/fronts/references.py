@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.table import Table
 
+Relocate = Mapping[str, str] | Callable[[str], str]
 KEYS = ("path", "uuid", "commit", "step")
 
 
@@ -76,6 +78,28 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
             f"the state of {label} refers to {meant}, which is no longer kept: the table has commits "
             f"{', '.join(map(str, there))}. {remedies.dropped}"
         )
+
+
+def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that gives the path of a table now, of its path in a reference.
+
+    Args:
+        function: that has the argument `relocate`, such as "ert.load", for error messages.
+        relocate: {old path: new path}, or such a function; None: all are where they were.
+        old_paths: those in references.
+
+    Raises:
+        ArgumentError: `relocate` has a path that no reference has.
+    """
+    if not isinstance(relocate, Mapping):
+        return relocate or (lambda path: path)
+    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
+    if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
+        raise ArgumentError(
+            f"`relocate` of {function} must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "
+            f"got {', '.join(sorted(unknown))}."
+        )
+    return lambda path: by_place.get(os.path.abspath(path), path)
 
 
 def go_to(table: Table, state: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import keras
@@ -12,7 +11,6 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.lookup import checked_ids, look_up
 from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.readings import Request
-from embedrock.rules import Rule
 from embedrock.table import Table
 
 MODES = ("sum", "mean", "sqrtn", "max")
@@ -59,32 +57,11 @@ class EmbeddingBag(LookupLayer):
         embeddings_initializer: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
-        *,
-        rule: Rule | None = None,
-        path: str | os.PathLike[str] | None = None,
-        memory: int | str | None = None,
-        policy: str = "lfu",
-        keep: int = 2,
-        seed: int = 0,
-        directory: str = "auto",
-        on_nonfinite: str = "raise",
-        sharded: bool = False,
         **more: Any,
     ) -> None:
         if mode not in MODES:
             raise ArgumentError(f"`mode` of erk.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
-        options = {
-            "rule": rule,
-            "path": path,
-            "memory": memory,
-            "policy": policy,
-            "keep": keep,
-            "seed": seed,
-            "directory": directory,
-            "on_nonfinite": on_nonfinite,
-            "sharded": sharded,
-        }
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, **more)
         self.mode = mode
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:

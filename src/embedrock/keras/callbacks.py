@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop
+from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
 from embedrock.fronts.references import go_to
 from embedrock.keras.exchange import Crew
 from embedrock.keras.handle import Handle, handle_behind
@@ -178,9 +178,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._underway = None
         made.publish()
         before = [each for each in checkpoints(self._place_of_files, ENDINGS) if each != made]
-        others = [each for each in before if each.step != made.step]
-        kept = others if self.keep is None else others[max(len(others) - self.keep + 1, 0) :]
-        drop([each for each in before if each not in kept], commits)
+        drop_older(before, made, self.keep, commits)
 
     # ---------------------------------------------------------------- going back
 

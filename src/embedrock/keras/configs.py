@@ -61,24 +61,16 @@ def read_initializer_of(description: Mapping[str, Any]) -> Any:
 def describe_table(table: Table, label: str) -> dict[str, Any]:
     """Return a ready-made table as plain data."""
     check_whole(table, label, "described by a config, as the second layer on a table")
-    spec, (memory, directory) = table.spec, table._memory_arguments
+    spec = table.spec
     described = {
         "rows": spec.rows,
         "dim": spec.dim,
         "dtype": spec.dtype,
         "seed": int(spec.seed),
         "init": describe_initializer(spec.init, label),
-        "memory": memory,
-        "directory": directory,
-        "on_nonfinite": table._on_nonfinite,
-        "name": table.name,
+        **table.options,
     }
-    if not table.is_on_disk:
-        return described
-    settings = table._on_disk().settings
-    of_disk = {"policy": settings.policy, "keep": settings.keep, "memory": settings.memory}
-    snapshot = {"at": table.last_commit} if table.mode == "r" else {}
-    return {**described, **of_disk, "path": table.path, **snapshot}
+    return {**described, "at": table.last_commit} if table.mode == "r" else described
 
 
 def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import keras
@@ -11,8 +10,6 @@ import tensorflow as tf
 from embedrock.keras.lookup import checked_ids, look_up
 from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.readings import Request
-from embedrock.rules import Rule
-from embedrock.table import Table
 
 
 @keras.saving.register_keras_serializable("embedrock")
@@ -56,37 +53,6 @@ class Embedding(LookupLayer):
         >>> int(model.layers[0].table.stats()["rows_touched"])
         4
     """
-
-    def __init__(
-        self,
-        input_dim: int | Table | None,
-        output_dim: int | None = None,
-        embeddings_initializer: Any = None,
-        mask_zero: bool = False,
-        *,
-        rule: Rule | None = None,
-        path: str | os.PathLike[str] | None = None,
-        memory: int | str | None = None,
-        policy: str = "lfu",
-        keep: int = 2,
-        seed: int = 0,
-        directory: str = "auto",
-        on_nonfinite: str = "raise",
-        sharded: bool = False,
-        **more: Any,
-    ) -> None:
-        options = {
-            "rule": rule,
-            "path": path,
-            "memory": memory,
-            "policy": policy,
-            "keep": keep,
-            "seed": seed,
-            "directory": directory,
-            "on_nonfinite": on_nonfinite,
-            "sharded": sharded,
-        }
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, options, more)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Return the rows of ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn
 
 import keras
@@ -11,6 +12,7 @@ from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.keras import configs, loading, saving, sharding
 from embedrock.keras.handle import Handle, handle_of
 from embedrock.keras.initializers import initializer_of
+from embedrock.rules import Rule
 from embedrock.table import Table
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
@@ -31,19 +33,26 @@ KERAS = frozenset({"name", "trainable", "dtype", "autocast", "activity_regulariz
 class RowLayer(keras.layers.Layer):
     """An embedding layer whose rows live in a `Table`, behind a handle.
 
-    Args:
-        input_dim, output_dim, embeddings_initializer, mask_zero, options: as in `Embedding`.
-        more: arguments of `keras.layers.Layer`.
+    Args: those of `Embedding`.
     """
 
     def __init__(
         self,
         input_dim: int | Table | None,
-        output_dim: int | None,
-        embeddings_initializer: Any,
-        mask_zero: bool,
-        options: dict[str, Any],
-        more: dict[str, Any],
+        output_dim: int | None = None,
+        embeddings_initializer: Any = None,
+        mask_zero: bool = False,
+        *,
+        rule: Rule | None = None,
+        path: str | os.PathLike[str] | None = None,
+        memory: int | str | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
+        seed: int = 0,
+        directory: str = "auto",
+        on_nonfinite: str = "raise",
+        sharded: bool = False,
+        **more: Any,
     ) -> None:
         kind = f"erk.{type(self).__name__}"
         given = {name for name, value in more.items() if name not in KERAS and value is not None}
@@ -56,12 +65,20 @@ class RowLayer(keras.layers.Layer):
             "output_dim": output_dim,
             "embeddings_initializer": embeddings_initializer,
             "mask_zero": mask_zero,
-            **options,
+            "rule": rule,
+            "path": path,
+            "memory": memory,
+            "policy": policy,
+            "keep": keep,
+            "seed": seed,
+            "directory": directory,
+            "on_nonfinite": on_nonfinite,
+            "sharded": sharded,
         }
-        self._brought_rule = options["rule"]
+        self._brought_rule = rule
         self.shares_open_table = False  # with another model: which `configs` sets
         self._table = self._open(kind)
-        if options["sharded"]:
+        if sharded:
             sharding.note(self._table)
         loading.remember(self._table)
         self._row_state = saving.RowState(self)  # which tf.train.Checkpoint finds among the attributes

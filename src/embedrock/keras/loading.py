@@ -18,12 +18,10 @@ from keras.src.backend.common import global_state
 
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import make_table
-from embedrock.fronts.references import is_reference
+from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving import GO_BACK, KEY
 from embedrock.table import Table, open_table
-
-Relocate = Mapping[str, str] | Callable[[str], str]
 
 
 class _Loading(NamedTuple):
@@ -72,7 +70,7 @@ def load_model(
     if mode not in ("w", "r"):
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     found = {state["path"]: state["commit"] for state in references_in(filepath)}
-    token = _loading.set(_Loading(mode, _as_function(relocate, list(found)), found))
+    token = _loading.set(_Loading(mode, relocation("erk.load_model", relocate, list(found)), found))
     try:
         return keras.models.load_model(filepath, custom_objects, **more)
     finally:
@@ -98,20 +96,6 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
     with h5py.File(file, "r") as opened:
         opened.visititems(visit)
     return found
-
-
-def _as_function(relocate: Relocate | None, old_paths: list[str]) -> Callable[[str], str]:
-    if relocate is None:
-        return lambda path: path
-    if not isinstance(relocate, Mapping):
-        return relocate
-    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
-    if unknown := by_place.keys() - set(old_paths):
-        raise ArgumentError(
-            f"`relocate` of erk.load_model must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "
-            f"got {', '.join(sorted(unknown))}."
-        )
-    return lambda path: by_place.get(path, path)
 
 
 # ---------------------------------------------------------------- tables of layers that are loaded

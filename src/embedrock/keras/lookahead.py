@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
+from embedrock.fronts.batch_ids import asked_by_table
 from embedrock.keras.layer import RowLayer
 from embedrock.keras.lookup import checked_ids
 from embedrock.keras.spans import span
@@ -87,23 +88,10 @@ class _Asked(NamedTuple):
 
 
 def _by_table(ids_of: Any) -> dict[Table, list[_Asked]]:
-    if not isinstance(ids_of, Mapping) or not ids_of:
-        raise ArgumentError(
-            f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {ids_of!r}. {EXAMPLE}"
-        )
-    by_table: dict[Table, list[_Asked]] = {}
-    for layer, function in ids_of.items():
-        if not isinstance(layer, RowLayer | Table):
-            raise ArgumentError(
-                f"`ids_of` of erk.prefetch must have layers of Embedrock's as its keys: got {layer!r}. {EXAMPLE}"
-            )
-        if not callable(function):
-            raise ArgumentError(
-                f"`ids_of` of erk.prefetch must have functions of a batch as its values: got {function!r}. {EXAMPLE}"
-            )
-        table = layer if isinstance(layer, Table) else layer.table
-        by_table.setdefault(table, []).append(_Asked(layer, function))
-    return by_table
+    asked = asked_by_table("erk.prefetch", ids_of, RowLayer, EXAMPLE)
+    if not asked:
+        raise ArgumentError(f"`ids_of` of erk.prefetch must be a dict from layers to functions: got {{}}. {EXAMPLE}")
+    return {table: [_Asked(*part) for part in parts] for table, parts in asked.items()}
 
 
 def _ahead(dataset: tf.data.Dataset, asked: dict[Table, list[_Asked]], depth: int) -> tf.data.Dataset:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.steps import Due, step_all
 from embedrock.gradients import RowGradients
 from embedrock.keras import host
 from embedrock.keras.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
@@ -24,14 +25,6 @@ from embedrock.plan import make_plan
 from embedrock.rules import Rule
 
 PACKAGE = "embedrock"
-
-
-class _Due(NamedTuple):
-    """One table's part in a step."""
-
-    handle: Handle
-    rule: Rule
-    grads: RowGradients
 
 
 class RowOptimizer:
@@ -111,8 +104,7 @@ class RowOptimizer:
         try:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
         finally:
-            if self._gathered is not None:
-                self._gathered = None
+            self._gathered = None
 
     def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         pairs = [(grad, variable, handle_behind(variable)) for grad, variable in grads_and_vars]
@@ -196,15 +188,10 @@ def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequ
     """Step tables by the gradients of their rows."""
     with span("step", len(handles)):
         due = [
-            _Due(handle, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
+            Due(handle.table, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
             for handle, grads in zip(handles, summed, strict=True)
         ]
-        # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
-        for part in due:
-            if part.grads.is_finite:
-                part.handle.table.check_step(part.grads)
-        for part in sorted(due, key=lambda part: part.grads.is_finite):
-            part.handle.table.step_by(part.rule, part.grads)
+        step_all(due)
     return np.int64(len(due))
 
 
@@ -294,16 +281,14 @@ def optimizer(identifier: Any) -> Any:
 
 def _get(identifier: Any) -> Any:
     try:
-        made = keras.optimizers.get(identifier)
+        made, cause = keras.optimizers.get(identifier), None
     except (ValueError, TypeError) as error:
-        raise ArgumentError(
-            f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
-        ) from error
-    if not isinstance(made, keras.optimizers.Optimizer):
-        raise ArgumentError(
-            f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
-        )
-    return made
+        made, cause = None, error
+    if isinstance(made, keras.optimizers.Optimizer):
+        return made
+    raise ArgumentError(
+        f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
+    ) from cause
 
 
 @functools.cache

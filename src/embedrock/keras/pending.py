@@ -116,6 +116,8 @@ class Pending:
         with self._lock:
             found = self._found(vector)
             if not found:
+                self._arrivals.clear()
+                self._sums.clear()
                 return None
             last: dict[int, int] = {}
             for arrival, _ in found:

@@ -19,11 +19,11 @@ from torch import nn
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
-from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop
-from embedrock.fronts.references import check_state, go_to, tell_resumed
+from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
+from embedrock.fronts.references import Relocate, check_state, go_to, tell_resumed
 from embedrock.table import Table
 from embedrock.torch.layer import REMEDIES, RowLayer
-from embedrock.torch.moved import Relocate, open_moved, references
+from embedrock.torch.moved import open_moved, references
 from embedrock.torch.parameters import handles
 
 FORMAT = 1
@@ -83,9 +83,7 @@ def save(
         with contextlib.suppress(Exception):  # what cannot be collected now is at the next save
             collect(folder, ENDINGS, tables)
         raise
-    others = [each for each in before if each.step != made.step]
-    kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
-    drop([each for each in before if each not in kept], tables)
+    drop_older(before, made, keep, tables)
     return made.file
 
 

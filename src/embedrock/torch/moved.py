@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,11 +11,9 @@ from torch import nn
 import embedrock
 from embedrock.durability import UncommittedWarning
 from embedrock.errors import ArgumentError
-from embedrock.fronts.references import is_reference, keep_rule
+from embedrock.fronts.references import Relocate, is_reference, keep_rule, relocation
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
-
-Relocate = Mapping[str, str] | Callable[[str], str]
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
@@ -39,25 +36,13 @@ def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) 
         ArgumentError: no reference has the old path, or the table that would be replaced has been trained.
     """
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
-    where = _as_function(relocate, [state["path"] for _, state in meant])
+    where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
     for layer, state in meant:
         if layer.table.uuid == state["uuid"]:
             continue  # the layer was made with the new path, or shares a table that was opened before
         new_path = where(state["path"])
         if new_path != state["path"]:
             _replace(model, layer.table, new_path)
-
-
-def _as_function(relocate: Relocate, old_paths: list[str]) -> Callable[[str], str]:
-    if not isinstance(relocate, Mapping):
-        return relocate
-    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
-    if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
-        raise ArgumentError(
-            f"`relocate` of ert.load must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "
-            f"got {', '.join(sorted(unknown))}."
-        )
-    return lambda path: by_place.get(os.path.abspath(path), path)
 
 
 def _replace(model: nn.Module, old: Table, path: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
-from embedrock.gradients import RowGradients
+from embedrock.fronts.steps import Due, step_all
 from embedrock.rules import Rule
-from embedrock.table import Table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer
 from embedrock.torch.parameters import dense_parameters, handles
@@ -39,14 +38,6 @@ REMEDIES = {
     "capturable": _OWN_KERNELS,
     "differentiable": "a step of rows cannot be differentiated. Leave it out",
 }
-
-
-class _Due(NamedTuple):
-    """One table's part in a step."""
-
-    table: Table
-    rule: Rule
-    grads: RowGradients
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -190,19 +181,13 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = [part for group in self.param_groups for part in self._due(group)]
-        # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
-        for part in due:
-            if part.grads.is_finite:
-                part.table.check_step(part.grads)
-        for part in sorted(due, key=lambda part: part.grads.is_finite):
-            part.table.step_by(part.rule, part.grads)
+        step_all([part for group in self.param_groups for part in self._due(group)])
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.vigil.stepped()
         return loss
 
-    def _due(self, group: dict[str, Any]) -> list[_Due]:
+    def _due(self, group: dict[str, Any]) -> list[Due]:
         """Return the steps of the tables of a param group that have gradients."""
         due = []
         _check_clip_value(group["clip_value"])
@@ -216,7 +201,7 @@ class RowOptimizer(torch.optim.Optimizer):
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
-                due.append(_Due(handle.table, rule, grads.scaled(1.0, group["clip_value"])))
+                due.append(Due(handle.table, rule, grads.scaled(1.0, group["clip_value"])))
         return due
 
     def _check_bound(self, handle: Handle, rule: Rule) -> None:

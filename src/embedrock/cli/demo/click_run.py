@@ -16,12 +16,12 @@ from embedrock.cli.demo.backends import EMBEDROCK
 from embedrock.cli.demo.contest import Outcome, contest
 from embedrock.cli.demo.course import (
     Course,
-    close,
     format_head,
     format_point,
     format_start,
     format_training,
     plan_in_ram,
+    trained,
 )
 from embedrock.cli.demo.meter import DiskMeter
 from embedrock.cli.demo.options import ClickOptions
@@ -55,7 +55,7 @@ def run(options: ClickOptions) -> dict[str, Any]:
 def _train_in_ram(plan: ModelPlan, options: ClickOptions) -> dict[str, Any]:
     warm_up(plan, EMBEDROCK)
     try:
-        return _trained(plan, options, None)
+        return trained(Training(plan, options, None))
     except MemoryBudgetError as error:
         remedy = "In the demo: fewer --steps, or a smaller --batch-size or --dim."
         raise MemoryBudgetError(f"{error} {remedy}") from error
@@ -64,15 +64,7 @@ def _train_in_ram(plan: ModelPlan, options: ClickOptions) -> dict[str, Any]:
 def _train_on_disk(plan: ModelPlan, options: ClickOptions) -> dict[str, Any]:
     with Storage.of(options).claimed(options) as storage:
         warm_up(plan, EMBEDROCK)
-        return _trained(on_disk(plan, storage), options, storage)
-
-
-def _trained(plan: ModelPlan, options: ClickOptions, storage: Storage | None) -> dict[str, Any]:
-    training = Training(plan, options, storage)
-    try:
-        return training.run()
-    finally:
-        close(training.tables)
+        return trained(Training(on_disk(plan, storage), options, storage))
 
 
 class Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,20 @@ TEST_CLICKS = 200_000
 REPORTS = 4  # how often the AUC is measured
 RECENT = 100  # batches, whose mean loss is shown
 TRAIN_STREAM, TEST_STREAM = 0, 1  # of random numbers; the contest has another
+
+
+class Training(Protocol):
+    """A model in training.
+
+    Attributes:
+        tables: of users and items.
+    """
+
+    tables: list[Table]
+
+    def run(self) -> dict[str, Any]:
+        """Train, print how it goes, and return all numbers."""
+        ...
 
 
 class Course:
@@ -99,6 +113,14 @@ def plan_in_ram(options: ClickOptions) -> ModelPlan:
     half = available_bytes() // 2
     sizes = options.users, options.items, options.dim
     return ModelPlan(options.model, *sizes, options.lr, options.seed, budgets=(half, half))
+
+
+def trained(training: Training) -> dict[str, Any]:
+    """Run a training, and give its tables back; return all numbers."""
+    try:
+        return training.run()
+    finally:
+        close(training.tables)
 
 
 def close(tables: Sequence[Table]) -> None:

@@ -19,12 +19,12 @@ import embedrock.keras as erk
 from embedrock import errors
 from embedrock.cli.demo.course import (
     Course,
-    close,
     format_head,
     format_point,
     format_start,
     format_training,
     plan_in_ram,
+    trained,
 )
 from embedrock.cli.demo.keras_models import make_model
 from embedrock.cli.demo.meter import DiskMeter
@@ -53,20 +53,12 @@ def run(options: ClickOptions) -> dict[str, Any]:
 
 
 def _train_in_ram(plan: ModelPlan, options: ClickOptions) -> dict[str, Any]:
-    return _trained(plan, options, None)
+    return trained(Training(plan, options, None))
 
 
 def _train_on_disk(plan: ModelPlan, options: ClickOptions) -> dict[str, Any]:
     with Storage.of(options).claimed(options) as storage:
-        return _trained(on_disk(plan, storage), options, storage)
-
-
-def _trained(plan: ModelPlan, options: ClickOptions, storage: Storage | None) -> dict[str, Any]:
-    training = Training(plan, options, storage)
-    try:
-        return training.run()
-    finally:
-        close(training.tables)
+        return trained(Training(on_disk(plan, storage), options, storage))
 
 
 class Training:
