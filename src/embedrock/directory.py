@@ -68,6 +68,16 @@ class Direct(Directory):
     def bytes_with(self, more: int) -> int:
         return self._present.nbytes
 
+    @property
+    def bits(self) -> np.ndarray:
+        """Which rows have a record: uint8, a bit for each row, lowest bit first."""
+        return self._present
+
+    def replace(self, bits: np.ndarray, count: int) -> None:
+        """Take other `bits`, `count` of which are set."""
+        self._present[:] = bits
+        self.count = count
+
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for start in range(0, len(self._present), SCAN_BYTES):
             bits = np.unpackbits(self._present[start : start + SCAN_BYTES], bitorder="little")

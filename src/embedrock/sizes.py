@@ -55,6 +55,17 @@ def parse_bytes(size: int | str, subject: str = "memory") -> int:
     return count
 
 
+def parse_device_memory(size: int | str | None) -> int | None:
+    """Return how much GPU memory a table may take: bytes, 0 for none, or None for a share of what is free.
+
+    Raises:
+        ArgumentError: it is no size.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size == 0):
+        return size
+    return parse_bytes(size, "device_memory")
+
+
 def format_bytes(count: float) -> str:
     """Return a size for people, in powers of 1024.
 

@@ -23,6 +23,7 @@ from embedrock.errors import (
     ClosedTableError,
     EmbedrockError,
     GradientError,
+    MemoryBudgetError,
     NonFiniteGradientError,
     ReadOnlyTableError,
     UnknownArgumentError,
@@ -35,6 +36,7 @@ from embedrock.interrupts import held_back
 from embedrock.plan import Plan, make_plan
 from embedrock.prefetch import prefetch
 from embedrock.rules import History, Rule, describe_rule, read_rule
+from embedrock.sizes import parse_device_memory
 from embedrock.spec import Spec
 from embedrock.states import STATE_FORMAT, check_state, read_rows
 from embedrock.store.verify import Verdict, verify
@@ -42,6 +44,7 @@ from embedrock.tiers.commit import Commit
 from embedrock.tiers.disk import Disk, Ticket, memory_for
 from embedrock.tiers.memory import Memory, check_directory, choose
 from embedrock.tiers.records import Records
+from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 from embedrock.vfs import OS_SYSTEM, System
@@ -123,6 +126,9 @@ class Table:
         lock: of a table on disk: refuse to open where the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk that never moves.
         system: does the I/O of a table on disk (for tests).
+        device_memory: the most GPU memory that its rows may take once a model that has it is on a GPU, in bytes or as
+            "2GiB": all rows if they fit, else a cache of those in use. 0: none, rows are used where they are in RAM.
+            None: half of what is free then.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of tables on disk without `path`.
@@ -158,9 +164,11 @@ class Table:
         lock: bool = True,
         mode: str = "w",
         system: System = OS_SYSTEM,
+        device_memory: int | str | None = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
+        self.device_memory = parse_device_memory(device_memory)
         _check_kind("rule", rule, Rule, "er.Adam()")
         _check_kind("init", init, Initializer, "er.Normal(std=0.01)")
         self._begin(name, on_nonfinite, (memory, directory))
@@ -190,6 +198,7 @@ class Table:
         self._place: Tier | None = None
         self._changes = Changes()
         self._kept: _Refreshed | None = None
+        self._side: Side | None = None
         self._process = os.getpid()
 
     def _open(self, durability: Durability, spec: Spec, rule: Rule | None) -> None:
@@ -249,6 +258,7 @@ class Table:
         """What of the table's arguments is no part of `spec`: with the spec's, they make another table like it."""
         memory, directory = self._memory_arguments
         made_with = {"memory": memory, "directory": directory, "on_nonfinite": self._on_nonfinite, "name": self.name}
+        made_with["device_memory"] = self.device_memory
         if self._durability is None:
             return made_with
         settings = self._durability.settings
@@ -278,7 +288,7 @@ class Table:
             IdTypeError: ids are not integers.
         """
         checked = self._checked_ids(ids)
-        if self._lags:
+        if self.lags:
             return self._read(make_plan(checked), None)
         flat, tier = checked.reshape(-1), self._tier
         out = np.empty((flat.size, self.dim), np.float32)
@@ -324,7 +334,7 @@ class Table:
         if out is None:
             out = np.empty((*plan.shape, self.dim), np.float32)
         flat, here = out.reshape(-1, self.dim), self._brought(plan)
-        if here is not None and not self._lags:
+        if here is not None and not self.lags:
             self._read_rows(self._tier.records, here.ids, here.slots, here.inverse, flat)
         else:
             rows = self._weights_of(plan.ids) if here is None else self._up_to_date(plan, here.slots)
@@ -384,7 +394,7 @@ class Table:
         return values, records.refresh(slots, values, self._history.numbers())
 
     @property
-    def _lags(self) -> bool:
+    def lags(self) -> bool:
         """Whether weights as records have them may be behind."""
         return self._history is not None and self._history.moves_weights
 
@@ -431,16 +441,9 @@ class Table:
 
     @property
     def _tier(self) -> Tier:
-        if self._place is None:
-            raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
-        if self._process != os.getpid() and self._durability is not None:
-            self._after_fork()
-        if self._turn.failure is not None:
-            raise EmbedrockError(
-                f"step {self._steps} of {self._subject} failed, and some of its rows may have been stepped: "
-                f"{self._turn.failure!r}. Make a new Table and load the last state that you saved."
-            )
-        return self._place
+        if self._side is not None:
+            self._side.check()
+        return self.tier_beside()
 
     # ---------------------------------------------------------------- training
 
@@ -506,10 +509,7 @@ class Table:
         slots = self._admit(grads.plan)
         tier.changing(slots)
         refreshed = self._take_kept(grads.plan, slots)
-        self._count_change(steps=1)
-        if self._history is not None:
-            self._history.append(rule)
-        numbers = self._history.numbers() if self._history is not None else rule.numbers(self._steps)
+        numbers = self._count_step(rule)
         args = grads.plan.ids, slots, grads.values, numbers, self._steps, refreshed
         self._turn.running = kernels.cpu.runtime.start(tier.records.step, *args)
 
@@ -532,6 +532,14 @@ class Table:
     def _count_change(self, steps: int = 0) -> None:
         self._steps += steps
         self._changes.made += 1
+
+    def _count_step(self, rule: Rule) -> Any:
+        """Count a step by `rule`, and return its kernel's arguments."""
+        self._count_change(steps=1)
+        if self._history is None:
+            return rule.numbers(self._steps)
+        self._history.append(rule)
+        return self._history.numbers()
 
     def _rule_for_step(self, lr: float | None, changes: dict[str, Any]) -> Rule:
         if self.rule is None:
@@ -596,7 +604,7 @@ class Table:
                 f"`ids` of assign must not repeat: got {plan.inverse.size} ids, {len(plan.ids)} of them different."
             )
         checked = self._checked_values("values", values, plan.shape)
-        if self._lags:
+        if self.lags:
             kind = type(self.rule).__name__
             raise UnsupportedError(
                 f"rows of {self._subject} cannot be assigned under {kind}(dense=True), where rows lag behind. "
@@ -669,6 +677,113 @@ class Table:
                 slots = made.make_room(part, np.full(len(part), -1, np.int64))
                 made.admit(part, slots, self._weights_of(part), first_state)
         return made
+
+    # ---------------------------------------------------------------- rows in another memory
+
+    def attach(self, side: Side | None) -> None:
+        """Have rows in another memory, which may be newer than those here until `Side.finish`; None: no longer."""
+        with self._turn.lock:
+            before, self._side = self._side, side
+            if before is not None and before is not side:
+                before.close()
+
+    @_exclusive
+    def leave_side(self) -> None:
+        """Have the rows here only."""
+        self.attach(None)
+
+    @property
+    def side(self) -> Side | None:
+        """The rows in another memory."""
+        return self._side
+
+    @property
+    def turn(self) -> Turn:
+        """Who has the table: for sides."""
+        return self._turn
+
+    @_exclusive
+    def lay_out_direct(self) -> Memory | None:
+        """Have the slot of a row be its id, where the table lives in RAM and fits its budget so; return its tier."""
+        tier, (memory, directory) = self._tier, self._memory_arguments
+        if not isinstance(tier, Memory) or tier.is_direct:
+            return tier if isinstance(tier, Memory) else None
+        if self.rows is None or directory == "hashed":
+            return None
+        try:
+            made = Memory(self._spec, choose(self._spec, memory, "direct", self._subject), self._subject)
+        except MemoryBudgetError:
+            return None
+        made.paste_records(*tier.snapshot())
+        self._place = made
+        self._count_change()
+        return made
+
+    def tier_beside(self) -> Tier:
+        """The tier, as it is: a side may have newer rows."""
+        if self._place is None:
+            raise ClosedTableError(f"{self._subject} is closed. Make a new Table.")
+        if self._process != os.getpid() and self._durability is not None:
+            self._after_fork()
+        if self._turn.failure is not None:
+            raise EmbedrockError(
+                f"step {self._steps} of {self._subject} failed, and some of its rows may have been stepped: "
+                f"{self._turn.failure!r}. Make a new Table and load the last state that you saved."
+            )
+        return self._place
+
+    def numbers_now(self) -> Any:
+        """Return what brings rows up to date that lag behind; None where none do."""
+        return self._history.numbers() if self.lags and self._history is not None else None
+
+    def located(self, plan: Plan) -> Plan:
+        """Return a plan with the slots of now, whose rows are in fast memory. The caller holds the turn."""
+        return self._located(plan)
+
+    def admitted(self, plan: Plan) -> np.ndarray:
+        """Return the slots of a plan's rows, all of which have records, and are about to change beside it.
+
+        The caller holds the turn. What went wrong with a commit in the background is raised.
+        """
+        if isinstance(self._changeable, Disk):
+            self._check_commit()
+        slots = self._admit(plan)
+        self.tier_beside().changing(slots)
+        return slots
+
+    def values_of(self, ids: np.ndarray, here: bool) -> np.ndarray:
+        """Return float32 (n, dim): first values of rows without records, or (not `here`) weights wherever they are."""
+        return self._first_values(ids) if here else self._weights_of(ids)
+
+    def step_beside(self, rule: Rule) -> tuple[Any, int]:
+        """Count a step that a side makes; return its kernel's arguments and its number. The caller holds the turn."""
+        return self._count_step(rule), self._steps
+
+    def skip_beside(self) -> None:
+        """Count a step that a side leaves out for NaN or Inf. The caller holds the turn."""
+        self._skipped_steps += 1
+
+    def take_back(self, steps: int) -> None:
+        """Uncount the last steps, which a side refused to make. The caller holds the turn."""
+        self._steps -= steps
+        if steps and self._history is not None:
+            kept = {name: array[: len(array) - steps].copy() for name, array in self._history.state().items()}
+            self._history.load(kept, self._steps)
+
+    @property
+    def changes(self) -> int:
+        """How often it was changed."""
+        return self._changes.made
+
+    @property
+    def subject(self) -> str:
+        """What error messages call it."""
+        return self._subject
+
+    @property
+    def on_nonfinite(self) -> str:
+        """What a step with NaN or Inf in its gradients does."""
+        return self._on_nonfinite
 
     # ---------------------------------------------------------------- whole tables
 
@@ -790,6 +905,7 @@ class Table:
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
             **tier.stats(),
+            **({} if self._side is None else self._side.stats()),
             **({} if self._durability is None else self._durability.stats()),
         }
 
@@ -808,6 +924,7 @@ class Table:
                 self._close_files(tier)
             finally:
                 tier.new_epoch()
+                self.attach(None)
 
     def _close_files(self, tier: Tier) -> None:
         if self._durability is None or not isinstance(tier, Disk) or self._process != os.getpid():
@@ -1051,6 +1168,7 @@ class Table:
     def __repr__(self) -> str:
         spec, name = self._spec, f"name={self.name!r}, " if self.name else ""
         state = "closed" if self._place is None else f"{self._place.count} rows touched"
+        state = state if self._side is None else f"{state}, {self._side!r}"
         return f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
@@ -1066,6 +1184,7 @@ class Table:
             memory=memory,
             directory=directory,
             on_nonfinite=self._on_nonfinite,
+            device_memory=self.device_memory,
         )
         with self._turn.lock:  # the state has views of rows
             made.load_state(self.state())
@@ -1128,7 +1247,7 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name in unknown:
         raise UnknownArgumentError(
             f"Table has no argument {name!r}: it takes rows, dim, rule, init, seed, dtype, path, memory, directory, "
-            "on_nonfinite, name, policy, keep, lock and mode."
+            "on_nonfinite, name, policy, keep, lock, mode and device_memory."
         )
 
 
@@ -1155,6 +1274,7 @@ def open_table(
     keep: int = 2,
     lock: bool = True,
     system: System = OS_SYSTEM,
+    device_memory: int | str | None = None,
 ) -> Table:
     """Open a table on disk as of a commit.
 
@@ -1162,7 +1282,7 @@ def open_table(
         path: its folder.
         mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile.
         at: number of the commit, for a reader; None: the last one.
-        memory, on_nonfinite, name, policy, keep, lock, system: as in `Table`.
+        memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
         init: for a table whose first values come from an array: that `er.FromArray`.
 
     Raises:
@@ -1184,6 +1304,7 @@ def open_table(
     """
     settings = Settings(os.fspath(path), memory, policy, _index(keep), lock, mode, _index(at), system).checked()
     table = Table.__new__(Table)
+    table.device_memory = parse_device_memory(device_memory)
     table._begin(name, on_nonfinite, (memory, "auto"))
     table._open(*open_files(settings, init), rule=None)
     if name:

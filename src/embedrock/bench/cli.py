@@ -1,4 +1,4 @@
-"""Command line: ``embedrock bench step | lookup | plan | rows | create | disk | commit | keras | tf-data | all``."""
+"""Command line: ``embedrock bench``, and step, lookup, plan, rows, create, disk, commit, keras, tf-data, gpu or all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embedrock.bench import commit, create, disk, keras_fit, tf_data
+from embedrock.bench import commit, create, disk, gpu, keras_fit, tf_data
 from embedrock.bench.arguments import size, writable_file
 from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.contenders import Contender
@@ -22,6 +22,9 @@ from embedrock.bench.counts import count
 from embedrock.bench.disk import DiskEffort
 from embedrock.bench.disk_contenders import CONTENDERS as DISK_CONTENDERS
 from embedrock.bench.disk_contenders import DiskContender
+from embedrock.bench.gpu_contenders import CONTENDERS as GPU_CONTENDERS
+from embedrock.bench.gpu_contenders import GpuContender
+from embedrock.bench.gpu_rounds import GpuEffort
 from embedrock.bench.keras_contenders import FIT, LAYER
 from embedrock.bench.keras_fit import KERAS_ROWS, KERAS_WORKLOAD, KerasEffort
 from embedrock.bench.machine import machine_facts
@@ -51,7 +54,7 @@ ALL = (
 DISK_WORKLOAD = Workload(rows=20_000_000)
 
 Measure = Callable[[Namespace], Report]
-Named = TypeVar("Named", Contender, DiskContender)
+Named = TypeVar("Named", Contender, DiskContender, GpuContender)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -86,6 +89,7 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
     _add_commit(benchmarks)
     _add_keras(benchmarks)
     _add_tf_data(benchmarks)
+    _add_gpu(benchmarks)
     everything = _add(benchmarks, "all", "all of these: every line of the README's table of speeds", _measure_all)
     _add_options(everything, EFFORT_OPTIONS)
 
@@ -167,6 +171,31 @@ def _add_tf_data(benchmarks: Any) -> None:
     parser.set_defaults(effort=TfDataEffort)
 
 
+def _add_gpu(benchmarks: Any) -> None:
+    names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in GPU_CONTENDERS)
+    text = "training on a GPU, rows in its memory and in host RAM, against what the bus gives"
+    parser = _add(benchmarks, "gpu", text, _measure_gpu, epilog=f"contenders:\n{names}")
+    options = {name: EFFORT_OPTIONS[name] for name in ("threads", "rounds", "steps", "timeout_s")}
+    _add_options(parser, options | GPU_OPTIONS, (GpuEffort(),))
+    parser.add_argument(
+        "--toy",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="at toy size on CPU tensors, under Triton's interpreter (also where no GPU is and TRITON_INTERPRET=1)",
+    )
+    parser.add_argument(
+        "--parts", type=_gpu_parts, default=list(gpu.PARTS), metavar="A,B", help=f"of {', '.join(gpu.PARTS)}"
+    )
+    parser.add_argument(
+        "--contenders",
+        type=partial(_contenders, GPU_CONTENDERS),
+        default=list(GPU_CONTENDERS),
+        metavar="A,B,...",
+        help="names or patterns such as 'ours-*' (default: all)",
+    )
+    parser.set_defaults(effort=GpuEffort)
+
+
 def _add_disk_options(parser: ArgumentParser) -> None:
     workload = {name: option for name, option in WORKLOAD_OPTIONS.items() if name != "batches"}
     _add_options(parser, ROWS_OPTION | workload | EFFORT_OPTIONS | DISK_OPTIONS, (DISK_WORKLOAD, DiskEffort()))
@@ -214,6 +243,10 @@ def _measure_keras(arguments: Namespace) -> Report:
 def _measure_tf_data(arguments: Namespace) -> Report:
     workload = replace(tf_data.WORKLOAD, **_given(arguments, Workload))
     return tf_data.run(workload, TfDataEffort(**_given(arguments, TfDataEffort)))
+
+
+def _measure_gpu(arguments: Namespace) -> Report:
+    return gpu.run(arguments.parts, arguments.contenders, GpuEffort(**_given(arguments, GpuEffort)))
 
 
 def _disk_workload(arguments: Namespace) -> Workload:
@@ -295,6 +328,13 @@ def _contenders(contenders: Sequence[Named], text: str) -> list[Named]:
     return list(chosen.values())
 
 
+def _gpu_parts(text: str) -> list[str]:
+    chosen = text.split(",")
+    if wrong := [part for part in chosen if part not in gpu.PARTS]:
+        raise ArgumentTypeError(f"must be of {', '.join(gpu.PARTS)}: got {wrong[0]!r}")
+    return chosen
+
+
 def _folder(text: str) -> Path:
     path = Path(text)
     if not path.is_dir():
@@ -323,6 +363,10 @@ DISK_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "memory": (size, "RAM that our table may take"),
     "limit": (size, "of RAM and page cache of each contender's process together"),
     "warmup": (count, "untimed steps before, which fill the cache"),
+}
+GPU_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "seconds": (_seconds, "the untimed steps of a contender end after this time"),
+    "budget_s": (_seconds, "seconds after which nothing more is begun"),
 }
 
 

@@ -31,6 +31,7 @@ class TableOptions(NamedTuple):
     rule: Rule | None = None
     directory: str = "auto"
     on_nonfinite: str = "raise"
+    device_memory: int | str | None = None
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str]) -> None:

@@ -1,7 +1,8 @@
 """The arithmetic: arrays in, arrays out.
 
-``reference`` is short NumPy and is the specification; ``cpu`` is Numba, with the same file and function names.
-Both are imported when they are first used, because Numba alone takes longer to import than all the rest.
+``reference`` is short NumPy and is the specification; ``cpu`` is Numba, with the same file and function names; ``gpu``
+is Triton, which not every machine has. Each is imported when it is first used, because Numba alone takes longer to
+import than all the rest.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embedrock.kernels import cpu, reference
+    from embedrock.kernels import cpu, gpu, reference
 
-__all__ = ["cpu", "reference"]
+__all__ = ["cpu", "gpu", "reference"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -140,6 +140,20 @@ class Memory(Tier):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (ids for ids, _ in self.directory.batches(size))
 
+    @property
+    def present(self) -> np.ndarray:
+        """Which rows have records, of a direct directory: a bit for each."""
+        return self._direct.bits
+
+    def replace_present(self, bits: np.ndarray, count: int) -> None:
+        """Take other `present` bits, `count` of which are set: records were made beside it."""
+        self._direct.replace(bits, count)
+
+    @property
+    def _direct(self) -> Direct:
+        assert isinstance(self.directory, Direct)  # sides see to it
+        return self.directory
+
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
         ids, slots = (

@@ -13,6 +13,7 @@ from embedrock.interrupts import held_back
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.runtime import Call
+    from embedrock.tiers.side import Side
 
 
 class Turn:
@@ -27,7 +28,7 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self.running: Call | None = None
+        self.running: Call | Side | None = None
         self.failure: BaseException | None = None
         self.renew()
         _turns.add(self)

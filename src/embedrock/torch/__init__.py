@@ -19,6 +19,7 @@ from embedrock.torch.optim import (
     RowwiseAdagrad,
 )
 from embedrock.torch.parameters import dense_parameters, handles
+from embedrock.torch.placing import PlacementWarning, place
 from embedrock.torch.vigil import ForgottenGradientsError
 
 __all__ = [
@@ -33,12 +34,14 @@ __all__ = [
     "Handle",
     "Momentum",
     "NoCheckpointError",
+    "PlacementWarning",
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
     "dense_parameters",
     "handles",
     "load",
+    "place",
     "prefetch",
     "save",
 ]

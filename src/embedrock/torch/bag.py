@@ -18,7 +18,7 @@ from embedrock.table import Table
 from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer, outside_of_graphs
-from embedrock.torch.lookup import deliver, host_ids
+from embedrock.torch.lookup import check_ids, deliver, host_ids
 from embedrock.torch.pooled_lookup import PooledLookup, host_weights
 
 MODES = ("sum", "mean", "max")
@@ -69,6 +69,7 @@ class EmbeddingBag(RowLayer):
         rule: Rule | None = None,
         directory: str = "auto",
         on_nonfinite: str = "raise",
+        device_memory: int | str | None = None,
         **unknown: Any,
     ) -> None:
         refuse("ert.EmbeddingBag", unknown, REFUSED)
@@ -77,7 +78,9 @@ class EmbeddingBag(RowLayer):
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         stored = dtype_name("ert.EmbeddingBag", dtype)
-        options = TableOptions(path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite)
+        options = TableOptions(
+            path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite, device_memory
+        )
         rows, dim = num_embeddings, embedding_dim
         table = open_table("ert.EmbeddingBag", rows, dim, padding_idx, options, dim_name="embedding_dim")
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
@@ -130,6 +133,12 @@ class EmbeddingBag(RowLayer):
         trains = self._trains(handle)
         ids, bounds = self._flat(input, offsets, handle)
         weights = self._flat_weights(input, per_sample_weights, len(ids))
+        if (side := self._side(handle)) is not None:
+            from embedrock.torch.device_pooled_lookup import Request, device_pooled_lookup
+
+            request = Request(ids, bounds, self.mode, self._options(), trains)
+            return device_pooled_lookup(handle, side, weights, request)
+        ids, bounds = ids.cpu().numpy(), bounds.cpu().numpy()
         plan = self.table.plan(ids)
         self._renormalize(plan)
         bags = Bags(plan, bounds, index_of(plan, self.padding_idx), self.mode)
@@ -137,22 +146,26 @@ class EmbeddingBag(RowLayer):
             return PooledLookup.apply(handle, weights, bags, self._options())
         return deliver(pool(self.table.read_rows(plan), host_weights(weights), bags)[0], handle.device, self.dtype)
 
-    def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""
-        flat = host_ids(ids, handle.label)
+    def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""
+        flat = check_ids(ids, handle.label)
         if flat.ndim == 2:
             if offsets is not None:
                 raise ArgumentError("`offsets` go with a 1-D input: each row of a 2-D input is a bag. Leave them out.")
-            return flat.reshape(-1), np.arange(len(flat) + 1, dtype=np.int64) * flat.shape[1]
+            return flat.reshape(-1), torch.arange(len(flat) + 1, device=flat.device) * flat.shape[1]
         if flat.ndim != 1 or offsets is None or offsets.dim() != 1:
             got = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
             raise ArgumentError(
                 f"`input` must be 2-D, or 1-D with 1-D `offsets`: got an input of shape {tuple(flat.shape)} and {got}."
             )
+        if offsets.device.type != "cpu" and not self.include_last_offset and handle.rows_on is not None:
+            end = torch.full((1,), len(flat), dtype=torch.int64, device=offsets.device)
+            return flat, torch.cat([check_ids(offsets, f"the offsets of {handle.label}").long(), end])
+        # Those on a GPU are waited for, where they say how many ids are in a bag at all.
         starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
         bounds = starts if self.include_last_offset else np.append(starts, len(flat))
         _check_bounds(bounds, len(flat))
-        return flat[: bounds[-1]], bounds
+        return flat[: bounds[-1]], torch.from_numpy(bounds)
 
     def _flat_weights(self, ids: Tensor, weights: Tensor | None, count: int) -> Tensor | None:
         """Return the weights of the first `count` positions."""

@@ -40,7 +40,7 @@ class Embedding(RowLayer):
         seed: of the first values.
         dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
         name: of the table, for error messages and for pickling by reference.
-        policy, keep, rule, directory, on_nonfinite: as in `er.Table`.
+        policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -79,11 +79,14 @@ class Embedding(RowLayer):
         rule: Rule | None = None,
         directory: str = "auto",
         on_nonfinite: str = "raise",
+        device_memory: int | str | None = None,
         **unknown: Any,
     ) -> None:
         refuse("ert.Embedding", unknown, REFUSED)
         stored = dtype_name("ert.Embedding", dtype)
-        options = TableOptions(path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite)
+        options = TableOptions(
+            path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite, device_memory
+        )
         rows, dim = num_embeddings, embedding_dim
         table = open_table("ert.Embedding", rows, dim, padding_idx, options, dim_name="embedding_dim")
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
@@ -141,6 +144,10 @@ class Embedding(RowLayer):
         """
         handle = self._usable_handle()
         trains = self._trains(handle)
+        if (side := self._side(handle)) is not None:
+            from embedrock.torch.device_lookup import device_lookup
+
+            return device_lookup(handle, side, input, self._options(), trains)
         ids = host_ids(input, handle.label)
         if not trains and self.max_norm is None:
             return deliver(self.table.lookup(ids), handle.device, self.dtype)

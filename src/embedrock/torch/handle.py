@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,8 +16,14 @@ from embedrock.fronts.arguments import lags_behind
 from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
 from embedrock.table import Table
-from embedrock.torch.pending import Pending, number_of
+from embedrock.torch.pending import Pending
+from embedrock.torch.placing import attach
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil
+
+if TYPE_CHECKING:
+    from embedrock.device.gradients import DeviceGradients
+    from embedrock.device.side import DeviceSide
+    from embedrock.torch.device_pending import DevicePending
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
@@ -44,10 +50,12 @@ class Handle(nn.Parameter):
 
     table: Table
     label: str
-    pending: Pending
+    pending: Pending | DevicePending
     vigil: Vigil
     max_norm: float | None
-    _arrived: dict[int, RowGradients]
+    _arrived: dict[int, RowGradients | DeviceGradients]
+    _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
+    _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _untouched_version: int
     _is_original: bool  # no copy, of the kind that weight averaging writes to
 
@@ -61,6 +69,7 @@ class Handle(nn.Parameter):
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self.pending, self.vigil, self.max_norm = Pending(), Vigil(), None
         self._arrived, self._untouched_version, self._is_original = {}, self._version, True
+        self._placed_on = self._stays_on_cpu = None
         self.register_post_accumulate_grad_hook(_show_pending)
 
     # ------------------------------------------------------------ forward and backward
@@ -70,7 +79,7 @@ class Handle(nn.Parameter):
         if self._arrived and torch._C._current_graph_task_id() == -1:  # not inside of a backward
             self._arrived.clear()
 
-    def receive(self, grads: RowGradients) -> Tensor:
+    def receive(self, grads: RowGradients | DeviceGradients) -> Tensor:
         """Take the row gradients of one lookup, during a backward.
 
         They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
@@ -79,26 +88,22 @@ class Handle(nn.Parameter):
         Returns:
             What autograd has to add for this lookup: by how much the norm of this backward's gradients grew.
         """
-        self._follow_grad()
+        pending: Any = self.pending  # of the gradients' kind: see `side`
+        pending.follow(self.grad)
         task = torch._C._current_graph_task_id()
-        earlier = self._arrived.get(task)
-        self._arrived[task] = grads if earlier is None else earlier.merge(grads)
-        before = 0.0 if earlier is None else number_of(earlier)
-        growth = number_of(self._arrived[task]) - before if math.isfinite(before) else 0.0
-        return torch.tensor(growth, dtype=torch.float32, device=self.device)
-
-    def _follow_grad(self) -> None:
-        if self.pending.grads is not None:  # looked at first, because reading a number from a GPU waits for it
-            self.pending.follow(None if self.grad is None else self.grad.item())
+        self._arrived[task], growth = pending.arrive(self._arrived.get(task), grads)
+        return torch.as_tensor(growth, dtype=torch.float32, device=self.device)
 
     def accumulate(self) -> None:
         """Add what this backward brought to the pending gradients. Autograd has just added to ``handle.grad``."""
         arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
         if arrived is None or self.grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
-        norm = self.pending.add(arrived)
+        pending: Any = self.pending
+        norm: float | Tensor = pending.add(arrived)
         self.grad.fill_(norm)
-        if math.isfinite(norm):  # otherwise GradScaler skips the step, or the step refuses
+        # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
+        if isinstance(norm, Tensor) or math.isfinite(norm):
             self.vigil.received()
 
     def register_hook(self, hook: Any) -> NoReturn:
@@ -110,13 +115,13 @@ class Handle(nn.Parameter):
 
     # ------------------------------------------------------------ steps
 
-    def gradients(self) -> RowGradients | None:
+    def gradients(self) -> RowGradients | DeviceGradients | None:
         """Return the pending gradients, scaled as ``handle.grad`` was; None if there is no gradient.
 
         Raises:
             ArgumentError: ``handle.grad`` was set by hand, while no gradients of rows are pending.
         """
-        self._follow_grad()
+        self.pending.follow(self.grad)
         if self.grad is None or self.pending.grads is not None:
             return self.pending.grads
         if (value := self.grad.item()) != 0.0:
@@ -174,16 +179,72 @@ class Handle(nn.Parameter):
         _handles[table] = weakref.ref(self)
 
     def move(self, device: torch.device) -> None:
-        """Have lookups delivered on another device. ("meta" asks to allocate nothing, and nothing ever is.)"""
-        if device.type != "meta":
-            self.data = self.data.to(device)
-            self.grad = None if self.grad is None else self.grad.to(device)
+        """Have lookups delivered on another device. ("meta" asks to allocate nothing, and nothing ever is.)
+
+        Raises:
+            UnsupportedError: gradients of the rows are pending that only a GPU has, or that it will not have.
+        """
+        if device.type == "meta":
+            return
+        if self._rows_move_with(device):
+            self._check_nothing_pends(device)
+        self.data = self.data.to(device)
+        self.grad = None if self.grad is None else self.grad.to(device)
+        self._placed_on = None
+
+    def _rows_move_with(self, device: torch.device) -> bool:
+        return (self.rows_on is not None or device.type == "cuda") and device != self.rows_on
+
+    def _check_nothing_pends(self, device: torch.device) -> None:
+        if self.pending.grads is not None:
+            raise UnsupportedError(
+                f"the rows of {self.label} cannot move to {device} while gradients of them wait for a step: those are "
+                "where the rows were used. Call the optimizer's step() or zero_grad() first."
+            )
+
+    # ------------------------------------------------------------ rows on a GPU
+
+    @property
+    def rows_on(self) -> torch.device | None:
+        """The GPU that uses the rows; None: the CPU does."""
+        return self.device if self._placed_on is None and self.device.type == "cuda" else self._placed_on
+
+    def place(self, device: torch.device) -> None:
+        """Have kernels for GPUs use the rows on a device, "cpu" under Triton's interpreter, and deliver them there."""
+        self._check_nothing_pends(device)
+        self.move(device)
+        self._placed_on, self._stays_on_cpu = device, None
+
+    def side(self) -> DeviceSide | None:
+        """Return the rows on the GPU, and bring them there if they are not; None where the CPU uses them.
+
+        Raises:
+            UnsupportedError: GPU memory was asked for, and the rows cannot be used there.
+        """
+        device = self.rows_on
+        if device is None or device == self._stays_on_cpu:
+            return self._leave_side()
+        side = attach(self.table, device)
+        if side is None:
+            self._stays_on_cpu = device
+            return self._leave_side()
+        if self.pending.grads is None and getattr(self.pending, "side", None) is not side:
+            from embedrock.torch.device_pending import DevicePending  # which needs Triton
+
+            self.pending = DevicePending(side)
+        return side
+
+    def _leave_side(self) -> None:
+        if not isinstance(self.pending, Pending) and self.pending.grads is None:
+            self.pending = Pending()
+            self.table.leave_side()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         if id(self) not in memo:
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
+            made._placed_on = self._placed_on
             made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
             memo[id(self)] = made
         return memo[id(self)]

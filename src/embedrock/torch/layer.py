@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from embedrock.table import Table
 from embedrock.torch.arguments import DTYPES, check_norm
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
+
+if TYPE_CHECKING:
+    from embedrock.device.side import DeviceSide
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -133,6 +136,10 @@ class RowLayer(nn.Module):
             handle.vigil.check(handle.label)
             _refuse_several_processes(handle)
         return True
+
+    def _side(self, handle: Handle) -> DeviceSide | None:
+        """Return the rows on the GPU; None where the CPU uses them: it does what the GPU does not."""
+        return None if self.max_norm is not None else handle.side()
 
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)

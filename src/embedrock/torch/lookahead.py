@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from embedrock.fronts.batch_ids import Kinds, ids_by_table
+from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_table
 from embedrock.prefetch import prefetch as prefetch_rows
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
@@ -19,6 +22,9 @@ L = TypeVar("L", bound=RowLayer | Table)
 
 def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
     """Go through the batches of `loader` while the rows that the next batches need are read from disk.
+
+    Of tables that a GPU keeps a cache of, the rows of the next batch are copied to it beside what it does with this
+    one, whatever `depth` is (but 0).
 
     Training gives the same bits as a loop over the loader itself. Batches are taken from the loader in this thread,
     `depth` ahead; its workers go on working as they do.
@@ -41,4 +47,52 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
         [(3, 4), (3, 4)]
     """
     kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, host_ids)
-    return prefetch_rows(loader, ids_by_table("ert.prefetch", ids_of, kinds), depth)
+    functions = ids_by_table("ert.prefetch", ids_of, kinds)
+    caches = [] if depth == 0 else [*_caches(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE))]
+    functions |= {cache.table: cache.take for cache in caches}
+    batches = prefetch_rows(loader, functions, depth)
+    return _expecting(batches, caches) if caches else batches
+
+
+class _Expects(Protocol):
+    """Rows on a GPU that are brought there ahead of their batch."""
+
+    def expect(self, ids: Tensor | None) -> None: ...
+
+
+class _Cache:
+    """What the batches that were pulled look up in a table that a GPU has a cache of, in order."""
+
+    def __init__(self, table: Table, side: _Expects, functions: Sequence[Callable[[Any], Any]]) -> None:
+        self.table, self._side, self._functions = table, side, functions
+        self._ids: deque[Tensor] = deque()
+
+    def take(self, batch: Any) -> np.ndarray:
+        """Note the ids of a batch, and return none, as the rows are not on disk."""
+        parts = [function(batch) for function in self._functions]
+        flat = [torch.as_tensor(ids).reshape(-1) for part in parts for ids in _several(part)]
+        self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
+        return np.empty(0, np.int64)
+
+    def advance(self) -> None:
+        """Have the next batch's rows brought; the first one's are in use from now on."""
+        self._ids.popleft()
+        self._side.expect(self._ids[0] if self._ids else None)
+
+
+def _several(ids: Any) -> Sequence[Any]:
+    return ids if isinstance(ids, tuple | list) and any(isinstance(p, Tensor | np.ndarray) for p in ids) else [ids]
+
+
+def _caches(asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]]) -> Iterator[_Cache]:
+    for table, parts in asked.items():
+        side = next((layer.handle.side() for layer, _ in parts if isinstance(layer, RowLayer)), table.side)
+        if hasattr(side, "expect"):
+            yield _Cache(table, side, [function for _, function in parts])  # pyright: ignore[reportArgumentType]
+
+
+def _expecting(batches: Iterator[T], caches: Sequence[_Cache]) -> Iterator[T]:
+    for batch in batches:
+        for cache in caches:
+            cache.advance()
+        yield batch

@@ -32,7 +32,12 @@ class Options(NamedTuple):
 
 
 def host_ids(ids: Tensor, label: str) -> np.ndarray:
-    """Return a tensor of ids, on any device, as an array.
+    """Return a tensor of ids, on any device, as an array. Raises what `check_ids` raises."""
+    return check_ids(ids, label).cpu().numpy()
+
+
+def check_ids(ids: Tensor, label: str) -> Tensor:
+    """Return a tensor of ids if it is one.
 
     Raises:
         IdTypeError: it is not a dense tensor of int32 or int64.
@@ -44,17 +49,22 @@ def host_ids(ids: Tensor, label: str) -> np.ndarray:
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. "
             "Convert it, for example with .long()."
         )
-    return ids.cpu().numpy()
+    return ids
 
 
-def host_grads(grads: Tensor) -> np.ndarray:
-    """Return the gradient of an output, of any dtype and on any device, as float32."""
+def refuse_second_derivative() -> None:
+    """Raise `UnsupportedError` in a backward whose own graph is recorded."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
             "of the other parameters only: "
             "torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
         )
+
+
+def host_grads(grads: Tensor) -> np.ndarray:
+    """Return the gradient of an output, of any dtype and on any device, as float32."""
+    refuse_second_derivative()
     return grads.to("cpu", torch.float32).contiguous().numpy()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from torch import Tensor
 
 from embedrock.gradients import RowGradients
 
@@ -35,9 +36,12 @@ class Pending:
         """Forget the gradients."""
         self.grads, self._shown = None, 0.0
 
-    def follow(self, number: float | None) -> None:
+    def follow(self, shown: Tensor | None) -> None:
         """Do to the gradients what was done to the number since it was shown (None: it is gone)."""
-        if self.grads is None or number == self._shown:
+        if self.grads is None:  # looked at first, because reading a number from a GPU waits for it
+            return
+        number = None if shown is None else shown.item()
+        if number == self._shown:
             return
         if number is None or number == 0.0:
             return self.drop()
@@ -50,3 +54,15 @@ class Pending:
         self.grads = grads if self.grads is None else self.grads.merge(grads)
         self._shown = number_of(self.grads)
         return self._shown
+
+    @staticmethod
+    def arrive(earlier: RowGradients | None, grads: RowGradients) -> tuple[RowGradients, float]:
+        """Add gradients to those that arrived earlier in the same backward.
+
+        Returns:
+            The sum, and what autograd has to add: by how much the number of this backward's gradients grew.
+        """
+        if earlier is None:
+            return grads, number_of(grads)
+        both, before = earlier.merge(grads), number_of(earlier)
+        return both, number_of(both) - before if math.isfinite(before) else 0.0

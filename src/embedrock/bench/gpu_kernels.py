@@ -1,0 +1,39 @@
+"""The kernel that shows what records in host memory can give at best: it reads and writes them, and does nothing else.
+
+Imported only where it is run: it needs Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.runtime import kernel, launch, tile
+
+
+@kernel("count")
+def _touch(
+    records: Any,
+    rows: Any,
+    count: Any,
+    WIDTH: tl.constexpr,
+    WRITES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(rows + number, mask=number < count, other=0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    here = (number < count)[:, None] & (column < WIDTH)
+    place = records + row[:, None] * WIDTH + column
+    values = tl.load(place, mask=here, other=0.0) + 1.0
+    # Without a store nothing would be read: of records that are only read, one that never happens.
+    tl.store(place, values, mask=here if WRITES else here & (values < 0.0))
+
+
+def touch(records: Any, rows: Any, writes: bool) -> None:
+    """Read different `rows` of `records` float32 (n, width), which are not negative, and write them if asked to."""
+    width = records.shape[1]
+    shape = tile(width)
+    launch(_touch, shape.programs(len(rows)), records, rows, len(rows), WIDTH=width, WRITES=writes, **shape.options)

@@ -1,0 +1,169 @@
+"""`DirectSide`: a table whose slots are its ids: the GPU plans, and knows where each row is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.near import ABSENT, FAR, Near, present
+from embedrock.device.pinned import Pinned
+from embedrock.device.placement import Placement
+from embedrock.device.plan import DevicePlan, make_plan
+from embedrock.device.side import DeviceSide
+from embedrock.kernels.gpu import rows
+from embedrock.table import Table
+from embedrock.tiers.memory import Memory
+
+COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned
+
+
+class DirectSide(DeviceSide):
+    """All rows near, a cache of them, or none: whatever is not near is read and stepped in pinned RAM, in place.
+
+    Args:
+        table: whose rows.
+        tier: of the table, with a direct directory.
+        device: the GPU.
+        placement: how the records are spread.
+
+    Raises:
+        PinningError: the system does not let the tier's RAM be pinned.
+    """
+
+    def __init__(self, table: Table, tier: Memory, device: torch.device, placement: Placement) -> None:
+        super().__init__(table, tier, device)
+        assert table.rows is not None  # or its slots would not be its ids
+        self.placement, self._rows, self._memory = placement, table.rows, tier
+        self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)
+        far = 0
+        if self._pinned is not None:
+            self._pinned.cover(tier.records.bytes.nbytes)
+            far = self._pinned.address
+        self.where = torch.full((self._rows,), ABSENT, dtype=torch.int32, device=device)
+        self.near = Near(self.where, placement, self.form, far)
+        self._seen = -1
+        self._batch = self._stamp + 1  # stamp of the first lookup since the last step: rows used since then stay near
+        self._expected: Tensor | None = None
+
+    # ------------------------------------------------------------ what the tier has
+
+    def _follow(self) -> None:
+        """Take over what the CPU changed. The near records are no newer: it has changed nothing before `finish`."""
+        if self._seen == self.table.changes:
+            return
+        bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._rows, bitorder="little"))
+        self.near.clear()
+        for start in range(0, self._rows, COPIED_ROWS):
+            some = bits[start : start + COPIED_ROWS].to(self.device).bool()
+            self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
+        if self.placement.mode == "device":
+            for ids in self._batches():
+                self.near.records[ids] = torch.from_numpy(self._memory.records.bytes[ids.cpu().numpy()]).to(self.device)
+                self.where[ids] = ids.to(torch.int32)
+        self._seen = self.table.changes
+
+    def _batches(self) -> Iterator[Tensor]:
+        """Go through the ids of the rows that have records."""
+        for start in range(0, self._rows, COPIED_ROWS):
+            yield present(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
+
+    def finish(self) -> None:
+        """Bring the tier's records up to date. Waits for the device."""
+        self.timeline.finish()
+        self.faults.ask()
+        self.timeline.finish()
+        if self.placement.mode == "device":
+            for ids in self._batches():
+                self._memory.records.bytes[ids.cpu().numpy()] = self.near.records[ids].cpu().numpy()
+        self.near.write_back()
+        parts = [present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in self._starts()]
+        bits = np.concatenate(parts)
+        self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
+        self.timeline.finish()
+
+    def _starts(self) -> range:
+        return range(0, self._rows, COPIED_ROWS)
+
+    def close(self) -> None:
+        """Give its memory back."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it. Waits for the device."""
+        return {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes, **self.near.stats()}
+
+    def __repr__(self) -> str:
+        return f"on {self.device}: {self.placement}"
+
+    # ------------------------------------------------------------ lookups and steps
+
+    def plan(self, ids: Tensor) -> DevicePlan:
+        with self.table.turn.lock, self.timeline.ordered():
+            self._begin()
+            return self._planned(ids, aside=False)
+
+    def _begin(self) -> None:
+        self.table.tier_beside()  # which is not closed
+        self.check()
+        self._follow()
+
+    def _planned(self, ids: Tensor, aside: bool) -> DevicePlan:
+        self._stamp += 1
+        plan = make_plan(self.on_device(ids), self._rows, self.faults.tensor, self._stamp)
+        self.near.bring(plan, self._batch, self.timeline, aside)
+        self.faults.ask()
+        return plan
+
+    def expect(self, ids: Tensor | None) -> None:
+        """Have the rows of the next batch brought near after the next lookup, beside what the device does then.
+
+        What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
+        while it moves, whether it was expected or not.
+        """
+        self._expected = ids
+
+    def read(self, plan: DevicePlan) -> Tensor:
+        with self.table.turn.lock, self.timeline.ordered():
+            out = super().read(plan)
+            expected, self._expected = self._expected, None
+            if expected is not None:
+                self._planned(expected, aside=True)
+        return out
+
+    def places(self, plan: DevicePlan) -> Tensor:
+        return self.near.places(plan)
+
+    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+        self._begin()
+        self.timeline.wait_for_copies()
+        n = plan.keys.numel()
+        fresh = torch.empty(n, self.spec.dim, dtype=torch.float32, device=self.device)
+        new = torch.empty(n, dtype=torch.uint8, device=self.device)
+        places = self.places(plan)
+        self._draw(plan, places, fresh)
+        self.near.settle(plan, live, places, new)
+        rows.begin(places, new, fresh, self._first_state, plan.count, live, self.form)
+        return places
+
+    def note_change(self) -> None:
+        super().note_change()
+        self._seen, self._batch = self.table.changes, self._stamp + 1
+
+    # ------------------------------------------------------------ gradients
+
+    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+        return replace(plan, keys=torch.where(drop, self._rows, plan.keys))
+
+    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+        before = self.masked(earlier.plan, earlier.is_dropped)
+        keys = torch.cat([before.keys, later.plan.keys])
+        # Rows that are not stepped, and room that is not used, have the key `rows`: it is no fault here.
+        plan = make_plan(keys, self._rows + 1, self.faults.tensor, later.plan.stamp)
+        values = torch.cat([earlier.scaled(), later.values])
+        return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))

@@ -1,0 +1,113 @@
+"""`Faults`: what goes wrong on a GPU, and is known on the host only later."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
+from embedrock.table import Table
+
+BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
+
+step_numbers = itertools.count(1)  # of all steps on GPUs in this process
+
+
+class Faults:
+    """The first thing that went wrong with a table's rows on a device.
+
+    Nothing waits for it: kernels write it, and make no step from then on, until a later call on the host sees it and
+    raises the error. The table is then as it was before the first step that was not made.
+
+    Args:
+        table: whose rows.
+        device: where they are.
+
+    Attributes:
+        tensor: int64 (4,) on the device: code, number, value, the first step that was refused.
+    """
+
+    def __init__(self, table: Table, device: torch.device) -> None:
+        self._table, self._is_cuda = table, device.type == "cuda"
+        self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._event = torch.cuda.Event() if self._is_cuda else None
+        self._is_asked = False
+        self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
+        self._asked_at = 0
+
+    def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
+        """Return offsets int64 (bags + 1,) that kernels may use; a fault where they are not those of n positions."""
+        code, bad = self.tensor[0], (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any()
+        self.tensor[0] = torch.where((code == 0) & bad, BAD_OFFSETS, code)
+        return offsets.clamp(0, n).cummax(0).values
+
+    def note_step(self, number: int) -> None:
+        """Note that a step was launched."""
+        self._launched.append(number)
+
+    def ask(self) -> None:
+        """Have the fault copied to the host, behind what was launched so far."""
+        if self._is_asked:
+            return
+        self._seen.copy_(self.tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._is_asked, self._asked_at = True, self._launched[-1] if self._launched else 0
+
+    def forget(self, is_culprit: bool = False) -> None:
+        """Forget that a step was refused, which the host knows; raise the error if it is the table's own."""
+        if is_culprit:
+            self._take()
+        self.tensor.zero_()
+
+    def check(self) -> None:
+        """Raise the error of a fault that has arrived on the host.
+
+        Raises:
+            IdError: ids of a lookup lie outside the table.
+        ArgumentError: offsets of bags are none.
+            NonFiniteGradientError: a step had gradients with NaN or Inf.
+        """
+        if not self._is_asked or (self._event is not None and not self._event.query()):
+            return
+        self._is_asked = False
+        if not self._seen.any():
+            while self._launched and self._launched[0] <= self._asked_at:
+                self._launched.popleft()
+            return
+        self._take()
+
+    def _take(self) -> None:
+        """Take back the steps that were refused, and raise the error."""
+        code, _, value, first = self.tensor.tolist()  # waits: nothing is refused after this that is not counted
+        refused = sum(number >= first for number in self._launched) if first else 0
+        self.tensor.zero_()
+        self._launched.clear()
+        self._table.take_back(refused)
+        if code == BAD_ID:
+            raise IdError(
+                f"`ids` of {self._table.subject} must lie in [0, {self._table.rows}): got {value} in an earlier batch, "
+                f"on the GPU. {_undone(refused)} Pass rows=None for open ids."
+            )
+        if code == BAD_OFFSETS:
+            raise ArgumentError(
+                f"`offsets` of {self._table.subject} must start at 0, not decrease, and not exceed the ids: those of "
+                f"an earlier batch, on the GPU, do not. {_undone(refused)}"
+            )
+        if code == NONFINITE:
+            raise NonFiniteGradientError(
+                f"gradients of {self._table.subject} must be finite: got NaN or Inf in an earlier step, on the GPU. "
+                f"{_undone(refused)} Lower the learning rate, clip or scale the gradients, or pass "
+                'on_nonfinite="skip" to leave such steps out.',
+                0,
+                np.empty(0, np.int64),
+            )
+
+
+def _undone(steps: int) -> str:
+    return f"Steps from then on were refused ({steps} so far): rows are as they were before."

@@ -1,0 +1,133 @@
+"""`HostedSide`: a table whose directory is on the host: that plans, and the GPU uses the records in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.pinned import Pinned
+from embedrock.device.plan import DevicePlan
+from embedrock.device.side import DeviceSide
+from embedrock.errors import CacheTooSmallError
+from embedrock.plan import Plan, make_plan
+from embedrock.table import Table
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.tier import Tier
+
+DROPPED = -2  # key of a row that is not stepped
+
+
+class HostedSide(DeviceSide):
+    """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
+
+    Ids that are on the GPU are copied to the host first, which waits for them. A table on disk moves records, so its
+    host waits for the step before.
+
+    Args:
+        table: whose rows.
+        tier: of the table.
+        device: the GPU.
+
+    Raises:
+        PinningError: the system does not let the tier's RAM be pinned.
+    """
+
+    def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
+        super().__init__(table, tier, device)
+        self._pinned = Pinned(tier.records.bytes, device)
+        self._host_waits = 0
+        self._cover()
+
+    def _cover(self) -> None:
+        slots = len(self.tier.records.bytes) if isinstance(self.tier, Disk) else self.tier.count
+        self._pinned.cover(slots * self.spec.record_bytes)
+
+    def finish(self) -> None:
+        self.timeline.finish()
+        self.faults.ask()
+        self.timeline.finish()
+
+    def close(self) -> None:
+        self._pinned.close()
+
+    def stats(self) -> dict[str, float]:
+        return {"device_slots": 0, "device_bytes": 0, "device_host_waits": self._host_waits}
+
+    def __repr__(self) -> str:
+        return f"on {self.device}: rows used in RAM, planned by the host"
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        turn = self.table.turn
+        with turn.alone() if isinstance(self.tier, Disk) else turn.lock:
+            self.table.tier_beside()
+            self.check()
+            with self.timeline.ordered():
+                yield
+
+    # ------------------------------------------------------------ lookups and steps
+
+    def plan(self, ids: Tensor) -> DevicePlan:
+        self._host_waits += ids.device.type != "cpu"
+        host = self.table.plan(ids.cpu().numpy())
+        with self._turn():
+            return self._planned(host)
+
+    def _planned(self, host: Plan) -> DevicePlan:
+        try:
+            host = self.table.located(host)
+        except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
+            host = replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
+        self._stamp += 1
+        arrays = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse
+        count = np.array([len(host.ids)], np.int32)
+        return DevicePlan(host.shape, *map(self.uploaded, arrays), self.uploaded(count), self._stamp, host)
+
+    def places(self, plan: DevicePlan) -> Tensor:
+        host = self._host(plan)
+        return self.uploaded(self._addresses(host.slots, np.cumsum(host.slots < 0)))
+
+    def _addresses(self, slots: np.ndarray, number: np.ndarray) -> np.ndarray:
+        return np.where(slots >= 0, self._pinned.address + slots * self.spec.record_bytes, -number)
+
+    def _draw(self, plan: DevicePlan, places: Tensor, out: Tensor) -> Tensor:
+        """Return the weights of rows that have no slot: float32 (m, dim)."""
+        host = self._host(plan)
+        missing = host.ids[host.slots < 0]
+        return self.uploaded(self.table.values_of(missing, here=host.epoch >= 0))
+
+    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+        with self._turn():
+            slots = self.table.admitted(self._host(plan))
+            self._cover()
+        places = self.uploaded(self._addresses(slots, slots))
+        return torch.where(plan.keys == DROPPED, -1, places)
+
+    @staticmethod
+    def _host(plan: DevicePlan) -> Plan:
+        assert plan.host is not None  # it was made here
+        return plan.host
+
+    # ------------------------------------------------------------ gradients
+
+    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
+
+    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+        # The host plans, so it has to know whether the earlier gradients still are there.
+        if earlier.number is not earlier.shown and bool(earlier.is_dropped):
+            return later
+        parts = [(self._host(earlier.plan), earlier.scaled()), (self._host(later.plan), later.values)]
+        ids = np.concatenate([host.ids for host, _ in parts])
+        values = torch.cat([values[: len(host.ids)] for host, values in parts])
+        dropped = torch.cat([grads.plan.keys == DROPPED for grads in (earlier, later)])
+        with self._turn():
+            plan = self._planned(make_plan(ids))
+        plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
+        return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))

@@ -1,0 +1,55 @@
+"""Where a table's records go: all of them near (in GPU memory), a cache of them, or none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from embedrock.sizes import format_bytes
+from embedrock.spec import Spec
+
+MAP_BYTES = 4  # for each row of the table: where it is
+SLOT_BYTES = 17  # for each record of the cache: whose it is, how often and when it was used, whether it changed
+FREE_SHARE = 2  # of the GPU memory that is free, one part in so many, where no budget is given
+
+
+class Placement(NamedTuple):
+    """How the records of a table are spread.
+
+    Attributes:
+        mode: "device" (all near), "cached" (some near, all others in RAM) or "host" (all in RAM).
+        near_rows: records that fit near.
+        bytes: of GPU memory, with what tells where rows are.
+    """
+
+    mode: str
+    near_rows: int
+    bytes: int
+
+    def __str__(self) -> str:
+        if self.mode == "cached":
+            return f"{self.near_rows} rows cached ({format_bytes(self.bytes)})"
+        return {"device": f"all rows ({format_bytes(self.bytes)})", "host": "rows used in RAM"}[self.mode]
+
+
+def choose(spec: Spec, budget: int) -> Placement:
+    """Decide how the records of a table of `spec`, whose ids are its slots, are spread, given bytes of GPU memory."""
+    rows = spec.rows
+    assert rows is not None  # or its slots would not be its ids
+    whole, mapping = rows * (spec.record_bytes + MAP_BYTES), rows * MAP_BYTES
+    if whole <= budget:
+        return Placement("device", rows, whole)
+    near = max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES)
+    if near < 1:
+        return Placement("host", 0, mapping)
+    return Placement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+
+
+def memory_for(spec: Spec, near_rows: int) -> int:
+    """Return a `device_memory` in bytes with which a table of `spec` keeps so many records near.
+
+    Example:
+        >>> import embedrock as er
+        >>> memory_for(er.Table(rows=1000, dim=16, rule=er.Adam()).spec, 100)
+        24900
+    """
+    return (spec.rows or 0) * MAP_BYTES + near_rows * (spec.record_bytes + SLOT_BYTES)

@@ -1,0 +1,59 @@
+"""What a batch needs, decided on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embedrock.kernels.gpu import plan as kernels
+from embedrock.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """What one batch needs, on a device. How many rows it has is known only there: arrays have room for n.
+
+    Attributes:
+        shape: of the ids as they were given.
+        keys: int64 (n,): slots of the rows, ascending where the device planned; `limit` or more means no row.
+        ids: int64 (n,), of the rows.
+        starts: int32 (n + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold row k.
+        order: int64 (n,), all positions, grouped by row, in order of occurrence.
+        inverse: int32 (n,), the row of each position.
+        count: int32 (1,), how many rows there are.
+        stamp: number of the batch.
+        host: the same on the host, where the host planned.
+    """
+
+    shape: tuple[int, ...]
+    keys: Tensor
+    ids: Tensor
+    starts: Tensor
+    order: Tensor
+    inverse: Tensor
+    count: Tensor
+    stamp: int = 0
+    host: Plan | None = None
+
+
+def make_plan(keys: Tensor, limit: int, fault: Tensor, stamp: int) -> DevicePlan:
+    """Decide what a batch needs, by sorting. Nothing waits for the device.
+
+    Args:
+        keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, limit)`` are a fault.
+        limit: of the keys.
+        fault: int64 (4,), see `Faults`.
+        stamp: number of the batch.
+    """
+    n, device = keys.numel(), keys.device
+    ordered, order = torch.sort(keys.reshape(-1), stable=True)
+    counts = torch.empty(kernels.blocks(n), dtype=torch.int32, device=device)
+    unique = torch.full((n,), limit, dtype=torch.int64, device=device)
+    starts = torch.empty(n + 1, dtype=torch.int32, device=device)
+    inverse = torch.empty(n, dtype=torch.int32, device=device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    kernels.mark(ordered, limit, counts, fault, stamp)
+    kernels.collect(ordered, order, counts, unique, starts, inverse, count)
+    return DevicePlan(tuple(keys.shape), unique, unique, starts, order, inverse, count, stamp)

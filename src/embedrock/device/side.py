@@ -1,0 +1,220 @@
+"""`DeviceSide`: the rows of a table on a GPU, as lookups, gradients and optimizers use them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.faults import Faults
+from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.plan import DevicePlan
+from embedrock.device.timeline import Timeline
+from embedrock.errors import ArgumentError
+from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from embedrock.kernels.gpu import generator, rows
+from embedrock.kernels.gpu.runtime import Form
+from embedrock.rules import Rule
+from embedrock.spec import Spec
+from embedrock.table import Table
+from embedrock.tiers.tier import Tier
+
+
+def form_of(spec: Spec) -> Form:
+    """Return how records of `spec` lie, for kernels."""
+    layout = spec.layout
+    return Form(spec.dim, spec.dtype, layout.record_bytes, layout.state_start, layout.state_width)
+
+
+def drawn_by(init: Initializer) -> tuple[str, float, float] | None:
+    """Return the kernel of an initializer and its two numbers, or None where only the CPU can draw first values."""
+    if type(init) is Zeros:
+        return "constant", 0.0, 0.0
+    if type(init) is Constant:
+        return "constant", float(init.value), 0.0
+    if type(init) is Uniform:
+        return "uniform", float(init.low), float(init.high)
+    return ("normal", float(init.mean), float(init.std)) if type(init) is Normal else None
+
+
+FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has to look long ago
+HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that grow by a row at each step
+
+
+class _Histories:
+    """Copies of a rule's history on the device, which get the rows that came since."""
+
+    def __init__(self, side: DeviceSide) -> None:
+        self._side = side
+        self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
+
+    def follow(self, name: str, numbers: Any) -> Tensor:
+        """Return one of the arrays of a step's numbers, on the device."""
+        array, steps = getattr(numbers, name), numbers.steps
+        known, copy, done = self._copies.get(name, (None, None, 0))
+        if known is not array or copy is None or steps < done:
+            copy = self._side.uploaded(array)
+        else:
+            start = max(0, done - 1)  # a step that was taken back may have been made anew
+            copy[start : steps + 1] = self._side.uploaded(array[start : steps + 1])
+        self._copies[name] = array, copy, steps
+        return copy
+
+
+class DeviceSide:
+    """Rows of a table that a GPU reads and steps, wherever they lie. Nothing here waits for it, but where it is said.
+
+    Args:
+        table: whose rows.
+        tier: of the table.
+        device: the GPU; "cpu" under Triton's interpreter.
+    """
+
+    def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
+        self.table, self.tier, self.device = table, tier, device
+        self.spec = table.spec
+        self.form = form_of(self.spec)
+        self.timeline, self.faults = Timeline(device), Faults(table, device)
+        self._first_state = torch.from_numpy(np.array(self.spec.first_state)).to(device)
+        self._stamp = FIRST_STAMP
+        self._histories = _Histories(self)
+
+    # ------------------------------------------------------------ what a table asks of a side
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Bring the tier's records up to date. Waits for the device."""
+
+    def check(self) -> None:
+        """Raise what went wrong in earlier calls, as far as it is known."""
+        self.faults.check()
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give its memory back."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is still that of the table: its records may have been laid out anew."""
+        return self.table.side is self and self.table.spec.layout == self.spec.layout and self._has_tier()
+
+    def _has_tier(self) -> bool:
+        return self.table.tier_beside() is self.tier
+
+    # ------------------------------------------------------------ lookups
+
+    @abstractmethod
+    def plan(self, ids: Tensor) -> DevicePlan:
+        """Decide what a batch of ids needs, and bring its rows near."""
+
+    @abstractmethod
+    def places(self, plan: DevicePlan) -> Tensor:
+        """Return the addresses of a plan's records: int64 (n,), ``-1 - k`` for row k where there is none."""
+
+    def read(self, plan: DevicePlan) -> Tensor:
+        """Return the weights of a plan's rows: float32 (n, dim)."""
+        with self.table.turn.lock, self.timeline.ordered():
+            self.timeline.wait_for_copies()
+            places = self.places(plan)
+            out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
+            rows.gather(places, self._draw(plan, places, out), plan.count, self.form, out)
+            if self.table.lags:
+                rows.refresh(out, places, plan.count, self._uploaded(self.table.numbers_now()), self.form)
+        return out
+
+    def _draw(self, plan: DevicePlan, places: Tensor, out: Tensor) -> Tensor:
+        """Return the weights of rows that have no place, which may be in `out` float32 (n, dim)."""
+        drawn = drawn_by(self.spec.init)
+        assert drawn is not None  # or the host plans, and draws
+        kind, a, b = drawn
+        seed = int(self.table.spec.key)
+        generator.first_values(kind, plan.ids, places, plan.count, seed, a, b, self.form, out)
+        return out
+
+    def uploaded(self, array: np.ndarray) -> Tensor:
+        """Return an array on the device. Nothing waits for the copy."""
+        return self.on_device(torch.from_numpy(np.array(array)))
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device; one on the host is pinned first, so that nothing waits for the copy."""
+        if tensor.device == self.device:
+            return tensor
+        if tensor.device.type == "cpu" and self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    # ------------------------------------------------------------ gradients
+
+    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None = None) -> DeviceGradients:
+        """Return the gradients (n, dim) of a plan's positions, summed to one for each row; none for id `padding`."""
+        skip, plan = self.without(plan, padding)
+        return DeviceGradients.of(plan, *sum_rows(grads.reshape(-1, self.spec.dim), plan, skip))
+
+    def without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+        """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""
+        if padding is None:
+            return self._none, plan
+        found = plan.ids == padding
+        return torch.where(found.any(), found.to(torch.int32).argmax(), -1).to(torch.int32).reshape(1), self.masked(
+            plan, found
+        )
+
+    @property
+    def _none(self) -> Tensor:
+        return torch.full((1,), -1, dtype=torch.int32, device=self.device)
+
+    @abstractmethod
+    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+        """Return a plan whose rows in `drop`, bool (n,) or (), are not stepped."""
+
+    @abstractmethod
+    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+        """Return the sum of both; in a row that both have, the earlier gradient comes first."""
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, rule: Rule, grads: DeviceGradients, factor: Tensor, live: Tensor) -> None:
+        """Make one step of the rule.
+
+        Args:
+            rule: laid out as the table's.
+            grads: of the rows.
+            factor: float32 (1,), every gradient is multiplied by it first.
+            live: int32 (1,), 0 where nothing is to change.
+        """
+        if not rule.same_layout(self.table.rule):
+            raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
+        with self.table.turn.lock, self.timeline.ordered():
+            places = self.ready(grads.plan, live)
+            numbers, step = self.table.step_beside(rule)
+            args = factor, grads.clip_value, live, grads.plan.count, int(self.spec.key), step
+            rows.step(places, grads.plan.ids, grads.values, *args, self._uploaded(numbers), self.form)
+            self.note_change()
+
+    @abstractmethod
+    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+        """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone."""
+
+    def skip_step(self) -> None:
+        """Count a step that is left out."""
+        with self.table.turn.lock:
+            self.table.skip_beside()
+
+    def note_change(self) -> None:
+        """Have whatever reads the tier's records wait for `finish`."""
+        self.table.turn.running = self
+        self.faults.ask()
+
+    def _uploaded(self, numbers: Any) -> Any:
+        """Return a step's numbers with their history, which grows by a step at a time, on the device."""
+        if not hasattr(numbers, "history"):
+            return numbers
+        fields = [name for name in HISTORIES if hasattr(numbers, name)]  # Ftrl's has no log_fade
+        return numbers._replace(**{name: self._histories.follow(name, numbers) for name in fields})

@@ -1,0 +1,76 @@
+"""`Timeline`: in which order work on a GPU happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from embedrock.errors import UnsupportedError
+
+
+class Timeline:
+    """The order of a table's work: on the caller's stream, and on one of our own that copies records ahead of time.
+
+    Whatever is begun on one stream goes on after what was begun before on another: the host waits for none of them.
+    Where "the GPU" is the CPU, under Triton's interpreter, there is nothing to order.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._copying = torch.cuda.Stream(device) if self._is_cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        self._done = torch.cuda.Event() if self._is_cuda else None
+        self._copied: torch.cuda.Event | None = None
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Do work on the caller's stream, after all that was done on others.
+
+        Raises:
+            UnsupportedError: the stream is being captured.
+        """
+        if self._done is None:
+            yield
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "lookups and steps of embedding rows cannot be captured in a CUDA graph: which rows a batch needs is "
+                "decided anew each time. Capture the dense part of the model (torch.cuda.make_graphed_callables), and "
+                "call the embedding layers and their optimizer outside of it."
+            )
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_event(self._done)
+        with torch.cuda.device(self._device):
+            yield
+        self._stream = stream
+        self._done.record(stream)
+
+    @contextmanager
+    def aside(self, *tensors: Tensor) -> Iterator[None]:
+        """Do copies, of which `tensors` tell, on a stream of our own, after what was done on the caller's."""
+        if self._copying is None:
+            yield
+            return
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copying):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(self._copying)
+        self._copied = self._copying.record_event()
+
+    def wait_for_copies(self) -> None:
+        """Have what comes on the caller's stream wait for the copies so far. The host goes on."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def finish(self) -> None:
+        """Return once all work on the device is done."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,7 @@
+"""The kernels for GPUs, compiled by Triton at first use. They take addresses of records, wherever those lie."""
+
+from __future__ import annotations
+
+from embedrock.kernels.gpu import cache, codec, gate, generator, plan, pooling, rows, rules, runtime, sums
+
+__all__ = ["cache", "codec", "gate", "generator", "plan", "pooling", "rows", "rules", "runtime", "sums"]

@@ -1,0 +1,101 @@
+"""16-bit weights as in ``kernels/cpu/codec.py``, whose arithmetic this is: integers and exact float32 only.
+
+The `Form` says what words are: float32, or uint16 that holds the bits of bfloat16 or float16.
+"""
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.runtime import inlined
+
+
+@inlined
+def decode(word, FORM: tl.constexpr):
+    """Return the float32 values of words."""
+    if FORM.dtype_name == "bfloat16":
+        value = (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif FORM.dtype_name == "float16":
+        value = _decode_float16(word.to(tl.uint32))
+    else:
+        value = word
+    return value
+
+
+@inlined
+def encode_nearest(value, FORM: tl.constexpr):
+    """Return the words nearest to float32 values, ties to even."""
+    if FORM.dtype_name == "bfloat16":
+        word = _nearest_bfloat16(value.to(tl.uint32, bitcast=True))
+    elif FORM.dtype_name == "float16":
+        word = _nearest_float16(value.to(tl.uint32, bitcast=True))
+    else:
+        word = value
+    return word
+
+
+@inlined
+def encode_stochastic(value, random, FORM: tl.constexpr):
+    """Return words of float32 values, rounded away from zero or not as the uint32 words `random` decide."""
+    if FORM.dtype_name == "bfloat16":
+        word = _stochastic_bfloat16(value.to(tl.uint32, bitcast=True), random)
+    elif FORM.dtype_name == "float16":
+        word = _stochastic_float16(value.to(tl.uint32, bitcast=True), random)
+    else:
+        word = value
+    return word
+
+
+@inlined
+def _decode_float16(word):
+    bits = word & 0x7FFF
+    large = bits << 13
+    large = tl.where(bits >= 0x7C00, large + 0x70000000, large + 0x38000000)  # infinity and NaN; normal
+    subnormal = (bits.to(tl.int32).to(tl.float32) * 2.0**-24).to(tl.uint32, bitcast=True)
+    magnitude = tl.where(bits >= 0x0400, large, subnormal)
+    return (((word & 0x8000) << 16) | magnitude).to(tl.float32, bitcast=True)
+
+
+@inlined
+def _join(bits, kept, NAN: tl.constexpr):
+    # The word of 16 bits: the sign of `bits`, and `kept` or the one NaN.
+    kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, NAN, kept)
+    return (((bits >> 16) & 0x8000) | kept).to(tl.uint16)
+
+
+@inlined
+def _nearest_bfloat16(bits):
+    magnitude = bits & 0x7FFFFFFF
+    odd = (magnitude >> 16) & 1
+    return _join(bits, (magnitude + 0x7FFF + odd) >> 16, 0x7FC0)
+
+
+@inlined
+def _nearest_float16(bits):
+    magnitude = bits & 0x7FFFFFFF
+    # Subnormal: at 0.5 the last place of float32 is worth 2**-24, as in float16, so the addition rounds.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 0.5
+    subnormal = shifted.to(tl.uint32, bitcast=True) - 0x3F000000
+    odd = (magnitude >> 13) & 1
+    kept = tl.where(magnitude < 0x38800000, subnormal, (magnitude - 0x37FFF001 + odd) >> 13)
+    return _join(bits, tl.minimum(kept, 0x7C00), 0x7E00)
+
+
+@inlined
+def _stochastic_bfloat16(bits, random):
+    magnitude = bits & 0x7FFFFFFF
+    kept = (magnitude >> 16) + (random < (magnitude << 16)).to(tl.uint32)
+    kept = tl.where(magnitude == 0x7F800000, kept, tl.minimum(kept, 0x7F7F))
+    return _join(bits, kept, 0x7FC0)
+
+
+@inlined
+def _stochastic_float16(bits, random):
+    magnitude = bits & 0x7FFFFFFF
+    small = magnitude < 0x38800000
+    # Subnormal: in units of 2**-24, whole and fraction. Every step is exact.
+    scaled = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True) * 2.0**24
+    whole = scaled.to(tl.int32)
+    fraction = ((scaled - whole.to(tl.float32)) * 2.0**32).to(tl.uint32)
+    kept = tl.where(small, whole.to(tl.uint32), (magnitude - 0x38000000) >> 13)
+    kept += (random < tl.where(small, fraction, magnitude << 19)).to(tl.uint32)
+    kept = tl.where(magnitude == 0x7F800000, 0x7C00, tl.minimum(kept, 0x7BFF))
+    return _join(bits, kept, 0x7E00)

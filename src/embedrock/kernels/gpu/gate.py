@@ -1,0 +1,48 @@
+"""Whether a step may be made, decided where the gradients are: see `embedrock.device.faults`."""
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.runtime import kernel, launch
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+NONFINITE = tl.constexpr(2)
+BESIDE = tl.constexpr(3)
+
+
+@kernel("count", "number")
+def _judge(numbers, faults, factors, live, finite, count, number, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    here = lane < count
+    grad = tl.load(numbers + lane, mask=here, other=1.0)
+    shown = tl.load(numbers + count + lane, mask=here, other=1.0)
+    # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
+    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), grad)
+    own = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
+    fault = tl.load(faults + lane, mask=here, other=0).to(tl.pointer_type(tl.int64))
+    code = tl.load(fault, mask=here, other=0)
+    good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
+    tl.store(factors + lane, factor, mask=here)
+    tl.store(live + lane, good * (factor != 0.0).to(tl.int32), mask=here)
+    tl.store(finite + lane, own.to(tl.int32), mask=here)
+    refused = here & (good == 0)
+    tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
+    first = tl.load(fault + 3, mask=refused, other=1)
+    tl.store(fault + 3, tl.zeros_like(first) + number, mask=refused & (first == 0))
+
+
+def judge(numbers, faults, factors, live, finite, number):
+    """Decide for all tables of a step whether it is made: all of them step, or none.
+
+    Args:
+        numbers: float32 (2, k): what stands for the gradients of each table now, and what was shown for them.
+        faults: int64 (k,), addresses of each table's fault, int64 (4,): code, what it is of, a value, and the number of
+            the first step that was refused. Written where a step is refused.
+        factors: float32 (k,) receives what gradients are to be multiplied by.
+        live: int32 (k,) receives 1 where rows are stepped: where all tables can be, and the factor is not 0.
+        finite: int32 (k,) receives 1 where the table's own gradients are finite.
+        number: of the step, >= 1.
+    """
+    count, lanes = factors.shape[0], 1
+    while lanes < count:
+        lanes *= 2
+    launch(_judge, 1, numbers, faults, factors, live, finite, count, number, num_warps=1, LANES=lanes)

@@ -1,0 +1,140 @@
+"""The counter-based generator and the first values drawn from it; ``docs/first-values.md`` is the definition.
+
+Every operation is exact or rounded once as IEEE 754 says, so the results are those of the reference bit for bit. Tiles
+are (rows, BLOCK): one row of a table each, BLOCK columns, a power of two and at least 4.
+"""
+
+import triton.language as tl
+from triton.language.random import philox_impl
+
+from embedrock.kernels.gpu.codec import decode, encode_nearest
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
+from embedrock.kernels.reference import generator as reference
+
+FIRST_VALUES = tl.constexpr(reference.FIRST_VALUES)
+ROUNDING = tl.constexpr(reference.ROUNDING)
+LOG_SERIES = tl.constexpr(tuple(map(float, reference.LOG_SERIES)))
+LN_2 = tl.constexpr(float(reference.LN_2))
+NUMERATOR = tl.constexpr(tuple(map(float, reference.NUMERATOR)))
+DENOMINATOR = tl.constexpr(tuple(map(float, reference.DENOMINATOR)))
+
+
+@inlined
+def row_words(ids, seed, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words of all columns of rows `ids` (rows,) int64, as a tile of uint32."""
+    blocks = tl.arange(0, BLOCK // 4).to(tl.uint32) | (PURPOSE << 30)
+    key = seed.to(tl.uint64)
+    w0, w1, w2, w3 = philox_impl(
+        ids.to(tl.uint32)[:, None],
+        (ids >> 32).to(tl.uint32)[:, None],
+        blocks[None, :],
+        step.to(tl.uint32),
+        key.to(tl.uint32),
+        (key >> 32).to(tl.uint32),
+    )
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@inlined
+def first_words(ids, seed, BLOCK: tl.constexpr):
+    """Return the words that decide the first values of rows `ids`."""
+    return row_words(ids, seed, tl.zeros([1, 1], tl.uint32), FIRST_VALUES, BLOCK)
+
+
+@inlined
+def rounding_words(ids, seed, step, BLOCK: tl.constexpr):
+    """Return the words that decide the rounding of rows `ids` at `step`."""
+    return row_words(ids, seed, step, ROUNDING, BLOCK)
+
+
+@inlined
+def standard_normal(word):
+    """Return the standard normal values that belong to words."""
+    # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
+    k = (word >> 1).to(tl.int32)
+    p = (k.to(tl.float32) + 0.5) * 2.0**-32
+    x = ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31
+    w = _minus_log((4.0 * p) * (1.0 - p))
+    z = tl.div_rn(x * _polynomial(w, NUMERATOR, 7), _polynomial(w, DENOMINATOR, 6))
+    return (z.to(tl.uint32, bitcast=True) | (word << 31)).to(tl.float32, bitcast=True)
+
+
+@inlined
+def _minus_log(t):
+    bits = t.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    return (-exponent).to(tl.float32) * LN_2 - (f + (f * f) * _polynomial(f, LOG_SERIES, 7))
+
+
+@inlined
+def _polynomial(x, COEFFICIENTS: tl.constexpr, COUNT: tl.constexpr):
+    value = COEFFICIENTS[0] * x + COEFFICIENTS[1]
+    for k in tl.static_range(2, COUNT):
+        value = value * x + COEFFICIENTS[k]
+    return value
+
+
+@inlined
+def constant(ids, seed, value, unused, BLOCK: tl.constexpr):
+    return tl.full([ids.shape[0], BLOCK], value, tl.float32)
+
+
+@inlined
+def uniform(ids, seed, low, high, BLOCK: tl.constexpr):
+    word = first_words(ids, seed, BLOCK)
+    return low + (high - low) * ((word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24)
+
+
+@inlined
+def normal(ids, seed, mean, std, BLOCK: tl.constexpr):
+    return mean + std * standard_normal(first_words(ids, seed, BLOCK))
+
+
+DRAWS = {"constant": constant, "uniform": uniform, "normal": normal}
+
+
+@kernel("seed")
+def _first_values(
+    ids,
+    places,
+    count,
+    seed: tl.uint64,
+    a,
+    b,
+    out,
+    DRAW: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = u < tl.load(count)
+    here &= tl.load(places + u, mask=here, other=0) < 0
+    if tl.max(here.to(tl.int32), 0) > 0:  # most rows have records
+        values = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, BLOCK)
+        values = decode(encode_nearest(values, FORM), FORM)
+        columns = tl.arange(0, BLOCK)[None, :]
+        tl.store(out + u[:, None] * FORM.dim + columns, values, mask=here[:, None] & (columns < FORM.dim))
+
+
+def first_values(kind, ids, places, count, seed, a, b, form, out):
+    """Write the first values of rows without a record to `out` (n, dim), rounded to nearest as they will be stored.
+
+    Args:
+        kind: "constant" (a: the value), "uniform" (a: low, b: high) or "normal" (a: mean, b: std).
+        ids: int64 (n,).
+        places: int64 (n,): a row has no record where it is negative. Others are left alone.
+        count: int32 (1,): how many of the n rows there are.
+        seed: 64 bits.
+        a: see `kind`.
+        b: see `kind`.
+        form: of the records.
+        out: float32 (n, dim).
+    """
+    rows = tile(form.dim)
+    numbers = seed % 2**64, single(a), single(b)
+    launch(
+        _first_values, rows.programs(ids.shape[0]), ids, places, count, *numbers, out, DRAW=DRAWS[kind], FORM=form,
+        **rows.options,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Planning a batch on the GPU from its sorted keys: see ``kernels/reference/device.py`` for what each kernel does.
+
+Two passes over blocks of positions: the first counts, the second adds up the counts of the blocks before its own. So
+nothing but the sort is left to a framework, and the number of unique keys stays on the device.
+"""
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+
+BLOCK = 1024
+TILE = tl.constexpr(1024)  # counts that are added up at once
+
+NUMBER = tl.constexpr(1)  # of the fault of a key out of range
+
+
+def blocks(n):
+    """Return the number of counts that n positions, or keys, have."""
+    return -(-n // BLOCK)
+
+
+@inlined
+def sum_before(counts, stop):
+    """Add up ``counts[:stop]``."""
+    lane = tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.int32)
+    start = 0
+    while start < stop:  # the interpreter cannot count in `range` up to a tensor
+        total += tl.load(counts + start + lane, mask=start + lane < stop, other=0)
+        start += TILE
+    return tl.sum(total, axis=0)
+
+
+@inlined
+def _heads(keys, i, n):
+    key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
+    before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
+    return key, (i < n) & ((i == 0) | (key != before))
+
+
+@kernel("n", "number")
+def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    _, heads = _heads(keys, program * LANES + tl.arange(0, LANES), n)
+    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0))
+    if program == 0:
+        first, last = tl.load(keys).to(tl.int64), tl.load(keys + n - 1).to(tl.int64)
+        bad = (first < 0) | (last >= limit)
+        if bad & (tl.load(fault) == 0):
+            tl.store(fault, NUMBER)
+            tl.store(fault + 1, number)
+            tl.store(fault + 2, tl.where(first < 0, first, last))
+
+
+def mark(keys, limit, counts, fault, number):
+    """Count the keys that begin in each block; note one outside ``[0, limit)`` in `fault`, unless there is a fault."""
+    n = keys.shape[0]
+    launch(_mark, blocks(n), keys, limit, counts, fault, n, number, LANES=BLOCK)
+
+
+@kernel("n")
+def _collect(keys, order, counts, unique, starts, inverse, count, n, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    i = program * LANES + tl.arange(0, LANES)
+    key, heads = _heads(keys, i, n)
+    rank = sum_before(counts, program) + tl.cumsum(heads.to(tl.int32), axis=0) - 1
+    tl.store(unique + rank, key, mask=heads)
+    tl.store(starts + rank, i, mask=heads)
+    position = tl.load(order + i, mask=i < n, other=0)
+    tl.store(inverse + position, rank, mask=i < n)
+    if program == tl.num_programs(0) - 1:
+        total = sum_before(counts, program) + tl.sum(heads.to(tl.int32), axis=0)
+        tl.store(starts + total, n)
+        tl.store(count, total)
+
+
+def collect(keys, order, counts, unique, starts, inverse, count):
+    """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left."""
+    n = keys.shape[0]
+    launch(_collect, max(1, blocks(n)), keys, order, counts, unique, starts, inverse, count, n, LANES=BLOCK)

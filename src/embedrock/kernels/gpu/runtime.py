@@ -1,0 +1,99 @@
+"""How GPU kernels are compiled and launched. Tensors are whatever Triton takes: nothing here imports a framework.
+
+Where ``TRITON_INTERPRET=1`` was set before Triton was first imported, kernels run on CPU tensors, slowly and with the
+same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton
+from triton.language import random
+from triton.runtime.jit import JITFunction
+
+
+class Form(NamedTuple):
+    """How the records of a table lie, for kernels: a constexpr, so each form is compiled for itself.
+
+    Attributes:
+        dim: columns of weights.
+        dtype_name: of the weights, as in `Spec`.
+        record_bytes: bytes from one record to the next.
+        state_start: index of the first state column, in float32 units.
+        state_width: float32 state columns in all.
+    """
+
+    dim: int
+    dtype_name: str
+    record_bytes: int
+    state_start: int
+    state_width: int
+
+
+class Tile(NamedTuple):
+    """What one program handles: `rows` rows of `block` columns, a power of two and at least 4."""
+
+    rows: int
+    block: int
+
+    def programs(self, count: int) -> int:
+        """Return how many programs `count` rows take."""
+        return -(-count // self.rows)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What `launch` is told of it."""
+        warps = min(max(self.rows * self.block // 128, 1), 16)
+        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": warps}
+
+
+def tile(dim: int, rows: int | None = None) -> Tile:
+    """Return the tile for rows of `dim` columns: by default as many rows as give each thread 16 bytes of weights."""
+    block = max(4, 1 << (dim - 1).bit_length())
+    return Tile(rows or max(1, 512 // block), block)
+
+
+KERNELS: list[Any] = []  # all that can be launched: tests compile each of them
+
+# For the parts of kernels. Triton inlines them.
+inlined: Any = triton.jit
+
+
+def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a kernel that can be launched: ``@kernel("count", "step")``.
+
+    Args:
+        varying: integer parameters that differ from call to call. Triton compiles a kernel anew for integers that
+            are 1 or divisible by 16, unless it is told of them.
+    """
+
+    def make(function: Callable[..., Any]) -> Any:
+        made = triton.jit(do_not_specialize=varying)(function)
+        KERNELS.append(made)
+        return made
+
+    return make
+
+
+def is_interpreted() -> bool:
+    """Tell whether kernels are interpreted, on CPU tensors."""
+    return not isinstance(random.philox_impl, JITFunction)
+
+
+def single(number: float) -> float:
+    """Round a number to float32, as it reaches a compiled kernel. The interpreter would calculate in float64."""
+    return float(np.float32(number))
+
+
+def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
+    """Run `grid_size` programs of a kernel on the current stream of the current device.
+
+    Without fused multiply-add, so that results are those of the CPU wherever they can be.
+    """
+    if grid_size == 0:
+        return
+    with np.errstate(all="ignore"):  # of the interpreter: GPUs do not warn
+        kernel[(grid_size,)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs)

@@ -1,0 +1,263 @@
+"""What GPU kernels do that CPU kernels do otherwise: the specification of ``kernels/gpu/plan.py`` and ``cache.py``.
+
+A batch's plan has room for n unique keys; `count`, int32 (1,), says how many there are. What lies beyond is neither
+read nor written.
+
+Rows are cached in near slots, in the memory of the GPU; far slots, one for each row, are in that of the host. Slots,
+turns, searches and memories are the tuples of ``kernels/gpu/cache.py``, of arrays. A row whose last batch is not
+finished stays where it is. Where there is no victim for a row it is used where it is, far: the policy decides how fast
+a batch is, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from embedrock.kernels.gpu.cache import Memory, Search, Slots, Turn
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+UInt8Array = npt.NDArray[np.uint8]
+
+LAST = 127  # the bin of slots that may not be taken
+NOBODY = 2**63 - 1
+AGES = (1 << 22) - 1
+OUT_OF_RANGE = 1
+
+# ---------------------------------------------------------------- the plan
+
+
+def mark(keys: Int64Array, limit: int, counts: Int32Array, fault: Int64Array, number: int) -> None:
+    """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
+
+    Args:
+        keys: (n,), sorted; int32 or int64.
+        counts: how many keys begin in each block, for the fast `collect`.
+    """
+    bad = keys[[0, -1]][[keys[0] < 0, keys[-1] >= limit]]
+    if bad.size and not fault[0]:
+        fault[:3] = OUT_OF_RANGE, number, bad[0]
+
+
+def collect(
+    keys: Int64Array,
+    order: Int64Array,
+    counts: Int32Array,
+    unique: Int64Array,
+    starts: Int32Array,
+    inverse: Int32Array,
+    count: Int32Array,
+) -> None:
+    """Write the plan of sorted keys.
+
+    Args:
+        keys, counts: as `mark` had them.
+        order: int64 (n,), their positions.
+        unique: int64 (n,), ascending.
+        starts: int32 (n + 1,); segment k is ``order[starts[k] : starts[k + 1]]``.
+        inverse: int32 (n,), for each position the index of its key.
+        count: int32 (1,).
+    """
+    values, first, index = np.unique(keys, return_index=True, return_inverse=True)
+    count[0] = values.size
+    unique[: values.size] = values
+    starts[: values.size + 1] = np.append(first, keys.size)
+    inverse[order] = index
+
+
+# ---------------------------------------------------------------- words
+
+
+def _logarithm(worth: np.ndarray, fineness: int) -> np.ndarray:
+    """The logarithm to base 2, times `fineness` (a power of two), as the bits of a float32 have it: linear between."""
+    bits_below = 24 - fineness.bit_length()
+    return (worth.view(np.int32) - np.int32(127 << 23)) >> bits_below
+
+
+def _word(absent: np.ndarray | int, stamp: np.ndarray | int, worth: np.ndarray) -> np.ndarray:
+    code = np.minimum(_logarithm(worth, 16), 255)
+    return -1 - ((code << 23) | (np.int32(stamp) << 1) | absent)
+
+
+def _read_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    u = -1 - word
+    worth = (np.int32(127 << 23) + ((u >> 23 & 255) << 19)).view(np.float32)
+    return u & 1, (u >> 1) & AGES, worth
+
+
+def _fade(worth: np.ndarray, age: np.ndarray, fading: float) -> np.ndarray:
+    return worth * np.exp2(-np.minimum(age.astype(np.float32) * np.float32(fading), np.float32(24)))
+
+
+def _rows(keys: Int64Array, count: Int32Array, limit: int) -> Int64Array:
+    return np.flatnonzero((keys[: count[0]] >= 0) & (keys[: count[0]] < limit))
+
+
+def _missing(words: np.ndarray, stamp: int, span: int) -> np.ndarray:
+    absent, last, _ = _read_word(words)
+    return (words < 0) & (absent == 0) & ((stamp - last) & AGES > span)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def touch(slots: Slots, search: Search, turn: Turn, keys: Int64Array, count: Int32Array, limit: int) -> None:
+    """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished.
+
+    A row is worth the number of its uses, each of which fades by half in ``turn.half_life`` batches.
+
+    Args:
+        slots: what is known about records.
+        search: ``counts`` receives how many rows to fetch there are; only the sum means anything.
+        turn: the batch's place in time.
+        keys, count: of the batch. Those outside ``[0, limit)`` are left alone.
+        limit: number of far slots.
+    """
+    stamp, span, fading = turn.numbers()
+    key = keys[_rows(keys, count, limit)]
+    words = slots.where[key]
+    slot = words[words >= 0]
+    slots.worth[slot] = _fade(slots.worth[slot], (stamp - slots.used[slot]) & AGES, fading) + np.float32(1)
+    slots.used[slot] = stamp
+    missing = _missing(words, stamp, span)
+    stays = (words < 0) & ~missing
+    absent, last, worth = _read_word(words[stays])
+    slots.where[key[stays]] = _word(absent, stamp, _fade(worth, (stamp - last) & AGES, fading) + np.float32(1))
+    search.counts[:] = 0
+    search.counts[:1] = missing.sum()
+    slots.tallies[:3] += slot.size, key.size - slot.size - absent.sum(), absent.sum()
+
+
+def _window(slots: Slots, search: Search, hand: int) -> np.ndarray:
+    return (hand + np.arange(search.bins.size)) % slots.owner.size
+
+
+def offer(slots: Slots, search: Search, turn: Turn, hand: int) -> None:
+    """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around.
+
+    The caller advances `hand` by the length of the window. Free slots are in bin 0, those in use by a batch that is not
+    finished in bin `LAST`, others between by what they are worth now.
+    """
+    stamp, span, fading = turn.numbers()
+    v = _window(slots, search, hand)
+    age = (stamp - slots.used[v]) & AGES
+    bins = np.clip(_logarithm(_fade(slots.worth[v], age, fading), 8) + 33, 1, LAST - 1)
+    search.bins[:] = np.where(slots.owner[v] < 0, 0, np.where(age > span, bins, LAST))
+
+
+def choose(slots: Slots, search: Search, hand: int) -> None:
+    """Write the victims, in the order of the window: those worth least, as many as there are rows to fetch."""
+    free = int((search.bins < LAST).sum())
+    wanted = min(int(search.counts.sum()), free, search.victims.size)
+    chosen = np.sort(np.argsort(search.bins, kind="stable")[:wanted])
+    slot = _window(slots, search, hand)[chosen]
+    search.victims[:] = NOBODY
+    search.victims[:wanted] = ((slots.owner[slot] + 1) << 31) | slot
+
+
+def swap(
+    slots: Slots, search: Search, turn: Turn, keys: Int64Array, count: Int32Array, limit: int, moves: Int64Array
+) -> None:
+    """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
+
+    Args:
+        slots, search, turn, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        moves: int64 (len(victims), 3) receives what `exchange` has to do: near slot, or -1: nothing; the far slot that
+            its record is written back to, or -1; the far slot whose record takes its place.
+    """
+    stamp, span, fading = turn.numbers()
+    key = keys[_rows(keys, count, limit)]
+    key = key[_missing(slots.where[key], stamp, span)]
+    _, last, worth = _read_word(slots.where[key])
+    worth = _fade(worth, (stamp - last) & AGES, fading) + np.float32(1)
+    slots.where[key] = _word(0, stamp, worth)
+
+    victims = search.victims[search.victims != NOBODY][: key.size]
+    key, worth = key[: victims.size], worth[: victims.size]
+    slot, old = victims & (2**31 - 1), (victims >> 31) - 1
+    owned = old >= 0
+    slots.where[old[owned]] = _word(0, slots.used[slot[owned]], slots.worth[slot[owned]])
+    back = owned & (slots.dirty[slot] != 0)
+    moves[:, 0] = -1
+    moves[: victims.size] = np.stack([slot, np.where(back, old, -1), key], axis=1)
+    slots.where[key], slots.owner[slot], slots.dirty[slot] = slot, key, 0
+    slots.worth[slot], slots.used[slot] = worth, stamp
+    slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
+
+
+# ---------------------------------------------------------------- records
+
+
+def exchange(moves: Int64Array, memory: Memory) -> None:
+    """Move records as `swap` decided: out of near slots and into them."""
+    near, far, size = memory
+    for slot, old, key in moves[moves[:, 0] >= 0].tolist():
+        if old >= 0:
+            ctypes.memmove(far + old * size, near + slot * size, size)
+        ctypes.memmove(near + slot * size, far + key * size, size)
+
+
+def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) -> None:
+    """Copy records from addresses to addresses, int64 (n,); where one is negative, nothing."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        if source >= 0 and target >= 0:
+            ctypes.memmove(target, source, record_bytes)
+
+
+def locate(
+    keys: Int64Array, count: Int32Array, where: Int32Array | None, limit: int, memory: Memory, places: Int64Array
+) -> None:
+    """Write the address of each record, or ``-1 - u`` where there is none. Without `where` all are far."""
+    near, far, size = memory
+    places[: count[0]] = -1 - np.arange(count[0])
+    for u in _rows(keys, count, limit):
+        word = -1 if where is None else int(where[keys[u]])
+        if word >= 0:
+            places[u] = near + word * size
+        elif (-1 - word) & 1 == 0:
+            places[u] = far + keys[u] * size
+
+
+def settle(
+    keys: Int64Array,
+    count: Int32Array,
+    live: Int32Array,
+    where: Int32Array,
+    dirty: UInt8Array | None,
+    identity: bool,
+    limit: int,
+    memory: Memory,
+    places: Int64Array,
+    new: UInt8Array,
+) -> None:
+    """Before rows are stepped: give those without a record a place, and note which near records will be newer.
+
+    Args:
+        keys, count: of the batch.
+        live: int32 (1,); where it is 0 no row is stepped: all places are -1, and nothing else happens.
+        where: as in `Slots`.
+        dirty: as in `Slots`; None for a table without a cache.
+        identity: new records are near, in slot = key; otherwise far.
+        limit: keys outside ``[0, limit)`` are left alone: their places are -1.
+        memory: where records lie.
+        places: int64 (n,) receives addresses.
+        new: uint8 (n,) receives 1 where the record is yet to be written.
+    """
+    places[: count[0]], new[: count[0]] = -1, 0
+    if not live[0]:
+        return
+    for u in _rows(keys, count, limit):
+        word = int(where[keys[u]])
+        if word < 0 and (-1 - word) & 1:
+            new[u] = 1
+            where[keys[u]] = keys[u] if identity else word + 1
+    locate(keys, count, where, limit, memory, places)
+    places[: count[0]] = np.maximum(places[: count[0]], -1)
+    if dirty is not None:
+        words = where[keys[_rows(keys, count, limit)]]
+        dirty[words[words >= 0]] = 1

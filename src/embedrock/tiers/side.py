@@ -1,0 +1,29 @@
+"""`Side`: rows of a table that are in another memory, such as a GPU's, as the table sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Side(Protocol):
+    """Rows in another memory, which may be newer than those of the table's tier.
+
+    After each change that it makes to them it is the table's `Turn.running`: so whatever reads records waits for
+    `finish`, which brings those of the tier up to date.
+    """
+
+    def finish(self) -> None:
+        """Bring the tier's records up to date."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong since the last check."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back. The tier's records are up to date."""
+        ...

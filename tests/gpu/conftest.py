@@ -1,0 +1,15 @@
+"""No test here without PyTorch, Triton, and a device that its kernels run on."""
+
+from __future__ import annotations
+
+from gpu_device import INTERPRETED
+
+try:
+    import torch
+
+    from embedrock.kernels.gpu import runtime
+except ImportError:  # an extra is not installed
+    collect_ignore_glob = ["*"]
+else:
+    if runtime.is_interpreted() != INTERPRETED or not (INTERPRETED or torch.cuda.is_available()):
+        collect_ignore_glob = ["*"]  # something imported Triton before this file; or there is no GPU

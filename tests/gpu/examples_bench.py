@@ -1,0 +1,14 @@
+"""The kernel of ``bench gpu``, for compile_all.py."""
+
+from __future__ import annotations
+
+import torch
+
+from embedrock.bench.gpu_kernels import touch
+
+
+def example_touch() -> None:
+    rows = torch.zeros(4, dtype=torch.int32)
+    for width in (24, 192, 384):
+        for writes in (False, True):
+            touch(torch.zeros(8, width), rows, writes)

@@ -1,0 +1,53 @@
+"""The launchers of the cache and of planning, with tensors as a table has them."""
+
+from __future__ import annotations
+
+import torch
+
+from embedrock.kernels.gpu import cache, plan
+
+N, NEAR, FAR = 100, 64, 1000
+
+
+def example_plan() -> None:
+    counts, fault = torch.empty(plan.blocks(N), dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    order, count = torch.arange(N), torch.empty(1, dtype=torch.int32)
+    unique, starts, inverse = torch.empty(N, dtype=torch.int64), torch.empty(N + 1, dtype=torch.int32), order.int()
+    for dtype in (torch.int32, torch.int64):
+        keys = torch.arange(N, dtype=dtype)
+        plan.mark(keys, FAR, counts, fault, 7)
+        plan.collect(keys, order, counts, unique, starts, inverse, count)
+
+
+def example_cache() -> None:
+    keys, count = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
+    slots = cache.Slots(
+        torch.full((FAR,), -1, dtype=torch.int32),
+        torch.full((NEAR,), -1),
+        torch.zeros(NEAR),
+        torch.zeros(NEAR, dtype=torch.int32),
+        torch.zeros(NEAR, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.int64),
+    )
+    search = cache.Search(
+        torch.zeros(cache.blocks(N), dtype=torch.int32),
+        torch.zeros(NEAR, dtype=torch.uint8),
+        torch.zeros((cache.BINS, cache.blocks(NEAR)), dtype=torch.int32),
+        torch.zeros(cache.BINS, dtype=torch.int32),
+        torch.zeros(N, dtype=torch.int64),
+    )
+    turn, moves = cache.Turn(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
+    cache.touch(slots, search, turn, keys, count, FAR)
+    cache.offer(slots, search, turn, 5)
+    cache.choose(slots, search, 5)
+    cache.swap(slots, search, turn, keys, count, FAR, moves)
+    places, new, live = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.uint8), count
+    for record_bytes in (4, 8, 16, 96, 768, 12288):
+        memory = cache.Memory(2**40, 2**41, record_bytes)
+        cache.exchange(moves, memory)
+        cache.copy_records(places, places, record_bytes)
+    cache.locate(keys, count, None, FAR, memory, places)
+    cache.locate(keys, count, slots.where, FAR, memory, places)
+    cache.settle(keys, count, live, slots.where, slots.dirty, False, FAR, memory, places, new)
+    cache.settle(keys, count, live, slots.where, None, False, FAR, memory, places, new)
+    cache.settle(keys, count, live, slots.where, None, True, FAR, memory, places, new)

@@ -1,0 +1,286 @@
+"""The cache of records in GPU memory: against NumPy, and random programs against a dictionary."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensors import DEVICE, one, same, tensor
+
+from embedrock.kernels.gpu import cache
+from embedrock.kernels.reference import device
+
+ABSENT, FAR = -2, -1  # words of `where` at the start
+START = 2**22 - 5  # the first stamp: they soon begin anew
+
+
+def empty_slots(far: int, near: int, word: int) -> cache.Slots:
+    """Return the state of an empty cache, as arrays."""
+    return cache.Slots(
+        np.full(far, word, np.int32),
+        np.full(near, -1, np.int64),
+        np.zeros(near, np.float32),
+        np.zeros(near, np.int32),
+        np.zeros(near, np.uint8),
+        np.zeros(8, np.int64),
+    )
+
+
+class Side:
+    """A cache by one set of kernels, with its memory."""
+
+    def __init__(self, kernels: Any, rows: int, near: int, record_bytes: int) -> None:
+        self.kernels, self._record_bytes = kernels, record_bytes
+        self.slots = cache.Slots(*(self.put(array) for array in empty_slots(rows, near, ABSENT)))
+        self.near = self.put(np.full((near, record_bytes), 0xFF, np.uint8))
+        self.far = self.put(np.full((rows, record_bytes), 0xFF, np.uint8))
+
+    def put(self, array: np.ndarray) -> Any:
+        return array.copy() if self.kernels is device else tensor(array)
+
+    def address(self, array: Any) -> int:
+        return array.ctypes.data if self.kernels is device else array.data_ptr()
+
+    def memory(self) -> cache.Memory:
+        return cache.Memory(self.address(self.near), self.address(self.far), self._record_bytes)
+
+    def search(self, n: int, window: int, size: int) -> cache.Search:
+        return cache.Search(
+            self.put(np.full(cache.blocks(n), -1, np.int32)),
+            self.put(np.full(window, 0xFF, np.uint8)),
+            self.put(np.full((cache.BINS, cache.blocks(window)), -1, np.int32)),
+            self.put(np.full(cache.BINS, -1, np.int32)),
+            self.put(np.full(size, -1, np.int64)),
+        )
+
+    def begin(self, turn: cache.Turn, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
+        """Do the bookkeeping of a batch; return its moves."""
+        search, moves = self.search(len(keys), window, size), self.put(np.full((size, 3), -9, np.int64))
+        args = self.put(keys), self.put(np.array([count], np.int32)), len(self.slots.where)
+        self.kernels.touch(self.slots, search, turn, *args)
+        self.kernels.offer(self.slots, search, turn, hand)
+        self.kernels.choose(self.slots, search, hand)
+        if hand % 2:  # sorted by far slot, or not
+            search.victims[:] = self.put(np.sort(to_array(search.victims)))
+        self.kernels.swap(self.slots, search, turn, *args, moves)
+        return moves
+
+    def locate(self, keys: np.ndarray, count: int) -> np.ndarray:
+        places = self.put(np.full(len(keys), -9, np.int64))
+        args = self.put(keys), self.put(np.array([count], np.int32)), self.slots.where, len(self.slots.where)
+        self.kernels.locate(*args, self.memory(), places)
+        return self.relative(to_array(places)[:count])
+
+    def relative(self, places: np.ndarray) -> np.ndarray:
+        """Turn addresses into indices of records, near ones first."""
+        memory, near = self.memory(), len(self.near)
+        first, other = ((places - base) // self._record_bytes for base in memory[:2])
+        return np.where(places < 0, places, np.where((first >= 0) & (first < near), first, near + other))
+
+    def settle(self, keys: np.ndarray, count: int, live: int) -> tuple[np.ndarray, np.ndarray]:
+        places, new = self.put(np.full(len(keys), -9, np.int64)), self.put(np.full(len(keys), 9, np.uint8))
+        args = self.put(keys), *(self.put(np.array([value], np.int32)) for value in (count, live))
+        kept = self.slots.where, self.slots.dirty, False, len(self.slots.where)
+        self.kernels.settle(*args, *kept, self.memory(), places, new)
+        assert (to_array(new)[count:] == 9).all()
+        return self.relative(to_array(places)[:count]), to_array(new)[:count]
+
+    def records(self) -> Any:
+        return [*self.near, *self.far]  # views
+
+    def flush(self) -> None:
+        """Write the dirty records back."""
+        dirty, size = np.flatnonzero(to_array(self.slots.dirty)), self._record_bytes
+        sources = self.address(self.near) + dirty * size
+        targets = self.address(self.far) + to_array(self.slots.owner)[dirty] * size
+        self.kernels.copy_records(self.put(np.append(sources, -1)), self.put(np.append(targets, -1)), size)
+        self.slots.dirty[:] = 0
+
+
+def to_array(values: Any) -> np.ndarray:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+
+
+class Batch(NamedTuple):
+    stamp: int
+    keys: np.ndarray  # with padding
+    size: int  # without it
+    near: dict[int, int]  # near slots of its rows, as they were when it began
+
+
+class World:
+    """Both kernels, batches on their way, and what each record must be."""
+
+    def __init__(self, near: int, rows: int, window: int, record_bytes: int) -> None:
+        self.sides = [Side(kernels, rows, near, record_bytes) for kernels in (cache, device)]
+        self._rows, self._near, self._window = rows, near, min(window, near)
+        self._hand, self._stamp, self._bytes = 0, START, record_bytes
+        self.batches: deque[Batch] = deque()
+        self._moves: deque[list[Any]] = deque()
+        self._model: dict[int, int] = {}
+
+    def begin(self, keys: set[int], size: int) -> None:
+        self._stamp += 1
+        padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
+        oldest = self.batches[0].stamp if self.batches else self._stamp
+        turn = cache.Turn(self._stamp, oldest, 3.0)
+        args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
+        self._moves.append([side.begin(turn, *args) for side in self.sides])
+        same(self._moves[-1][0][: len(keys), 0], self._moves[-1][1][: len(keys), 0])
+        self._hand = (self._hand + self._window) % self._near
+        self.batches.append(Batch(self._stamp, padded, len(keys), self._near_slots(keys)))
+
+    def exchange(self) -> None:
+        """Copy what the oldest batch still waits for."""
+        if self._moves:
+            for side, moves in zip(self.sides, self._moves.popleft(), strict=True):
+                side.kernels.exchange(moves, side.memory())
+
+    def look_up(self) -> None:
+        """Look at the newest batch's rows."""
+        while self._moves:
+            self.exchange()
+        if self.batches:
+            self._look_up(self.batches[-1])
+
+    def _look_up(self, batch: Batch) -> None:
+        places, expected = (side.locate(batch.keys, batch.size) for side in self.sides)
+        np.testing.assert_array_equal(places, expected)
+        records = self.sides[0].records()
+        for u, key in enumerate(batch.keys[: batch.size].tolist()):
+            if key in self._model:
+                assert places[u] >= 0
+                assert (to_array(records[places[u]]) == self._model[key]).all(), f"row {key}"
+            else:
+                assert places[u] == -1 - u
+
+    def step(self, live: int) -> None:
+        """Step the oldest batch, with which it is finished."""
+        if not self.batches:
+            return
+        while len(self._moves) >= len(self.batches):
+            self.exchange()
+        batch = self.batches.popleft()
+        self._look_up(batch)
+        (places, new), expected = (side.settle(batch.keys, batch.size, live) for side in self.sides)
+        np.testing.assert_array_equal(places, expected[0])
+        np.testing.assert_array_equal(new, expected[1])
+        for u, key in enumerate(batch.keys[: batch.size].tolist()):
+            is_row = 0 <= key < self._rows
+            assert (places[u] >= 0) == bool(is_row and live)
+            assert new[u] == (is_row and live and key not in self._model)
+            if places[u] >= 0:
+                self._model[key] = (batch.stamp + key) % 251
+                for side in self.sides:
+                    side.records()[places[u]][:] = self._model[key]
+
+    def _near_slots(self, keys: Any) -> dict[int, int]:
+        where = to_array(self.sides[0].slots.where)
+        return {key: max(-1, int(where[key])) for key in keys if 0 <= key < self._rows}
+
+    def check(self) -> None:
+        for name, got, expected in zip(cache.Slots._fields, *(side.slots for side in self.sides), strict=True):
+            same(got, expected, name)
+        where, owner = (to_array(part) for part in self.sides[0].slots[:2])
+        taken, cached = np.flatnonzero(owner >= 0), np.flatnonzero(where >= 0)
+        np.testing.assert_array_equal(where[owner[taken]], taken)
+        np.testing.assert_array_equal(owner[where[cached]], cached)
+        for batch in self.batches:
+            assert self._near_slots(batch.near) == batch.near, "a row that is in use moved"
+
+    def finish(self) -> None:
+        while self.batches:
+            self.step(1)
+            self.check()
+        for side in self.sides:
+            side.flush()
+            for key, value in self._model.items():
+                assert (to_array(side.far[key]) == value).all(), f"row {key}"
+
+
+ROWS = 12
+BEGIN = st.tuples(st.just("begin"), st.sets(st.integers(-2, ROWS + 1), max_size=8), st.integers(1, 9))
+OTHER = st.sampled_from([("exchange",), ("look_up",), ("step", 1), ("step", 1), ("step", 0)])
+
+
+@settings(max_examples=25)
+@given(
+    near=st.integers(1, 9),
+    window=st.integers(1, 9),
+    record_bytes=st.sampled_from([4, 8, 48]),
+    program=st.lists(BEGIN | OTHER, max_size=14),
+)
+def test_random_programs(near: int, window: int, record_bytes: int, program: list[Any]) -> None:
+    world = World(near, ROWS, window, record_bytes)
+    for name, *args in program:
+        getattr(world, name)(*args)
+        world.check()
+    world.finish()
+
+
+@pytest.mark.parametrize("near", [3, 8])
+def test_a_long_program(near: int) -> None:
+    rng, world = np.random.default_rng(near), World(near, ROWS, 6, 16)
+    for _ in range(25):
+        world.begin(set(rng.integers(0, ROWS, rng.integers(1, 7)).tolist()), 4)
+        world.look_up()
+        while len(world.batches) > rng.integers(0, 4):
+            world.step(1)
+        world.check()
+    world.finish()
+    near_rows, far, absent, fetched, put_out, back = world.sides[0].slots.tallies.tolist()[:6]
+    assert far > fetched > put_out > 0
+    assert min(near_rows, absent, back) > 0
+
+
+def test_who_leaves() -> None:
+    """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
+    near = 3 * cache.BLOCK + 7
+    slots = Side(cache, 2 * near, near, 4).slots
+    rng, turn = np.random.default_rng(0), cache.Turn(1000, 998, 10.0)
+    slots.owner[:] = torch.arange(near)
+    slots.where[:near] = torch.arange(near, dtype=torch.int32)
+    slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)
+    slots.used[:] = tensor(rng.integers(900, 1001, near).astype(np.int32))
+    slots.owner[::50] = -1
+    worth = to_array(slots.worth) * 0.5 ** ((1000 - to_array(slots.used)) / 10)
+    held = (to_array(slots.used) >= 998) & (to_array(slots.owner) >= 0)
+    for wanted in (1, 60, 1000, near):
+        search = Side(cache, 1, 1, 4).search(near, near, near)
+        search.counts.zero_()
+        search.counts[1], search.counts[2] = wanted - 1, 1
+        search.histogram.zero_()
+        cache.offer(slots, search, turn, 77)
+        cache.choose(slots, search, 77)
+        victims = to_array(search.victims)
+        slot = victims[victims != cache.NOBODY] & (2**31 - 1)
+        assert (victims[len(slot) :] == cache.NOBODY).all()
+        assert len(slot) == len(np.unique(slot)) == min(wanted, (~held).sum())
+        assert not held[slot].any()
+        owner = to_array(slots.owner)
+        np.testing.assert_array_equal(victims[: len(slot)] >> 31, owner[slot] + 1)
+        assert (np.diff((slot - 77) % near) > 0).all()
+        stay = np.setdiff1d(np.flatnonzero(~held), slot)
+        if (owner[slot] >= 0).any():
+            assert (owner[stay] >= 0).all()
+            assert worth[slot[owner[slot] >= 0]].max() <= worth[stay].min(initial=np.inf) * 1.13  # a bin
+
+
+def test_addresses_beyond_2_to_the_32() -> None:
+    far = torch.empty((2**32 // 16 + 9, 16), dtype=torch.uint8, device=DEVICE)  # little of it is ever touched
+    near = tensor(np.arange(32, dtype=np.uint8).reshape(2, 16))
+    high, low = len(far) - 1, len(far) - 1 - 2**28
+    far[high], far[low] = 7, 8
+    memory = cache.Memory(near.data_ptr(), far.data_ptr(), 16)
+    cache.exchange(tensor(np.array([[1, high - 1, high], [-1, 0, 0]])), memory)
+    assert near[1].tolist() == [7] * 16
+    assert far[high - 1].tolist() == list(range(16, 32))
+    assert (far[low] == 8).all()
+    places = tensor(np.array([5, 5]))
+    cache.locate(tensor(np.array([high, low])), one(2), None, len(far), memory, places)
+    assert (places - far.data_ptr()).tolist() == [high * 16, low * 16]

@@ -1,0 +1,308 @@
+"""The Triton kernels against the reference, and bit for bit against the CPU kernels."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from embedrock.initializers import Zeros
+from embedrock.kernels import arguments, cpu, gpu, reference
+from embedrock.kernels.arguments import SGDStep
+from embedrock.kernels.gpu.runtime import Form
+from embedrock.rules import RULES, SGD, Adam, AdamW, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
+from embedrock.spec import STORAGES, Spec
+from embedrock.testing import KernelSuite
+from embedrock.testing.kernels import DIMS, FORMS, Guarded, poison, step_numbers
+
+PADDING = 3  # places beyond count, which no kernel may look at
+NOWHERE = 8  # an address that crashes
+NAMES = {storage.words: storage.name for storage in STORAGES.values()}
+ALL_RULES = [*(kind() for kind in RULES), *FORMS]
+ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
+
+
+class OnDevice:
+    """Arrays as tensors on the device, for one call: what it writes comes back to the arrays."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def __enter__(self) -> OnDevice:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for array, tensor in self._pairs:
+            if tensor.device.type != "cpu":
+                array[...] = tensor.cpu().numpy()
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array).to(DEVICE)
+        self._pairs.append((array, tensor))
+        return tensor
+
+    def places(self, records: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """Return the addresses of slots; those below 0 stay as they are. What is beyond count is no address."""
+        start = self.tensor(owner(records)).data_ptr()
+        padded = np.append(np.where(slots >= 0, start + slots * records.strides[0], slots), [NOWHERE] * PADDING)
+        return torch.from_numpy(padded).to(DEVICE)
+
+    def numbers(self, numbers: Any) -> Any:
+        parts = (torch.from_numpy(part).to(DEVICE) if isinstance(part, np.ndarray) else part for part in numbers)
+        return type(numbers)(*parts)
+
+
+def owner(records: np.ndarray) -> np.ndarray:
+    """Return the contiguous float32 array (slots, record floats) that `records` is the start of."""
+    stride, size = records.strides[0], records.itemsize
+    return np.lib.stride_tricks.as_strided(records, (len(records), stride // size), (stride, size)).view(np.float32)
+
+
+def one(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([value], dtype=dtype, device=DEVICE)
+
+
+def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int = 0) -> Form:
+    return Form(dim, NAMES[words.dtype], words.strides[0], state_start, state_width)
+
+
+def gather(words, slots, positions, fresh, out, lo, hi):
+    with OnDevice() as on:
+        places, form = on.places(words, slots[positions[lo:hi]]), form_of(words, out.shape[1])
+        gpu.rows.gather(places, on.tensor(fresh), one(hi - lo), form, on.tensor(out[lo:hi]))
+
+
+def scatter(words, slots, values, lo, hi):
+    with OnDevice() as on:
+        places, form = on.places(words, slots[lo:hi]), form_of(words, values.shape[1])
+        gpu.rows.scatter(places, on.tensor(values[lo:hi]), one(hi - lo), form)
+
+
+def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
+    # Where weights are 0, a step of -1 makes them the gradients.
+    dim = values.shape[1]
+    words[slots[lo:hi], :dim] = 0
+    run_step(words, slots[lo:hi], values[lo:hi], SGDStep(-1.0), form_of(words, dim), ids[lo:hi], seed, step)
+
+
+def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
+    with OnDevice() as on:
+        places = on.places(records, slots)
+        weights = on.tensor(ids), on.tensor(values), one(factor, torch.float32), clip, one(live), one(len(slots))
+        gpu.rows.step(places, *weights, int(seed), step, on.numbers(numbers), form)
+
+
+def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
+    assert weights is records
+    assert rows is slots
+    form = form_of(records, values.shape[1], state_start, state_width)
+    run_step(records, slots[lo:hi], values[lo:hi], numbers, form, slots[lo:hi], 0, 1)
+
+
+def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
+    form = form_of(records, weights.shape[1], state_start, scratch.shape[1])
+    with OnDevice() as on:
+        places = on.places(records, slots[lo:hi])
+        gpu.rows.refresh(on.tensor(weights[lo:hi]), places, one(hi - lo), on.numbers(numbers), form)
+
+
+class TestGPU(KernelSuite):
+    backend: Any = types.SimpleNamespace(
+        rows=types.SimpleNamespace(
+            gather=gather, scatter=scatter, scatter_stochastic=scatter_stochastic, step=step, refresh=refresh
+        )
+    )
+    splits = (0.0, 1.0)
+
+    # Directories are on the CPU; records begin whole (test_begin); sums have files of their own (test_gpu_sums.py).
+    test_look_up: Any = None
+    test_put: Any = None
+    test_direct_directory: Any = None
+    test_hashed_directory: Any = None
+    test_reset_state: Any = None
+    test_sum_segments: Any = None
+
+
+def make_records(rng: np.random.Generator, slots: int, rule: Rule | None, dim: int, dtype: str) -> tuple[Any, Spec]:
+    spec = Spec(None, dim, dtype, rule, Zeros(), 0)
+    return KernelSuite().records(rng, slots, spec.layout, dtype)[1], spec
+
+
+def form_for(spec: Spec) -> Form:
+    return Form(spec.dim, spec.dtype, *spec.layout[:3])
+
+
+def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
+    return records.view(spec.storage.words)[:, : spec.dim]
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("kind", ["constant", "uniform", "normal"])
+def test_first_values_are_those_of_the_cpu(kind: str, dtype: str) -> None:
+    rng, storage = np.random.default_rng(0), STORAGES[dtype].words
+    for dim, numbers in ((1, (0.3, 0.7)), (37, (-1e-7, 0.01)), (64, (-3.0, 5.0))):
+        ids = np.append(rng.integers(-(2**63), 2**63 - 1, 9), [0, -1, 2**63 - 1, -(2**63)])
+        expected, seed = np.empty((13, dim), np.float32), int(rng.integers(-(2**63), 2**63 - 1))
+        made = (ids, numbers[0]) if kind == "constant" else (ids, np.uint64(seed % 2**64), *numbers)
+        getattr(cpu.generator, f"{kind}_values")(*made, expected, 0, 13)
+        expected = reference.codec.decode(reference.codec.encode_nearest(expected, storage))
+        places = np.where(np.arange(13) % 3 == 1, NOWHERE, -1)
+        expected[places >= 0] = poison((1, dim), np.float32)
+        got = Guarded((13, dim), np.float32)
+        with OnDevice() as on:
+            args = on.tensor(np.append(ids, [5] * PADDING)), on.tensor(np.append(places, [-1] * PADDING)), one(13)
+            gpu.generator.first_values(kind, *args, seed, *numbers, Form(dim, dtype, 4, 0, 0), on.tensor(got.inside))
+        np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
+        got.check()
+
+
+# Any bits at all: every class of float32, with more weight on where formats end.
+FLOATS = (
+    st.integers(0, 2**32 - 1).map(lambda pattern: np.uint32(pattern).view(np.float32).item())
+    | st.floats(2.0**-26, 2.0**-13, width=32)
+    | st.floats(65000, 66000, width=32)
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@given(data=st.data())
+@settings(max_examples=15)
+def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
+    values = data.draw(arrays.arrays(np.float32, (2, 70), elements=FLOATS))
+    words, ids, seed = np.zeros((2, 70), STORAGES[dtype].words), np.array([-5, 2**40]), np.uint64(2**64 - 3)
+    expected, slots = words.copy(), np.arange(2)
+    scatter(words, slots, values, 0, 2)
+    cpu.rows.scatter(expected, slots, values, 0, 2)
+    np.testing.assert_array_equal(words, expected)
+    values += np.float32(0)  # a step makes no negative zeros of zeros
+    scatter_stochastic(words, slots, values, ids, seed, 2**32 - 1, 0, 2)
+    cpu.rows.scatter_stochastic(expected, slots, values, ids, seed, 2**32 - 1, 0, 2)
+    np.testing.assert_array_equal(words, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_word_decodes(dtype: str) -> None:
+    words = np.arange(2**16, dtype=np.uint16).view(STORAGES[dtype].words).reshape(16, 4096)
+    got, expected = (np.empty((16, 4096), np.float32) for _ in range(2))
+    args = words, np.arange(16), np.arange(16, dtype=np.int32), np.empty((0, 4096), np.float32)
+    gather(*args, got, 0, 16)
+    cpu.rows.gather(*args, expected, 0, 16)
+    np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dim", [*DIMS, 1030])
+def test_begin(dim: int, dtype: str) -> None:
+    rng = np.random.default_rng(dim)
+    records, spec = make_records(rng, 20, Adam(dense=True), dim, dtype)
+    records[:] = poison(records.shape, np.float32)
+    expected, slots, new = records.copy(), rng.permutation(20)[:9], rng.integers(0, 2, 9 + PADDING).astype(np.uint8)
+    fresh = rng.standard_normal((9, dim)).astype(np.float32)
+    first, begun = rng.random(spec.layout.state_width).astype(np.float32), slots[new[:9] != 0]
+    expected[begun] = 0
+    cpu.rows.scatter(words_of(expected, spec), slots, fresh, 0, 9)
+    expected[slots[new[:9] == 0]] = poison((1, records.shape[1]), np.float32)
+    cpu.rows.reset_state(expected, begun, spec.layout.state_start, first, 0, len(begun))
+    for live, wanted in ((0, records.copy()), (1, expected)):
+        with OnDevice() as on:
+            places, form = on.places(records, slots), form_for(spec)
+            values = on.tensor(new), on.tensor(fresh), on.tensor(first)
+            gpu.rows.begin(places, *values, one(9), one(live), form)
+        np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
+
+
+def cpu_step(records: np.ndarray, spec: Spec, slots: np.ndarray, grads: np.ndarray, numbers: Any, *args: Any) -> None:
+    """Do what `Records` of a table does."""
+    words, layout, n = words_of(records, spec), spec.layout, len(slots)
+    rows = np.empty(grads.shape, np.float32)
+    cpu.rows.gather(words, slots, np.arange(n, dtype=np.int32), rows[:0], rows, 0, n)
+    where = layout.state_start, layout.state_width
+    cpu.rows.step(rows, np.arange(n), records, slots, *where, grads, numbers, 0, n)
+    cpu.rows.scatter_stochastic(words, slots, rows, *args, 0, n)
+
+
+def random_records(rng: np.random.Generator, slots: int, rule: Rule, dim: int, dtype: str, step: int) -> Any:
+    """Return records that were last stepped before `step`, and their description."""
+    records, spec = make_records(rng, slots, rule, dim, dtype)
+    if StateColumn("last_step", per_row=True) in rule.state():
+        last = rng.integers(0, step, slots).astype(np.int32)
+        records[:, spec.layout.state_start + spec.layout.state_width - 1] = last.view(np.float32)
+    return records, spec
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
+def test_steps_are_those_of_the_cpu(rule: Rule, dtype: str) -> None:
+    check_steps(rule, dtype, 17, 11)
+
+
+@pytest.mark.parametrize("rule", [SGD(), RowwiseAdagrad(), Adam(), Adam(dense=True)], ids=repr)
+@pytest.mark.parametrize(("dim", "dtype"), [(1, "float32"), (2, "bfloat16"), (64, "float32"), (2500, "bfloat16")])
+def test_rows_of_any_width(rule: Rule, dim: int, dtype: str) -> None:
+    check_steps(rule, dtype, dim, 3)
+
+
+# They fade fast, so that what is left of a long absence is made at once.
+FADING = (
+    Momentum(momentum=0.5, nesterov=True, dense=True),
+    RMSprop(alpha=0.5, dense=True),
+    Adam(betas=(0.5, 0.9), dense=True),
+    AdamW(lr=0.1, betas=(0.5, 0.9), dense=True),
+)
+
+
+@pytest.mark.parametrize("rule", FADING, ids=repr)
+def test_long_absences(rule: Rule) -> None:
+    check_steps(rule, "float32", 5, 200)
+
+
+def check_steps(rule: Rule, dtype: str, dim: int, step: int) -> None:
+    rng, numbers = np.random.default_rng(dim), step_numbers(rule, step)
+    records, spec = random_records(rng, 20, rule, dim, dtype, step)
+    expected, slots, ids = records.copy(), rng.permutation(20)[:7], rng.integers(-(2**63), 2**63 - 1, 7)
+    grads = (rng.standard_normal((7, dim)) * 10.0 ** rng.integers(-9, 3, (7, dim))).astype(np.float32)
+    cpu_step(expected, spec, slots, np.clip(grads * np.float32(0.3), -4, 4), numbers, ids, np.uint64(9), step)
+    run_step(records, slots, grads, numbers, form_for(spec), ids, 9, step, 4.0, 0.3)
+    if isinstance(numbers, ROUNDED):
+        assert_close(records, expected, spec)
+    else:
+        np.testing.assert_array_equal(records.view(np.int32), expected.view(np.int32))
+
+
+def assert_close(records: np.ndarray, expected: np.ndarray, spec: Spec) -> None:
+    """Compare what may differ in the last place, which a rounded weight does seldom."""
+    same = words_of(records, spec) == words_of(expected, spec)
+    assert same.mean() > 0.97
+    start = spec.layout.state_start
+    np.testing.assert_allclose(records[:, start:], expected[:, start:], rtol=3e-7, atol=0)
+    got, wanted = (reference.codec.decode(words_of(part, spec)) for part in (records, expected))
+    np.testing.assert_allclose(got, wanted, rtol=3e-7 if spec.dtype == "float32" else 8e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [SGD(), Adam(), Momentum(dense=True), Adam(dense=True)], ids=repr)
+def test_rows_that_are_left_out(rule: Rule) -> None:
+    rng = np.random.default_rng(0)
+    records, spec = random_records(rng, 8, rule, 3, "float16", 5)
+    before, grads, numbers = records.copy(), np.ones((4, 3), np.float32), step_numbers(rule, 6)
+    slots = np.array([2, -1, -(2**62), 5])
+    args = grads, numbers, form_for(spec), np.arange(4), 0, 6
+    run_step(records, slots, *args, live=0)
+    np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
+    run_step(records, slots, *args)
+    scatter(words_of(before, spec), np.array([-1]), np.full((1, 3), np.nan, np.float32), 0, 1)
+    stepped = np.flatnonzero((records.view(np.int32) != before.view(np.int32)).any(axis=1))
+    assert stepped.tolist() == [2, 5]
+
+
+def test_clipping_keeps_what_is_no_number() -> None:
+    records = np.zeros((1, 4), np.float32)
+    grads = np.array([[np.nan, np.inf, -np.inf, 0.5]], np.float32)
+    run_step(records, np.zeros(1, int), grads, SGDStep(1.0), Form(4, "float32", 16, 4, 0), np.zeros(1, int), 0, 1, 2.0)
+    np.testing.assert_array_equal(records, [[np.nan, -2, 2, -0.5]])

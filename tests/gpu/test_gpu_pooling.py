@@ -1,0 +1,124 @@
+"""Pooling on the GPU against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensors import Poisoned, one, same, tensor
+from test_gpu_sums import Plan, close, plan_of, run
+
+from embedrock.kernels import reference
+from embedrock.kernels.gpu import pooling, sums
+
+DIMS = 1, 17
+SIZES = [3, 1, 20, 2, 64, 1]  # of segments
+HOT = [3, 1, 200, 2, 129]  # rows that need chunks
+
+
+class Bags:
+    """A batch of bags, empty ones too, and its plan."""
+
+    def __init__(self, sizes: list[int], dim: int, weighted: bool) -> None:
+        rng = np.random.default_rng(dim)
+        self.plan: Plan = plan_of(sizes, dim)
+        n = len(self.plan.order)
+        cuts = np.sort(rng.integers(0, n + 1, 12))
+        self.offsets = np.concatenate([[0, 0], cuts, [n, n]]).astype(np.int64)
+        self.bags = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets)).astype(np.int32)
+        self.rows = rng.integers(-3, 4, (self.plan.rows, dim)).astype(np.float32)  # some are equal
+        self.rows[0, 0] = np.nan
+        self.grads = rng.standard_normal((len(self.offsets) - 1, dim)).astype(np.float32)
+        self.weights = rng.standard_normal(n * weighted).astype(np.float32)
+
+    @property
+    def padded_rows(self) -> torch.Tensor:
+        """The rows on the device; what is beyond count is poison."""
+        rows = Poisoned((len(self.plan.order), self.rows.shape[1]), torch.float32).inside
+        rows[: self.plan.rows] = tensor(self.rows)
+        return rows
+
+
+@pytest.mark.parametrize("skip", [-1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
+    bags = Bags(SIZES, dim, weighted)
+    count, weights, plan = len(bags.grads), tensor(bags.weights), bags.plan
+    out, scale = np.empty((count, dim), np.float32), np.empty(count, np.float32)
+    reference.pooling.pool_sum(bags.rows, plan.inverse, bags.offsets, bags.weights, skip, mean, out, scale)
+    got, got_scale = Poisoned((count, dim), torch.float32), Poisoned((count,), torch.float32)
+    args = tensor(plan.inverse), tensor(bags.offsets), weights, one(skip), mean
+    pooling.pool_sum(bags.padded_rows, *args, got.inside, got_scale.inside)
+    np.testing.assert_array_equal(got.check(count), out)
+    same(got_scale.check(count), scale)
+
+    values, squares = np.empty((plan.rows, dim), np.float32), np.empty(plan.rows)
+    args = bags.grads, bags.bags, plan.starts, plan.order, bags.weights, scale, skip
+    reference.pooling.pool_sum_backward(*args, values, squares)
+    back = backward(bags, pooling.pool_sum_backward, (weights, tensor(scale)), skip)
+    same(back[0], values)
+    np.testing.assert_allclose(back[1], squares, rtol=1e-14)
+
+
+def backward(bags: Bags, kernel: Any, what: tuple[torch.Tensor, ...], skip: int) -> tuple[np.ndarray, np.ndarray]:
+    grads, of = tensor(bags.grads), tensor(bags.bags)
+    return run(lambda plan, *rest: kernel(grads, of, plan, *what, *rest), bags.plan, bags.grads.shape[1], skip)
+
+
+@pytest.mark.parametrize("skip", [-1, 2])
+@pytest.mark.parametrize("dim", DIMS)
+def test_max(dim: int, skip: int) -> None:
+    bags = Bags(SIZES, dim, weighted=False)
+    count, plan = len(bags.grads), bags.plan
+    out, argmax = np.empty((count, dim), np.float32), np.empty((count, dim), np.int32)
+    reference.pooling.pool_max(bags.rows, plan.inverse, bags.offsets, skip, out, argmax)
+    got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
+    args = tensor(plan.inverse), tensor(bags.offsets), one(skip)
+    pooling.pool_max(bags.padded_rows, *args, got.inside, source.inside)
+    np.testing.assert_array_equal(got.check(count), out)
+    same(source.check(count), argmax)
+
+    values, squares = np.empty((plan.rows, dim), np.float32), np.empty(plan.rows)
+    args = bags.grads, bags.bags, plan.starts, plan.order, argmax
+    reference.pooling.pool_max_backward(*args, values, squares)
+    back = backward(bags, pooling.pool_max_backward, (tensor(argmax),), skip)
+    same(back[0], values)
+    np.testing.assert_allclose(back[1], squares, rtol=1e-14)
+
+
+def test_hot_rows() -> None:
+    bags = Bags(HOT, 17, weighted=True)
+    scale = np.random.default_rng(0).random(len(bags.grads), np.float32)
+    given = (bags.weights * scale[bags.bags])[:, None] * bags.grads[bags.bags]
+    values = np.empty((bags.plan.rows, 17), np.float32)
+    reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
+    back = backward(bags, pooling.pool_sum_backward, (tensor(bags.weights), tensor(scale)), -1)
+    close(back[0], given, bags.plan, values)
+
+    argmax = np.random.default_rng(0).integers(-1, len(bags.bags), bags.grads.shape).astype(np.int32)
+    given = np.where(argmax[bags.bags] == np.arange(len(bags.bags))[:, None], bags.grads[bags.bags], 0)
+    reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
+    back = backward(bags, pooling.pool_max_backward, (tensor(argmax),), -1)
+    np.testing.assert_array_equal(back[0], values)  # few columns have more than one that is not 0
+
+
+def test_rows_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "COLUMNS", 8)
+    test_sum_and_mean(19, mean=True, weighted=True, skip=2)
+    test_max(19, skip=2)
+    test_weight_grads(19)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_weight_grads(dim: int) -> None:
+    bags = Bags(SIZES, dim, weighted=True)
+    n, inverse = len(bags.bags), bags.plan.inverse
+    out, got = np.empty(n, np.float32), Poisoned((n,), torch.float32)
+    reference.pooling.weight_grads(bags.grads, bags.rows, inverse, bags.bags, 2, out)
+    args = bags.padded_rows, tensor(inverse), tensor(bags.bags), one(2)
+    pooling.weight_grads(tensor(bags.grads), *args, got.inside)
+    np.testing.assert_allclose(got.check(n), out, rtol=1e-6, atol=1e-7)
