@@ -3,6 +3,7 @@
 Imported only where it is run: it needs Triton.
 """
 
+# ruff: noqa: ANN001, ANN202  # Triton takes annotations for its own
 from __future__ import annotations
 
 from typing import Any
@@ -14,14 +15,14 @@ from embedrock.kernels.gpu.runtime import kernel, launch, tile
 
 @kernel("count")
 def _touch(
-    records: Any,
-    rows: Any,
-    count: Any,
+    records,
+    rows,
+    count,
     WIDTH: tl.constexpr,
     WRITES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]

@@ -85,9 +85,17 @@ class HostedSide(DeviceSide):
         except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
             host = replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
         self._stamp += 1
-        arrays = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse
-        count = np.array([len(host.ids)], np.int32)
-        return DevicePlan(host.shape, *map(self.uploaded, arrays), self.uploaded(count), self._stamp, host)
+        return DevicePlan(
+            host.shape,
+            keys=self.uploaded(host.slots),
+            ids=self.uploaded(host.ids),
+            starts=self.uploaded(host.starts),
+            order=self.uploaded(host.order.astype(np.int64)),
+            inverse=self.uploaded(host.inverse),
+            count=self.uploaded(np.array([len(host.ids)], np.int32)),
+            stamp=self._stamp,
+            host=host,
+        )
 
     def places(self, plan: DevicePlan) -> Tensor:
         host = self._host(plan)

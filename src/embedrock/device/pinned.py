@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +57,12 @@ class PinningError(RuntimeError):
     """The system refused to pin memory."""
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
 def _register(address: int, nbytes: int) -> None:
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
+    code = int(_runtime().cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
     if code:
         raise PinningError(f"cudaHostRegister of {format_bytes(nbytes)} returned {code}")
 
@@ -66,7 +71,7 @@ def _unregister(parts: list[int], memory: np.ndarray) -> None:
     if parts:
         torch.cuda.synchronize()  # kernels may still use it
     for address in parts:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _runtime().cudaHostUnregister(address)
 
 
 def warn_of(error: PinningError, subject: str) -> None:

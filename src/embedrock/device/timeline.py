@@ -63,7 +63,8 @@ class Timeline:
             yield
         for tensor in tensors:
             tensor.record_stream(self._copying)
-        self._copied = self._copying.record_event()
+        self._copied = torch.cuda.Event()
+        self._copied.record(self._copying)
 
     def wait_for_copies(self) -> None:
         """Have what comes on the caller's stream wait for the copies so far. The host goes on."""
