@@ -30,18 +30,19 @@ def numbers(rule: Rule, step: int) -> Any:
     return type(made)(*(torch.as_tensor(part) if hasattr(part, "shape") else part for part in made))
 
 
-def example_first_values() -> None:
-    for form, kind, seed in itertools.product(forms(Adam()), generator.DRAWS, (1, 2**64 - 1)):
-        generator.first_values(kind, PLACES, PLACES, ONE, seed, 0.0, 1.0, form, torch.empty(8, form.dim))
-
-
 def example_records() -> None:
     for form in forms(Adam(), (1, 64)):
         values = torch.empty(8, form.dim)
         rows.gather(PLACES, values, ONE, form, values)
         rows.scatter(PLACES, values, ONE, form)
+
+
+def example_first_values() -> None:
+    for form, kind, seed in itertools.product(forms(Adam(), (1, 64)), generator.DRAWS, (1, 2**64 - 1)):
+        drawn, values = (kind, 0.0, 1.0), torch.empty(8, form.dim)
+        rows.read(PLACES, PLACES, ONE, seed, drawn, form, values)
         new, first_state = torch.zeros(8, dtype=torch.uint8), torch.empty(form.state_width)
-        rows.begin(PLACES, new, values, first_state, ONE, ONE, form)
+        rows.begin(PLACES, new, PLACES, seed, drawn, first_state, ONE, ONE, form)
 
 
 def example_steps() -> None:

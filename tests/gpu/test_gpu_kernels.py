@@ -143,24 +143,42 @@ def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
     return records.view(spec.storage.words)[:, : spec.dim]
 
 
+DRAWN = [("constant", 0.3, 0.0), ("uniform", -1e-7, 0.01), ("uniform", -3.0, 5.0), ("normal", 0.3, 0.7)]
+SEED = -(2**63) + 12345
+
+
+def first_values(drawn: tuple[str, float, float], ids: np.ndarray, dim: int) -> np.ndarray:
+    """Return those of the CPU, not rounded."""
+    (kind, *numbers), out = drawn, np.empty((len(ids), dim), np.float32)
+    made = (ids, numbers[0]) if kind == "constant" else (ids, np.uint64(SEED % 2**64), *numbers)
+    getattr(cpu.generator, f"{kind}_values")(*made, out, 0, len(ids))
+    return out
+
+
+def any_ids(rng: np.random.Generator) -> np.ndarray:
+    return np.append(rng.integers(-(2**63), 2**63 - 1, 9), [0, -1, 2**63 - 1, -(2**63)])
+
+
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("kind", ["constant", "uniform", "normal"])
-def test_first_values_are_those_of_the_cpu(kind: str, dtype: str) -> None:
-    rng, storage = np.random.default_rng(0), STORAGES[dtype].words
-    for dim, numbers in ((1, (0.3, 0.7)), (37, (-1e-7, 0.01)), (64, (-3.0, 5.0))):
-        ids = np.append(rng.integers(-(2**63), 2**63 - 1, 9), [0, -1, 2**63 - 1, -(2**63)])
-        expected, seed = np.empty((13, dim), np.float32), int(rng.integers(-(2**63), 2**63 - 1))
-        made = (ids, numbers[0]) if kind == "constant" else (ids, np.uint64(seed % 2**64), *numbers)
-        getattr(cpu.generator, f"{kind}_values")(*made, expected, 0, 13)
-        expected = reference.codec.decode(reference.codec.encode_nearest(expected, storage))
-        places = np.where(np.arange(13) % 3 == 1, NOWHERE, -1)
-        expected[places >= 0] = poison((1, dim), np.float32)
-        got = Guarded((13, dim), np.float32)
-        with OnDevice() as on:
-            args = on.tensor(np.append(ids, [5] * PADDING)), on.tensor(np.append(places, [-1] * PADDING)), one(13)
-            gpu.generator.first_values(kind, *args, seed, *numbers, Form(dim, dtype, 4, 0, 0), on.tensor(got.inside))
-        np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
-        got.check()
+@pytest.mark.parametrize("drawn", DRAWN, ids=str)
+@pytest.mark.parametrize("dim", [1, 37, 64, 1030])
+def test_rows_without_a_record_have_the_first_values_of_the_cpu(
+    dim: int, drawn: tuple[str, float, float], dtype: str
+) -> None:
+    rng = np.random.default_rng(dim)
+    ids, slots = any_ids(rng), rng.permutation(20)[:13]
+    records, spec = make_records(rng, 20, None, dim, dtype)
+    words, before = words_of(records, spec), records.copy()
+    expected = reference.codec.decode(reference.codec.encode_nearest(first_values(drawn, ids, dim), words.dtype.type))
+    slots[np.arange(13) % 3 != 1] = -1  # no rank of a row: only the sign counts
+    expected[slots >= 0] = reference.codec.decode(words[slots[slots >= 0]])
+    got = Guarded((13, dim), np.float32)
+    with OnDevice() as on:
+        places, numbers = on.places(records, slots), on.tensor(np.append(ids, [5] * PADDING))
+        gpu.rows.read(places, numbers, one(13), SEED, drawn, form_for(spec), on.tensor(got.inside))
+    np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
+    np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
+    got.check()
 
 
 # Any bits at all: every class of float32, with more weight on where formats end.
@@ -199,22 +217,33 @@ def test_every_word_decodes(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("dim", [*DIMS, 1030])
-def test_begin(dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("rule", [None, Adam(dense=True)], ids=repr)
+def test_begin(rule: Rule | None, dim: int, dtype: str) -> None:
+    check_begin(rule, dim, dtype, ("normal", 0.3, 0.7))
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("drawn", DRAWN, ids=str)
+def test_records_begin_with_the_first_values_of_the_cpu(drawn: tuple[str, float, float], dtype: str) -> None:
+    check_begin(Adam(), 37, dtype, drawn)
+
+
+def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[str, float, float]) -> None:
     rng = np.random.default_rng(dim)
-    records, spec = make_records(rng, 20, Adam(dense=True), dim, dtype)
+    records, spec = make_records(rng, 20, rule, dim, dtype)
     records[:] = poison(records.shape, np.float32)
-    expected, slots, new = records.copy(), rng.permutation(20)[:9], rng.integers(0, 2, 9 + PADDING).astype(np.uint8)
-    fresh = rng.standard_normal((9, dim)).astype(np.float32)
-    first, begun = rng.random(spec.layout.state_width).astype(np.float32), slots[new[:9] != 0]
+    expected, ids, slots = records.copy(), any_ids(rng), rng.permutation(20)[:13]
+    new = rng.integers(0, 2, 13 + PADDING).astype(np.uint8)
+    first, begun = rng.random(spec.layout.state_width).astype(np.float32), slots[new[:13] != 0]
     expected[begun] = 0
-    cpu.rows.scatter(words_of(expected, spec), slots, fresh, 0, 9)
-    expected[slots[new[:9] == 0]] = poison((1, records.shape[1]), np.float32)
+    cpu.rows.scatter(words_of(expected, spec), slots, first_values(drawn, ids, dim), 0, 13)
+    expected[slots[new[:13] == 0]] = poison((1, records.shape[1]), np.float32)
     cpu.rows.reset_state(expected, begun, spec.layout.state_start, first, 0, len(begun))
     for live, wanted in ((0, records.copy()), (1, expected)):
         with OnDevice() as on:
-            places, form = on.places(records, slots), form_for(spec)
-            values = on.tensor(new), on.tensor(fresh), on.tensor(first)
-            gpu.rows.begin(places, *values, one(9), one(live), form)
+            places, numbers = on.places(records, slots), on.tensor(np.append(ids, [5] * PADDING))
+            args = on.tensor(new), numbers, SEED, drawn, on.tensor(first), one(13), one(live)
+            gpu.rows.begin(places, *args, form_for(spec))
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
 
 

@@ -181,7 +181,7 @@ def _add_gpu(benchmarks: Any) -> None:
         "--toy",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="at toy size on CPU tensors, under Triton's interpreter (also where no GPU is and TRITON_INTERPRET=1)",
+        help="at toy size on CPU tensors, under Triton's interpreter (also with TRITON_INTERPRET=1)",
     )
     parser.add_argument(
         "--parts", type=_gpu_parts, default=list(gpu.PARTS), metavar="A,B", help=f"of {', '.join(gpu.PARTS)}"

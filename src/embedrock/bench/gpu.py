@@ -41,7 +41,7 @@ def run(parts: Sequence[str], chosen: Sequence[GpuContender], effort: GpuEffort)
     clock = Clock(effort.budget_s)
     device, facts = _find_device(effort)
     bench = GpuBench(device, facts, effort, clock)
-    print(_title(device, facts))
+    print(_title(device, facts), flush=True)
     report = Report(results=[{"name": "device", **facts}])
     if "limits" in parts:
         report.add(bench.measure_limits())
@@ -96,13 +96,13 @@ class GpuBench:
                 with _child(Limits, self._effort, self._device) as child:
                     found: dict[str, float] = child.call(name)
             except ChildError as error:
-                print(f"limits, {name}: failed: {error.kind}: {error}\n")
+                print(f"limits, {name}: failed: {error.kind}: {error}\n", flush=True)
                 report.failures.append((f"limits, {name}", error.details))
                 continue
             self._limits |= found
             report.results.append({"name": f"limits, {name}", "unit": "GB/s", **found})
             rows = [[key, format_number(rate)] for key, rate in found.items()]
-            print(f"{format_table((f'limits, {name}', 'GB/s'), rows)}\n")
+            print(f"{format_table((f'limits, {name}', 'GB/s'), rows)}\n", flush=True)
         report.verdicts = judge_limits(self._limits)
         _print_verdicts(report.verdicts)
         return report
@@ -111,21 +111,21 @@ class GpuBench:
 
     def measure_workload(self, workload: GpuWorkload, chosen: Sequence[GpuContender]) -> Report:
         """Measure contenders on a workload; print their table and targets."""
-        print(workload.describe())
+        print(workload.describe(), flush=True)
         entries = _entries(workload, chosen)
         if not entries:
-            print("nobody takes part\n")
+            print("nobody takes part\n", flush=True)
             return Report()
         host, device = self._free_bytes
         room = int(HOST_SHARE * host), int(DEVICE_SHARE * device)
         results = measure(entries, room, self._device, self._effort, self._clock)
         baseline = entries[0].name
         lines = [summary(result, baseline, results, self._limits) for result in results]
-        print(f"{format_lines(lines, baseline)}\n")
+        print(f"{format_lines(lines, baseline)}\n", flush=True)
         verdicts, missing = judge(workload, baseline, results, self._limits)
         _print_verdicts(verdicts)
         if missing:
-            print("\n".join(["not judged, for want of numbers:", *missing, ""]))
+            print("\n".join(["not judged, for want of numbers:", *missing, ""]), flush=True)
         return Report(lines, verdicts, _failures(results))
 
 
@@ -149,4 +149,4 @@ def _entries(workload: GpuWorkload, chosen: Sequence[GpuContender]) -> list[GpuE
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     if verdicts:
-        print(f"{format_verdicts(verdicts)}\n")
+        print(f"{format_verdicts(verdicts)}\n", flush=True)

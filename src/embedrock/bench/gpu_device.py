@@ -117,12 +117,10 @@ class Probe:
 def _find_device(toy: bool) -> Device:
     if _triton_version() is None:
         raise UnsupportedError("`embedrock bench gpu` needs Triton, which does not import here: pip install triton.")
-    if toy:
+    if toy or os.environ.get(INTERPRETER) == "1":
         return Device("cpu")
     if import_torch().cuda.is_available():
         return Device("cuda")
-    if os.environ.get(INTERPRETER) == "1":
-        return Device("cpu")
     raise UnsupportedError(
         "`embedrock bench gpu` needs a CUDA device, and torch finds none. Run it where there is a GPU and a CUDA build "
         "of torch; or, to see whether it works, at toy size and without times that mean something: "

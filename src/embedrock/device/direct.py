@@ -14,7 +14,7 @@ from embedrock.device.near import ABSENT, FAR, Near, present
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import Placement
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.side import DeviceSide
+from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.kernels.gpu import rows
 from embedrock.table import Table
 from embedrock.tiers.memory import Memory
@@ -37,8 +37,10 @@ class DirectSide(DeviceSide):
 
     def __init__(self, table: Table, tier: Memory, device: torch.device, placement: Placement) -> None:
         super().__init__(table, tier, device)
-        assert table.rows is not None  # or its slots would not be its ids
+        drawn = drawn_by(self.spec.init)
+        assert table.rows is not None and drawn is not None  # or the host plans, and draws
         self.placement, self._rows, self._memory = placement, table.rows, tier
+        self._drawn, self._first_state = drawn, self.uploaded(self.spec.first_state)
         self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)
         far = 0
         if self._pinned is not None:
@@ -139,16 +141,16 @@ class DirectSide(DeviceSide):
     def places(self, plan: DevicePlan) -> Tensor:
         return self.near.places(plan)
 
+    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
+        rows.read(places, plan.ids, plan.count, int(self.spec.key), self._drawn, self.form, out)
+
     def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
         self._begin()
         self.timeline.wait_for_copies()
-        n = plan.keys.numel()
-        fresh = torch.empty(n, self.spec.dim, dtype=torch.float32, device=self.device)
-        new = torch.empty(n, dtype=torch.uint8, device=self.device)
-        places = self.places(plan)
-        self._draw(plan, places, fresh)
+        places, new = torch.empty_like(plan.keys), torch.empty_like(plan.keys, dtype=torch.uint8)
         self.near.settle(plan, live, places, new)
-        rows.begin(places, new, fresh, self._first_state, plan.count, live, self.form)
+        drawn = plan.ids, int(self.spec.key), self._drawn
+        rows.begin(places, new, *drawn, self._first_state, plan.count, live, self.form)
         return places
 
     def note_change(self) -> None:
@@ -163,7 +165,6 @@ class DirectSide(DeviceSide):
     def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
-        # Rows that are not stepped, and room that is not used, have the key `rows`: it is no fault here.
-        plan = make_plan(keys, self._rows + 1, self.faults.tensor, later.plan.stamp)
+        plan = make_plan(keys, self._rows, self.faults.tensor, later.plan.stamp, merges=True)
         values = torch.cat([earlier.scaled(), later.values])
         return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))

@@ -15,6 +15,7 @@ from embedrock.device.pinned import Pinned
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide
 from embedrock.errors import CacheTooSmallError
+from embedrock.kernels.gpu import rows
 from embedrock.plan import Plan, make_plan
 from embedrock.table import Table
 from embedrock.tiers.disk import Disk
@@ -26,8 +27,8 @@ DROPPED = -2  # key of a row that is not stepped
 class HostedSide(DeviceSide):
     """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
 
-    Ids that are on the GPU are copied to the host first, which waits for them. A table on disk moves records, so its
-    host waits for the step before.
+    The host waits for the GPU: for ids that are there, and for the gradients of a step that makes records. A table on
+    disk moves records, so it also waits for the step before.
 
     Args:
         table: whose rows.
@@ -104,15 +105,17 @@ class HostedSide(DeviceSide):
     def _addresses(self, slots: np.ndarray, number: np.ndarray) -> np.ndarray:
         return np.where(slots >= 0, self._pinned.address + slots * self.spec.record_bytes, -number)
 
-    def _draw(self, plan: DevicePlan, places: Tensor, out: Tensor) -> Tensor:
-        """Return the weights of rows that have no slot: float32 (m, dim)."""
+    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         host = self._host(plan)
-        missing = host.ids[host.slots < 0]
-        return self.uploaded(self.table.values_of(missing, here=host.epoch >= 0))
+        fresh = self.table.values_of(host.ids[host.slots < 0], here=host.epoch >= 0)
+        rows.gather(places, self.uploaded(fresh), plan.count, self.form, out)
 
     def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+        host = self._host(plan)
+        if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
+            return torch.full_like(plan.keys, -1)
         with self._turn():
-            slots = self.table.admitted(self._host(plan))
+            slots = self.table.admitted(host)
             self._cover()
         places = self.uploaded(self._addresses(slots, slots))
         return torch.where(plan.keys == DROPPED, -1, places)

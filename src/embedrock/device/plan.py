@@ -17,7 +17,7 @@ class DevicePlan:
 
     Attributes:
         shape: of the ids as they were given.
-        keys: int64 (n,): slots of the rows, ascending where the device planned; `limit` or more means no row.
+        keys: int64 (n,): slots of the rows, ascending where the device planned; others than those of rows mean no row.
         ids: int64 (n,), of the rows.
         starts: int32 (n + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold row k.
         order: int64 (n,), all positions, grouped by row, in order of occurrence.
@@ -38,22 +38,23 @@ class DevicePlan:
     host: Plan | None = None
 
 
-def make_plan(keys: Tensor, limit: int, fault: Tensor, stamp: int) -> DevicePlan:
+def make_plan(keys: Tensor, rows: int, fault: Tensor, stamp: int, merges: bool = False) -> DevicePlan:
     """Decide what a batch needs, by sorting. Nothing waits for the device.
 
     Args:
-        keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, limit)`` are a fault.
-        limit: of the keys.
+        keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, rows)`` are a fault.
+        rows: of the table. This is also the key of no row, and what is in ``keys`` beyond the rows that there are.
         fault: int64 (4,), see `Faults`.
         stamp: number of the batch.
+        merges: keys of other plans are among these, and no row is no fault.
     """
     n, device = keys.numel(), keys.device
     ordered, order = torch.sort(keys.reshape(-1), stable=True)
     counts = torch.empty(kernels.blocks(n), dtype=torch.int32, device=device)
-    unique = torch.full((n,), limit, dtype=torch.int64, device=device)
+    unique = torch.full((n,), rows, dtype=torch.int64, device=device)
     starts = torch.empty(n + 1, dtype=torch.int32, device=device)
     inverse = torch.empty(n, dtype=torch.int32, device=device)
     count = torch.zeros(1, dtype=torch.int32, device=device)
-    kernels.mark(ordered, limit, counts, fault, stamp)
+    kernels.mark(ordered, rows + merges, counts, fault, stamp)
     kernels.collect(ordered, order, counts, unique, starts, inverse, count)
     return DevicePlan(tuple(keys.shape), unique, unique, starts, order, inverse, count, stamp)

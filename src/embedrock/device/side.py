@@ -15,7 +15,7 @@ from embedrock.device.plan import DevicePlan
 from embedrock.device.timeline import Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
-from embedrock.kernels.gpu import generator, rows
+from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Rule
 from embedrock.spec import Spec
@@ -78,7 +78,6 @@ class DeviceSide:
         self.spec = table.spec
         self.form = form_of(self.spec)
         self.timeline, self.faults = Timeline(device), Faults(table, device)
-        self._first_state = torch.from_numpy(np.array(self.spec.first_state)).to(device)
         self._stamp = FIRST_STAMP
         self._histories = _Histories(self)
 
@@ -124,19 +123,14 @@ class DeviceSide:
             self.timeline.wait_for_copies()
             places = self.places(plan)
             out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
-            rows.gather(places, self._draw(plan, places, out), plan.count, self.form, out)
+            self.gather(plan, places, out)
             if self.table.lags:
                 rows.refresh(out, places, plan.count, self._uploaded(self.table.numbers_now()), self.form)
         return out
 
-    def _draw(self, plan: DevicePlan, places: Tensor, out: Tensor) -> Tensor:
-        """Return the weights of rows that have no place, which may be in `out` float32 (n, dim)."""
-        drawn = drawn_by(self.spec.init)
-        assert drawn is not None  # or the host plans, and draws
-        kind, a, b = drawn
-        seed = int(self.table.spec.key)
-        generator.first_values(kind, plan.ids, places, plan.count, seed, a, b, self.form, out)
-        return out
+    @abstractmethod
+    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
+        """Write the weights of a plan's rows to `out` float32 (n, dim), first values where there is no record."""
 
     def uploaded(self, array: np.ndarray) -> Tensor:
         """Return an array on the device. Nothing waits for the copy."""

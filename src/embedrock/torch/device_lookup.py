@@ -33,7 +33,8 @@ def as_asked(grads: DeviceGradients, options: Options) -> DeviceGradients:
         return grads
     plan = grads.plan
     occurrences = (plan.starts[1:] - plan.starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
-    values = grads.values / occurrences[:, None]
+    values = grads.values.clone()
+    values[: len(occurrences)] /= occurrences[:, None]
     squares = torch.empty(len(values), dtype=torch.float64, device=values.device)
     sums.row_squares(values, plan.count, squares)
     return DeviceGradients.of(plan, values, squares)

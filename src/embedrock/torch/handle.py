@@ -56,6 +56,7 @@ class Handle(nn.Parameter):
     _arrived: dict[int, RowGradients | DeviceGradients]
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
+    _is_applied: bool  # the pending gradients have made a step
     _untouched_version: int
     _is_original: bool  # no copy, of the kind that weight averaging writes to
 
@@ -70,6 +71,7 @@ class Handle(nn.Parameter):
         self.pending, self.vigil, self.max_norm = Pending(), Vigil(), None
         self._arrived, self._untouched_version, self._is_original = {}, self._version, True
         self._placed_on = self._stays_on_cpu = None
+        self._is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
 
     # ------------------------------------------------------------ forward and backward
@@ -100,6 +102,7 @@ class Handle(nn.Parameter):
         if arrived is None or self.grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
         pending: Any = self.pending
+        self._is_applied = False
         norm: float | Tensor = pending.add(arrived)
         self.grad.fill_(norm)
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
@@ -131,6 +134,11 @@ class Handle(nn.Parameter):
             )
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
         return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+
+    def stepped(self) -> None:
+        """Note that our optimizer stepped."""
+        self._is_applied = True
+        self.vigil.stepped()
 
     def forget(self) -> None:
         """Drop all gradients of the rows."""
@@ -196,6 +204,8 @@ class Handle(nn.Parameter):
         return (self.rows_on is not None or device.type == "cuda") and device != self.rows_on
 
     def _check_nothing_pends(self, device: torch.device) -> None:
+        if self.pending.grads is not None and self._is_applied:
+            self.forget()
         if self.pending.grads is not None:
             raise UnsupportedError(
                 f"the rows of {self.label} cannot move to {device} while gradients of them wait for a step: those are "

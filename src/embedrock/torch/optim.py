@@ -196,7 +196,7 @@ class RowOptimizer(torch.optim.Optimizer):
             verdict.step()
         for group in self.param_groups:
             for handle in group["params"]:
-                handle.vigil.stepped()
+                handle.stepped()
         return loss
 
     def _due(self, group: dict[str, Any]) -> list[Due | DeviceDue]:

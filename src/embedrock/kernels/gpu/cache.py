@@ -14,6 +14,7 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 BINS = 128
 NOBODY = 2**63 - 1
+ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one
 AGES = (1 << 22) - 1
 
 _BINS = tl.constexpr(BINS)
@@ -103,9 +104,8 @@ class Memory(NamedTuple):
 
 @inlined
 def _word(absent, stamp, worth):
-    code = tl.minimum(
-        (worth.to(tl.int32, bitcast=True) - _ONE) >> _TO_CODE, _CODES
-    )  # a row that was used is worth >= 1
+    # A row that was used is worth 1 or more: no code is negative.
+    code = tl.minimum((worth.to(tl.int32, bitcast=True) - _ONE) >> _TO_CODE, _CODES)
     return -1 - ((code << 23) | (stamp << 1) | absent)
 
 

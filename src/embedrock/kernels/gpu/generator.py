@@ -7,8 +7,7 @@ are (rows, BLOCK): one row of a table each, BLOCK columns, a power of two and at
 import triton.language as tl
 from triton.language.random import philox_impl
 
-from embedrock.kernels.gpu.codec import decode, encode_nearest
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
+from embedrock.kernels.gpu.runtime import inlined, single
 from embedrock.kernels.reference import generator as reference
 
 FIRST_VALUES = tl.constexpr(reference.FIRST_VALUES)
@@ -94,47 +93,12 @@ def normal(ids, seed, mean, std, BLOCK: tl.constexpr):
 DRAWS = {"constant": constant, "uniform": uniform, "normal": normal}
 
 
-@kernel("seed")
-def _first_values(
-    ids,
-    places,
-    count,
-    seed: tl.uint64,
-    a,
-    b,
-    out,
-    DRAW: tl.constexpr,
-    FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = u < tl.load(count)
-    here &= tl.load(places + u, mask=here, other=0) < 0
-    if tl.max(here.to(tl.int32), 0) > 0:  # most rows have records
-        values = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, BLOCK)
-        values = decode(encode_nearest(values, FORM), FORM)
-        columns = tl.arange(0, BLOCK)[None, :]
-        tl.store(out + u[:, None] * FORM.dim + columns, values, mask=here[:, None] & (columns < FORM.dim))
-
-
-def first_values(kind, ids, places, count, seed, a, b, form, out):
-    """Write the first values of rows without a record to `out` (n, dim), rounded to nearest as they will be stored.
+def draw_args(seed, drawn):
+    """Return what kernels take of ``seed`` and ``drawn``, and the constexpr that says which function draws.
 
     Args:
-        kind: "constant" (a: the value), "uniform" (a: low, b: high) or "normal" (a: mean, b: std).
-        ids: int64 (n,).
-        places: int64 (n,): a row has no record where it is negative. Others are left alone.
-        count: int32 (1,): how many of the n rows there are.
         seed: 64 bits.
-        a: see `kind`.
-        b: see `kind`.
-        form: of the records.
-        out: float32 (n, dim).
+        drawn: how first values are drawn: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, std).
     """
-    rows = tile(form.dim)
-    numbers = seed % 2**64, single(a), single(b)
-    launch(
-        _first_values, rows.programs(ids.shape[0]), ids, places, count, *numbers, out, DRAW=DRAWS[kind], FORM=form,
-        **rows.options,
-    )  # fmt: skip
+    kind, a, b = drawn
+    return (seed % 2**64, single(a), single(b)), {"DRAW": DRAWS[kind]}

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from embedrock.kernels.gpu import rules
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
-from embedrock.kernels.gpu.generator import rounding_words
+from embedrock.kernels.gpu.generator import draw_args, rounding_words
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
 
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
@@ -66,6 +66,33 @@ def _gather(
     tl.store(out + at, values, mask=inside)
 
 
+@kernel("seed")
+def _read(
+    places,
+    ids,
+    count,
+    seed: tl.uint64,
+    a,
+    b,
+    out,
+    DRAW: tl.constexpr,
+    FORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    u, here = _rows(count, ROWS)
+    place = tl.load(places + u, mask=here, other=0)
+    _, inside = _tile(u, here & (place >= 0), BLOCK, FORM)
+    values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
+    absent = here & (place < 0)
+    if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
+        drawn = DRAW(tl.load(ids + u, mask=absent, other=0), seed, a, b, BLOCK)
+        values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
+    at, inside = _tile(u, here, BLOCK, FORM)
+    tl.store(out + at, values, mask=inside)
+
+
 @kernel()
 def _scatter(
     places,
@@ -83,14 +110,18 @@ def _scatter(
     tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=inside)
 
 
-@kernel()
+@kernel("seed")
 def _begin(
     places,
     new,
-    fresh,
+    ids,
+    seed: tl.uint64,
+    a,
+    b,
     first_state,
     count,
     live,
+    DRAW: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     WORDS: tl.constexpr,
@@ -104,14 +135,15 @@ def _begin(
     here &= tl.load(new + u, mask=here, other=0) != 0
     if tl.max(here.to(tl.int32), 0) > 0:  # most rows have records
         place = tl.load(places + u, mask=here, other=0)
-        at, inside = _tile(u, here, BLOCK, FORM)
-        words = encode_nearest(tl.load(fresh + at, mask=inside, other=0.0), FORM)
         columns = tl.arange(0, BLOCK)[None, :]
+        drawn = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, BLOCK)
+        words = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
         tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=here[:, None] & (columns < WORDS))
         columns = tl.arange(0, TAIL_BLOCK)
         first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
+        first = tl.broadcast_to(first[None, :], [ROWS, TAIL_BLOCK])
         at = _state(place, FORM, ALIGN)[:, None] + columns[None, :]
-        tl.store(at, first[None, :] + tl.zeros([ROWS, 1], tl.float32), mask=here[:, None] & (columns < TAIL)[None, :])
+        tl.store(at, first, mask=here[:, None] & (columns < TAIL)[None, :])
 
 
 @kernel("seed", "step", "steps")
@@ -181,18 +213,38 @@ def gather(places, fresh, count, form, out):
     _launch(_gather, places, (places, fresh, count, out), form)
 
 
+def read(places, ids, count, seed, drawn, form, out):
+    """Copy the weights of records to `out` float32 (n, dim).
+
+    A row without a record gets its first value, rounded to nearest as it will be stored.
+
+    Args:
+        places: of the records.
+        ids: int64 (n,), which decide first values, with `seed`.
+        count: int32 (1,).
+        seed: 64 bits.
+        drawn: how first values are drawn, see `generator.draw_args`.
+        form: of the records.
+        out: see above.
+    """
+    args, constexprs = draw_args(seed, drawn)
+    _launch(_read, places, (places, ids, count, *args, out), form, **constexprs)
+
+
 def scatter(places, values, count, form):
     """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
     _launch(_scatter, places, (places, values, count), form)
 
 
-def begin(places, new, fresh, first_state, count, live, form):
-    """Write the records of rows where `new` uint8 (n,) is not 0.
+def begin(places, new, ids, seed, drawn, first_state, count, live, form):
+    """Write the records of rows where `new` uint8 (n,) is not 0: their first values and first state.
 
     Args:
         places: of the records, of which only the new ones are looked at.
         new: which records are new.
-        fresh: float32 (n, dim): the weights, rounded to nearest.
+        ids: int64 (n,), which decide first values, with `seed`.
+        seed: 64 bits.
+        drawn: how first values are drawn, see `generator.draw_args`.
         first_state: float32 (state_width,).
         count: int32 (1,).
         live: int32 (1,): where it is 0, nothing happens.
@@ -201,7 +253,8 @@ def begin(places, new, fresh, first_state, count, live, form):
     tail = form.record_bytes // 4 - form.state_start
     words = form.dim if form.dtype_name == "float32" else form.state_start * 2  # with the gap before the state
     sizes = {"WORDS": words, "TAIL": tail, "TAIL_BLOCK": tile(tail).block}
-    _launch(_begin, places, (places, new, fresh, first_state, count, live), form, **sizes)
+    args, constexprs = draw_args(seed, drawn)
+    _launch(_begin, places, (places, new, ids, *args, first_state, count, live), form, **constexprs, **sizes)
 
 
 def step(places, ids, values, factor, clip, live, count, seed, step, numbers, form):

@@ -1,8 +1,8 @@
 """Summing gradients of equal ids: see ``kernels/reference/rows.py`` and ``pooling.py`` for what is summed.
 
 Segments of up to `CHUNK` positions are summed in order of occurrence, bit for bit as the CPU does. A longer one is cut
-into chunks, whose sums are then added up in order: so the hottest id of a batch does not take one program as long as
-all the others together. Nothing depends on the order in which programs run.
+into chunks, whose sums are then added up, always in the same way: so the hottest id of a batch does not keep a program
+busy when all others are done. Nothing depends on the order in which programs run.
 
 The first chunk of a segment is summed by the program of its row. Each window of `CHUNK` positions, in the order of the
 plan, has at most one start of a later chunk, and a row of `partial` for its sum.
@@ -14,7 +14,7 @@ import triton.language as tl
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 CHUNK = 64
-PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_summand`
+PLAIN, POOLED, MAXIMA = 0, 1, 2  # what is summed: see `_share`
 TILE = 1024  # elements that a program sums at once
 COLUMNS = 1024  # of which in one row
 WARPS = 4
@@ -22,8 +22,8 @@ WARPS = 4
 _CHUNK = tl.constexpr(CHUNK)
 _PLAIN = tl.constexpr(PLAIN)
 _POOLED = tl.constexpr(POOLED)
+_MAXIMA = tl.constexpr(MAXIMA)
 _AHEAD = tl.constexpr(4)  # rows asked for before the first of them is added
-_ROWS_AHEAD = tl.constexpr(8)  # the same for one row at a time
 
 
 def partial_rows(n):
@@ -44,20 +44,21 @@ def square_sum(values):
 
 
 @inlined
-def _summand(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM):
-    """Load what each position, (rows, 1), gives to its row: its gradient, or its share of its bag's."""
-    mask = here & (column < DIM)
-    if WHAT == _PLAIN:
-        return tl.load(grads + position * stride + column, mask=mask, other=0.0).to(tl.float32)
-    bag = tl.load(bags + position, mask=here, other=0).to(tl.int64)
-    values = tl.load(grads + bag * stride + column, mask=mask, other=0.0).to(tl.float32)
+def _share(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM):
+    """Load what positions, (rows, 1), give to their rows: gradients, or shares of their bags'."""
+    mask, source = here & (column < DIM), position
+    if WHAT != _PLAIN:
+        source = tl.load(bags + position, mask=here, other=0).to(tl.int64)
+    values = tl.load(grads + source * stride + column, mask=mask, other=0.0).to(tl.float32)
     if WHAT == _POOLED:
-        factor = tl.load(scale + bag, mask=here, other=0.0)
+        factor = tl.load(scale + source, mask=here, other=0.0)
         if WEIGHTED:
             factor = tl.load(weights + position, mask=here, other=0.0) * factor
-        return factor * values
-    source = tl.load(argmax + bag * DIM + column, mask=mask, other=-1)
-    return tl.where(source == position, values, 0.0)
+        values = factor * values
+    if WHAT == _MAXIMA:
+        chosen = tl.load(argmax + source * DIM + column, mask=mask, other=-1)
+        values = tl.where(chosen == position, values, 0.0)
+    return values
 
 
 @inlined
@@ -116,21 +117,18 @@ def _sum(
     total_squares = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
-        here = begin < end
-        position = tl.load(order + begin, mask=here, other=0)
-        total = _summand(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM)
-        if WHAT != _PLAIN:
-            total = total + 0.0  # sums begin with 0 there, and have no -0
-        j = 1
+        total = tl.zeros([ROWS, WIDTH], tl.float32)
+        if WHAT == _PLAIN:
+            total = total * -1.0  # -0.0: the first gradient is taken as it is, by its bits
+        j = 0
         while j < longest:
             for ahead in tl.static_range(_AHEAD):
                 here = begin + j + ahead < end
                 position = tl.load(order + begin + j + ahead, mask=here, other=0)
-                more = _summand(
-                    grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM
-                )
-                total = tl.where(here, total + more, total)
+                share = _share(grads, stride, bags, weights, scale, argmax, position, here, column, WHAT, WEIGHTED, DIM)
+                total = tl.where(here, total + share, total)
             j += _AHEAD
+        total = tl.where(begin < end, total, 0.0)
         total_squares += square_sum(total)
         place = target.to(tl.int64)[:, None] * DIM + column
         tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < n))[:, None])
@@ -140,7 +138,16 @@ def _sum(
 
 @kernel()
 def _add_chunks(
-    starts, order, inverse, counts, skips, partial, values, squares, DIM: tl.constexpr, WIDTH: tl.constexpr
+    starts,
+    order,
+    inverse,
+    skips,
+    partial,
+    values,
+    squares,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     window = tl.program_id(0) + tl.zeros([1], tl.int32)
     row, begin, end, number = _window(window, window >= 0, starts, order, inverse, tl.load(skips))
@@ -153,14 +160,12 @@ def _add_chunks(
             inside = column < DIM
             place = values + row.to(tl.int64)[:, None] * DIM + column
             total = tl.load(place, mask=inside, other=0.0)
-            source = partial + window.to(tl.int64)[:, None] * DIM + column
             j = 0
             while j < chunks:
-                for ahead in tl.static_range(_ROWS_AHEAD):
-                    here = inside & (j + ahead < chunks)
-                    total = tl.where(here, total + tl.load(source + ahead * DIM, mask=here, other=0.0), total)
-                source += _ROWS_AHEAD * DIM
-                j += _ROWS_AHEAD
+                line = j + tl.arange(0, ROWS)[:, None]
+                source = partial + (window + line).to(tl.int64) * DIM + column
+                total += tl.sum(tl.load(source, mask=(line < chunks) & inside, other=0.0), axis=0)[None, :]
+                j += ROWS
             total_squares += square_sum(total)
             tl.store(place, total, mask=inside)
         tl.store(squares + row, total_squares)
@@ -188,8 +193,9 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, squares):
     args = grads, grads.stride(0), *known, starts, order, inverse, count, skip, scratch, values, squares, n, blocks
     launch(_sum, blocks + later, *args, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, **form)
     if later:
-        args = starts, order, inverse, count, skip, scratch, values, squares
-        launch(_add_chunks, partial_rows(n), *args, num_warps=WARPS, DIM=form["DIM"], WIDTH=form["WIDTH"])
+        args = starts, order, inverse, skip, scratch, values, squares
+        form["ROWS"] *= 4
+        launch(_add_chunks, partial_rows(n), *args, num_warps=WARPS, **form)
 
 
 def sum_segments(grads, starts, order, inverse, count, skip, partial, values, squares):

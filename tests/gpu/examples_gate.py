@@ -1,0 +1,13 @@
+"""Calls of the kernel that judges steps, for the test that compiles them all."""
+
+from __future__ import annotations
+
+import torch
+
+from embedrock.kernels.gpu import gate
+
+
+def example_judge() -> None:
+    faults = torch.zeros(1, dtype=torch.int64)
+    flags = [torch.empty(1, dtype=torch.int32) for _ in range(2)]
+    gate.judge(torch.empty(2, 1), faults, torch.empty(1), *flags, 3)

@@ -1,0 +1,265 @@
+"""What happens between backward and step on a device: accumulation, scaling, clipping, zeroing, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import INTERPRETED
+from gpu_models import (
+    ALL_NEAR,
+    DIM,
+    HOSTED,
+    NONE_NEAR,
+    ROWS,
+    SOME_NEAR,
+    Model,
+    Way,
+    assert_same_table,
+    batches,
+    by_name,
+    loss_of,
+    make,
+    on_device,
+    train,
+)
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.errors import UnsupportedError
+
+FEW = [ALL_NEAR, SOME_NEAR[1], HOSTED[0]]
+
+
+def both(way: Way, loop: Any, **arguments: Any) -> None:
+    """Run a loop with the rows on the device and on the CPU, and compare all bits."""
+    models = [make(way, **arguments), make(None, **arguments)]
+    for model in models:
+        loop(model)
+    assert_same_table(models[0].table, models[1].table)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_gradients_accumulate(way: Way):
+    def loop(model: Model) -> None:
+        for k, ids in enumerate(batches(6)):
+            loss_of(model, ids).backward()
+            if k % 3 == 2:
+                model.step()
+                model.zero_grad()
+
+    both(way, loop)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_gradients_scaled_in_the_middle_of_an_accumulation(way: Way):
+    def loop(model: Model) -> None:
+        loss_of(model, batches(1)[0]).backward()
+        for parameter in model.whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        loss_of(model, batches(1, seed=1)[0]).backward()
+        model.step()
+
+    both(way, loop)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_gradients_zeroed_in_the_middle_touch_no_row(way: Way):
+    def loop(model: Model) -> None:
+        train(model, batches(1))
+        loss_of(model, batches(1, seed=1)[0]).backward()
+        for parameter in model.whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        loss_of(model, batches(1, seed=2)[0]).backward()
+        model.step()
+
+    both(way, loop)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_a_step_of_zeroed_gradients_counts_and_touches_no_row(way: Way):
+    def loop(model: Model) -> None:
+        train(model, batches(1))
+        loss_of(model, batches(1, seed=1)[0]).backward()
+        for parameter in model.whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        model.step()
+        train(model, batches(1, seed=2))
+
+    both(way, loop)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_clipping_by_norm_and_by_value(way: Way):
+    def loop(model: Model) -> None:
+        model.step_rows.param_groups[0]["clip_value"] = 0.02
+
+        def clip(model: Model) -> None:
+            everything = [*ert.dense_parameters(model.whole), *ert.handles(model.whole)]
+            torch.nn.utils.clip_grad_norm_(everything, 0.3)
+
+        train(model, batches(3), clip)
+
+    both(way, loop)
+
+
+def test_the_norm_is_that_of_the_rows_gradients():
+    mine, theirs = make(ALL_NEAR), make(None)
+    for model in (mine, theirs):
+        loss_of(model, batches(1)[0]).backward()
+    assert mine.rows.handle.grad is not None
+    assert mine.rows.handle.grad.item() == pytest.approx(theirs.rows.handle.grad.item(), rel=1e-7)  # type: ignore[union-attr]
+
+
+def test_two_lookups_in_one_backward():
+    def loop(model: Model) -> None:
+        for a, b in zip(batches(3), batches(3, seed=1), strict=True):
+            model.zero_grad()
+            (loss_of(model, a) + loss_of(model, b)).backward()
+            model.step()
+
+    both(SOME_NEAR[1], loop)
+
+
+@pytest.mark.parametrize("arguments", [{"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_options_of_layers(way: Way, arguments: dict[str, Any]):
+    both(way, lambda model: train(model, batches(3)), **arguments)
+
+
+def bag_losses(mode: str, where: bool, **arguments: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    torch.manual_seed(1)
+    bag = ert.EmbeddingBag(ROWS, DIM, mode=mode, **{k: v for k, v in arguments.items() if k != "weighted"})
+    optimizer = ert.Adagrad(bag, lr=0.1)
+    if where:
+        on_device(bag)
+    of_weights = []
+    for ids in batches(3):
+        weights = torch.linspace(0.1, 1, len(ids)).requires_grad_() if arguments.get("weighted") else None
+        offsets = torch.tensor([0, 0, 7, 11])
+        bag(ids, offsets, per_sample_weights=weights).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if weights is not None and weights.grad is not None:
+            of_weights.append(weights.grad.numpy())
+    return bag.table.lookup(np.arange(ROWS)), of_weights
+
+
+@pytest.mark.parametrize("arguments", [{}, {"padding_idx": 1}, {"device_memory": 0}, {"directory": "hashed"}], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags(mode: str, arguments: dict[str, Any]):
+    (mine, _), (theirs, _) = bag_losses(mode, True, **arguments), bag_losses(mode, False, **arguments)
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_bags_with_weights():
+    (mine, mine_weights), (theirs, their_weights) = (bag_losses("sum", where, weighted=True) for where in (True, False))
+    np.testing.assert_array_equal(mine, theirs)
+    for a, b in zip(mine_weights, their_weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1]], ids=by_name)
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**62])
+def test_ids_outside_of_the_table(way: Way, bad: int):
+    model = train(make(way), batches(2))
+    before = model.weights()
+    with pytest.raises(er.IdError, match=rf"`ids` of the table must lie in \[0, {ROWS}\): got {bad} in an earlier"):
+        train(model, [torch.tensor([3, bad]), *batches(3)])
+    model.zero_grad()
+    assert model.table.steps == 2
+    np.testing.assert_array_equal(model.weights(), before)
+    train(model, batches(1))  # it goes on
+    assert model.table.steps == 3
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1]], ids=by_name)
+def test_gradients_that_are_not_finite_are_refused_and_said_later(way: Way):
+    model = train(make(way), batches(2))
+    before = model.weights()
+
+    def spoil(model: Model) -> None:
+        assert model.rows.handle.grad is not None
+        model.rows.handle.grad.fill_(float("nan"))
+
+    with pytest.raises(er.NonFiniteGradientError, match=r"must be finite: got NaN or Inf in an earlier step"):
+        train(train(model, batches(1, seed=1), spoil), batches(3))
+    model.zero_grad()
+    assert model.table.steps == 2
+    np.testing.assert_array_equal(model.weights(), before)
+    train(model, batches(1))
+    assert model.table.steps == 3
+
+
+def test_a_step_that_one_table_cannot_make_is_made_by_none():
+    layers = torch.nn.ModuleList([ert.Embedding(ROWS, DIM, seed=k) for k in range(2)])
+    optimizer = ert.Adam(layers, lr=0.1)
+    on_device(layers)
+    tables = [layer.table for layer in layers]  # pyright: ignore[reportAttributeAccessIssue]
+    before = [table.lookup(np.arange(ROWS)) for table in tables]
+    for layer, factor in zip(layers, (1.0, float("inf")), strict=True):
+        (layer(batches(1)[0]).sum() * factor).backward()
+    with pytest.raises(er.NonFiniteGradientError):
+        for _ in range(3):
+            optimizer.step()
+    optimizer.zero_grad()
+    assert [table.steps for table in tables] == [0, 0]
+    for table, rows in zip(tables, before, strict=True):
+        np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), rows)
+        assert table.stats()["rows_touched"] == 0
+
+
+def test_steps_that_are_not_finite_can_be_left_out():
+    def loop(model: Model) -> None:
+        def spoil(model: Model) -> None:
+            assert model.rows.handle.grad is not None
+            model.rows.handle.grad.fill_(float("inf"))
+
+        train(model, batches(2))
+        train(model, batches(1, seed=1), spoil)
+        train(model, batches(2, seed=2))
+        assert model.table.stats()["skipped_steps"] == 1
+
+    both(SOME_NEAR[1], loop, on_nonfinite="skip")
+
+
+@pytest.mark.parametrize("offsets", [[1, 3], [0, 5, 3], [0, 99]])
+def test_offsets_of_bags_on_the_host_are_refused_at_once(offsets: list[int]):
+    bag = ert.EmbeddingBag(ROWS, DIM)
+    on_device(bag)
+    with pytest.raises(er.ArgumentError, match="`offsets` must start at 0"):
+        bag(batches(1)[0], torch.tensor(offsets))
+
+
+def test_no_second_derivative():
+    model = make(ALL_NEAR)
+    with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+        loss_of(model, batches(1)[0]).backward(create_graph=True)
+
+
+def test_a_model_does_not_move_in_the_middle_of_an_accumulation():
+    model = make(ALL_NEAR)
+    loss_of(model, batches(1)[0]).backward()
+    norm = model.rows.handle.grad
+    with pytest.raises(UnsupportedError, match=r"cannot move to cpu while gradients of them wait.*zero_grad\(\) first"):
+        ert.place(model.whole, "cpu")
+    assert model.rows.handle.grad is norm
+    model.step()
+    ert.place(model.whole, "cpu") if INTERPRETED else model.whole.to("cpu")
+
+
+def test_a_loop_that_forgets_our_optimizer_is_noticed():
+    layer = ert.Embedding(ROWS, DIM)
+    dense = torch.nn.Linear(DIM, 1)
+    model = torch.nn.Sequential(layer, dense)
+    on_device(model)
+    optimizer = torch.optim.SGD(ert.dense_parameters(model), lr=0.1)
+    with pytest.raises(ert.ForgottenGradientsError):
+        for ids in batches(3):
+            model(ids).sum().backward()
+            optimizer.step()

@@ -1,0 +1,306 @@
+"""Tables whose rows are on a device: the same bits wherever they are, and what reads them in between."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_device import DEVICE, INTERPRETED
+from gpu_models import (
+    ALL_NEAR,
+    BATCH,
+    DIM,
+    HOSTED,
+    NONE_NEAR,
+    ROWS,
+    SOME_NEAR,
+    WAYS,
+    Model,
+    Way,
+    assert_same_table,
+    batches,
+    by_name,
+    loss_of,
+    make,
+    on_device,
+    on_disk,
+    train,
+)
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import embedrock as er
+import embedrock.torch as ert
+
+DIRECT = [ALL_NEAR, NONE_NEAR, *SOME_NEAR]
+# On a GPU, division and roots are those of the CPU, and nothing is fused; exponentials are not the same function.
+TO_THE_BIT: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("Momentum", {"nesterov": True}),
+    ("Adagrad", {}),
+    ("RMSprop", {}),
+    ("Adam", {}),
+    ("AdamW", {"weight_decay": 0.1}),
+    ("Ftrl", {"l1": 0.01}),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=by_name)
+def test_training_gives_the_bits_of_the_cpu(way: Way):
+    ids = batches(6)
+    assert_same_table(train(make(way), ids).table, train(make(None), ids).table)
+
+
+@pytest.mark.parametrize(("rule", "options"), TO_THE_BIT, ids=str)
+def test_every_rule_gives_the_bits_of_the_cpu(rule: str, options: dict[str, Any]):
+    ids = batches(4)
+    mine, theirs = (train(make(way, rule, options), ids) for way in (SOME_NEAR[1], None))
+    assert_same_table(mine.table, theirs.table)
+
+
+@pytest.mark.parametrize("rule", ["Adam", "Momentum", "Ftrl", "RMSprop"])
+@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+def test_rows_catch_up_with_dense_rules(way: Way, rule: str):
+    ids = batches(4)
+    mine, theirs = (train(make(where, rule, {"dense": True}), ids) for where in (way, None))
+    np.testing.assert_allclose(mine.weights(), theirs.weights(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+def test_16_bit_weights_are_rounded_as_on_the_cpu(way: Way, dtype: torch.dtype):
+    ids = batches(4)
+    mine, theirs = (train(make(where, dtype=dtype), ids) for where in (way, None))
+    assert_same_table(mine.table, theirs.table)
+
+
+@pytest.mark.parametrize("init", [er.Zeros(), er.Constant(0.5), er.Uniform(-0.1, 0.3), er.Normal(1.0, 0.2)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_values_are_those_of_the_cpu(init: er.Initializer, dtype: torch.dtype):
+    layer, on_cpu = (ert.Embedding(ROWS, DIM, init=init, seed=3, dtype=dtype) for _ in range(2))
+    on_device(layer)
+    ids = torch.arange(ROWS)
+    assert torch.equal(layer(ids).cpu(), on_cpu(ids))
+    assert layer.table.stats()["rows_touched"] == 0
+
+
+def test_first_values_that_only_the_cpu_can_draw():
+    weights = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
+    models = [ert.Embedding.from_pretrained(weights, freeze=False) for _ in range(2)]
+    steps = [ert.Adam(model, lr=0.1) for model in models]
+    on_device(models[0])
+    for ids, (model, optimizer) in itertools.product(batches(3), zip(models, steps, strict=True)):
+        model(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    np.testing.assert_array_equal(*(model.table.lookup(np.arange(ROWS)) for model in models))
+
+
+# Not shrunk: an example takes a second in the interpreter.
+@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32), near=st.integers(1, ROWS - 1), depth=st.integers(0, 3), every=st.integers(1, 3),
+    rule=st.sampled_from(["Adam", "SGD", "RowwiseAdagrad"]),
+)  # fmt: skip
+def test_no_cache_size_depth_or_accumulation_changes_a_bit(seed: int, near: int, depth: int, every: int, rule: str):
+    models = [make(ALL_NEAR, rule), make(Way("cache", near), rule)]
+    for model, ahead in zip(models, (0, depth), strict=True):
+        for k, ids in enumerate(ert.prefetch(batches(6, seed), {model.rows: lambda ids: ids}, depth=ahead)):
+            loss_of(model, ids).backward()
+            if (k + 1) % every == 0:
+                model.step()
+                model.zero_grad()
+            if k == 3:
+                model.rows(torch.arange(40))  # not announced
+    assert_same_table(models[0].table, models[1].table)
+
+
+def test_batches_that_are_larger_than_the_cache():
+    ids = [torch.randperm(ROWS) for _ in range(3)]
+    assert_same_table(train(make(Way("three near", 3)), ids).table, train(make(ALL_NEAR), ids).table)
+
+
+def test_a_cache_is_used():
+    model = train(make(Way("most near", 80)), batches(8))
+    stats = model.table.stats()
+    assert stats["device_slots"] == 80
+    assert stats["device_hits"] > stats["device_fetched"] > 0
+    assert stats["device_hits"] + stats["device_misses"] + stats["device_first_uses"] == sum(
+        len(ids.unique()) for ids in batches(8)
+    )
+    assert "80 rows cached" in repr(model.table)
+
+
+def test_evicted_rows_are_written_back():
+    model = train(make(Way("five near", 5)), batches(8))
+    stats = model.table.stats()
+    assert stats["device_evictions"] >= stats["device_written_back"] > 0
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+def test_the_cpu_can_read_and_change_rows_in_between(way: Way):
+    models = [make(way), make(None)]
+    for model in models:
+        train(model, batches(2))
+        model.table.assign([3, 77], np.ones((2, DIM), np.float32))
+        train(model, batches(2, seed=1))
+        model.table.update([3, 5, 3], np.ones((3, DIM), np.float32), lr=0.1)
+        train(model, batches(1, seed=2))
+    assert_same_table(models[0].table, models[1].table)
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+def test_checkpoints_and_copies(way: Way):
+    model, other = train(make(way), batches(3)), make(way)
+    other.whole.load_state_dict(copy.deepcopy(model.whole.state_dict()))
+    twin = copy.deepcopy(model.rows)
+    assert_same_table(twin.table, model.table)
+    more = batches(2, seed=1)
+    assert_same_table(train(other, more).table, train(model, more).table)
+
+
+def test_another_rule_lays_the_records_out_anew():
+    models = [train(make(way), batches(2)) for way in (SOME_NEAR[1], None)]
+    for model in models:
+        model.table.set_rule(None)
+        optimizer = ert.SGD(model.whole, lr=0.1)
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+    np.testing.assert_array_equal(models[0].weights(), models[1].weights())
+
+
+def test_a_table_that_was_trained_on_the_cpu_goes_on_there_and_back():
+    model, other = make(None), make(None)
+    train(other, batches(6))
+    train(model, batches(6)[:2])
+    on_device(model.whole)
+    train(model, batches(6)[2:4])
+    model.rows.handle.move(torch.device("cpu"))
+    model.whole.cpu()
+    train(model, batches(6)[4:])
+    assert_same_table(model.table, other.table)
+    assert model.table.side is None
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_table_on_disk_behind_a_small_cache(tmp_path: Path, depth: int):
+    model, other = make(on_disk(tmp_path)), make(None)
+    train(model, ert.prefetch(batches(6), {model.rows: lambda ids: ids}, depth=depth))
+    train(other, batches(6))
+    assert_same_table(model.table, other.table)
+    model.table.commit()
+    model.table.close()
+    with er.open(tmp_path / "rows.rock", mode="r") as table:
+        np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), other.weights())
+
+
+def test_a_table_on_disk_evicts_and_commits_while_it_trains(tmp_path: Path):
+    rows, dim = 4000, 64
+    layers = [
+        ert.Embedding(rows, dim, path=str(tmp_path / "rows.rock"), memory="150KiB", seed=1),
+        ert.Embedding(rows, dim, seed=1),
+    ]
+    steps = [ert.Adam(layer, lr=0.1) for layer in layers]
+    on_device(layers[0])
+    for k in range(5):
+        ids = torch.from_numpy(np.random.default_rng(k).integers(0, rows, 40))
+        for layer, optimizer in zip(layers, steps, strict=True):
+            layer(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        layers[0].table.commit(wait=k % 2 == 0)
+    assert layers[0].table.stats()["evictions"] > 0
+    np.testing.assert_array_equal(*(layer.table.lookup(np.arange(rows)) for layer in layers))
+    layers[0].table.commit()
+    layers[0].table.close()
+
+
+def test_two_tables_and_one_on_the_cpu_step_together():
+    def made() -> tuple[torch.nn.ModuleList, ert.Adam]:
+        layers = torch.nn.ModuleList([ert.Embedding(ROWS, DIM, seed=k) for k in range(3)])
+        return layers, ert.Adam(layers, lr=0.1)
+
+    (mine, mine_step), (theirs, their_step) = made(), made()
+    on_device(mine[0])
+    on_device(mine[1])
+    for k, (layers, optimizer) in itertools.product(range(3), ((mine, mine_step), (theirs, their_step))):
+        for layer in layers:
+            layer(batches(1, seed=k)[0]).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(mine, theirs, strict=True):
+        assert_same_table(a.table, b.table)
+
+
+def host_reads(model: Model, ids: torch.Tensor) -> list[str]:
+    """Return where our code reads a tensor's value on the host in a step: that waits for a GPU."""
+    readers, seen = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"), []
+    before = {name: getattr(torch.Tensor, name) for name in readers}
+
+    def watched(name: str) -> Any:
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            ours = "embedrock" in caller.co_filename
+            # What faults read was copied to the host before. The handle's value is read where it is on the CPU only.
+            if ours and not caller.co_filename.endswith("faults.py") and caller.co_name != "check_untouched":
+                seen.append(f"{name} in {caller.co_filename}")
+            return before[name](self, *args, **kwargs)
+
+        return read
+
+    try:
+        for name in readers:
+            setattr(torch.Tensor, name, watched(name))
+        train(model, [ids])
+    finally:
+        for name, function in before.items():
+            setattr(torch.Tensor, name, function)
+    return seen
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="with a GPU, PyTorch itself tells: the next test")
+@pytest.mark.parametrize("way", DIRECT, ids=by_name)
+def test_a_step_reads_nothing_from_the_device(way: Way):
+    model = train(make(way), batches(2))
+    assert host_reads(model, batches(1, seed=4)[0]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", DIRECT, ids=by_name)
+def test_a_step_waits_for_no_gpu(way: Way):
+    model = train(make(way), batches(2))
+    ids = batches(1, seed=4)[0].to(DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(model, [ids])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", DIRECT, ids=by_name)
+def test_streams_of_the_caller(way: Way):
+    model, other = make(way), make(way)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for k, ids in enumerate(batches(6)):
+        with torch.cuda.stream(streams[k % 2]):
+            streams[k % 2].wait_stream(streams[1 - k % 2])
+            train(model, [ids.to(DEVICE)])
+    torch.cuda.synchronize()
+    assert_same_table(model.table, train(other, batches(6)).table)
+
+
+def test_ids_may_be_on_either_side():
+    model = make(ALL_NEAR)
+    ids = batches(1)[0]
+    assert torch.equal(model.rows(ids), model.rows(ids.to(DEVICE)))
+    assert model.rows(ids.int()).shape == (BATCH, DIM)
+    assert model.rows(ids[:0]).shape == (0, DIM)
+    with pytest.raises(er.IdTypeError, match=r"must be a dense tensor of torch\.int32 or torch\.int64"):
+        model.rows(ids.float())
