@@ -103,7 +103,7 @@ def test_hot_rows() -> None:
     given = np.where(argmax[bags.bags] == np.arange(len(bags.bags))[:, None], bags.grads[bags.bags], 0)
     reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
     back = backward(bags, pooling.pool_max_backward, (tensor(argmax),), -1)
-    np.testing.assert_array_equal(back[0], values)  # few columns have more than one that is not 0
+    close(back[0], given, bags.plan, values)
 
 
 def test_rows_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,14 @@ from embedrock.device.direct import DirectSide
 from embedrock.device.hosted import HostedSide
 from embedrock.device.pinned import PinningError, warn_of
 from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.sizes import memory_limit
 from embedrock.table import Table
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
+MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 
 
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
@@ -22,6 +24,7 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
 
     Raises:
         UnsupportedError: the device has not the features that kernels need.
+        MemoryBudgetError: it has too little memory.
     """
     device = _indexed(device)
     side = table.side
@@ -30,7 +33,8 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     _check_capability(device)
     table.leave_side()
     try:
-        made = _made(table, device)
+        with enough_memory(f"{table.subject}, to keep its rows on {device},"):
+            made = _made(table, device)
     except PinningError as error:
         warn_of(error, table.subject)
         return None
@@ -46,7 +50,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 def _made(table: Table, device: torch.device) -> DeviceSide:
     tier = table.lay_out_direct() if drawn_by(table.spec.init) is not None else None
-    if tier is None or not tier.is_direct:
+    if tier is None or not tier.is_direct or (table.rows or 0) > MAX_ROWS:
         return HostedSide(table, table.tier_beside(), device)
     budget = table.device_memory if table.device_memory is not None else _free_bytes(device) // placement.FREE_SHARE
     return DirectSide(table, tier, device, placement.choose(table.spec, budget))

@@ -38,7 +38,8 @@ class DirectSide(DeviceSide):
     def __init__(self, table: Table, tier: Memory, device: torch.device, placement: Placement) -> None:
         super().__init__(table, tier, device)
         drawn = drawn_by(self.spec.init)
-        assert table.rows is not None and drawn is not None  # or the host plans, and draws
+        assert table.rows is not None  # or its slots would not be its ids
+        assert drawn is not None  # or the host plans, and draws
         self.placement, self._rows, self._memory = placement, table.rows, tier
         self._drawn, self._first_state = drawn, self.uploaded(self.spec.first_state)
         self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 
 import numpy as np
@@ -13,6 +14,9 @@ from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table import Table
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
+
+# All that there are: when one is raised, the tables that were to be stepped with it take their steps back as well.
+_all: weakref.WeakSet[Faults] = weakref.WeakSet()
 
 step_numbers = itertools.count(1)  # of all steps on GPUs in this process
 
@@ -39,6 +43,7 @@ class Faults:
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
         self._asked_at = 0
+        _all.add(self)
 
     def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
         """Return offsets int64 (bags + 1,) that kernels may use; a fault where they are not those of n positions."""
@@ -84,11 +89,11 @@ class Faults:
 
     def _take(self) -> None:
         """Take back the steps that were refused, and raise the error."""
-        code, _, value, first = self.tensor.tolist()  # waits: nothing is refused after this that is not counted
-        refused = sum(number >= first for number in self._launched) if first else 0
-        self.tensor.zero_()
-        self._launched.clear()
-        self._table.take_back(refused)
+        code, value, refused = self._take_back()
+        if code != BESIDE:
+            for other in list(_all):
+                if other.tensor[0] == BESIDE:
+                    other._take_back()
         if code == BAD_ID:
             raise IdError(
                 f"`ids` of {self._table.subject} must lie in [0, {self._table.rows}): got {value} in an earlier batch, "
@@ -107,6 +112,16 @@ class Faults:
                 0,
                 np.empty(0, np.int64),
             )
+
+    def _take_back(self) -> tuple[int, int, int]:
+        """Uncount the steps that were refused, and return what went wrong: code, value, and how many steps."""
+        code, _, value, first = self.tensor.tolist()  # waits: nothing is refused after this that is not counted
+        refused = sum(number >= first for number in self._launched) if first else 0
+        self.tensor.zero_()
+        self._launched.clear()
+        self._is_asked = False
+        self._table.take_back(refused)
+        return code, value, refused
 
 
 def _undone(steps: int) -> str:

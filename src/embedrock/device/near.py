@@ -16,8 +16,8 @@ from embedrock.kernels.gpu.runtime import Form
 FAR, ABSENT = -1, -2
 WINDOW = 2  # near slots that are looked at for each position of a batch, to find those worth least
 # A use of a row loses half of its weight in as many batches as fill the cache so many times. Simulated under Zipf's law
-# (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more does not follow
-# rows that come and go.
+# (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more would not
+# follow rows that come and go.
 HALF_LIFE = 30.0
 
 

@@ -77,7 +77,7 @@ class DeviceSide:
         self.table, self.tier, self.device = table, tier, device
         self.spec = table.spec
         self.form = form_of(self.spec)
-        self.timeline, self.faults = Timeline(device), Faults(table, device)
+        self.timeline, self.faults = Timeline(device, table.subject), Faults(table, device)
         self._stamp = FIRST_STAMP
         self._histories = _Histories(self)
 
@@ -149,7 +149,10 @@ class DeviceSide:
     def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None = None) -> DeviceGradients:
         """Return the gradients (n, dim) of a plan's positions, summed to one for each row; none for id `padding`."""
         skip, plan = self.without(plan, padding)
-        return DeviceGradients.of(plan, *sum_rows(grads.reshape(-1, self.spec.dim), plan, skip))
+        grads = grads.reshape(-1, self.spec.dim)
+        if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
+            grads = grads.contiguous()
+        return DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
 
     def without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""

@@ -8,7 +8,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from embedrock.errors import UnsupportedError
+from embedrock.errors import MemoryBudgetError, UnsupportedError
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Raise `MemoryBudgetError` where a device has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"{what} needs more GPU memory than there is: {error} Nothing has changed. Pass a smaller device_memory=, "
+            "which leaves more to the rest of the model, or use smaller batches."
+        ) from error
+
+
+def refuse_capture() -> None:
+    """Raise `UnsupportedError` while the caller's stream is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "lookups and steps of embedding rows cannot be captured in a CUDA graph: how many rows a batch needs, and "
+            "what the host counts of it, differs each time. Capture the dense part of the model "
+            "(torch.cuda.make_graphed_callables), and call the embedding layers and their optimizer outside of it."
+        )
 
 
 class Timeline:
@@ -19,10 +41,11 @@ class Timeline:
 
     Args:
         device: of the tensors.
+        subject: the table, for error messages.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
+    def __init__(self, device: torch.device, subject: str) -> None:
+        self._device, self._is_cuda, self._subject = device, device.type == "cuda", subject
         self._copying = torch.cuda.Stream(device) if self._is_cuda else None
         self._stream: torch.cuda.Stream | None = None
         self._done = torch.cuda.Event() if self._is_cuda else None
@@ -34,23 +57,23 @@ class Timeline:
 
         Raises:
             UnsupportedError: the stream is being captured.
+            MemoryBudgetError: there is too little GPU memory for the work.
         """
-        if self._done is None:
-            yield
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "lookups and steps of embedding rows cannot be captured in a CUDA graph: which rows a batch needs is "
-                "decided anew each time. Capture the dense part of the model (torch.cuda.make_graphed_callables), and "
-                "call the embedding layers and their optimizer outside of it."
-            )
+        with enough_memory(f"a batch of {self._subject}"):
+            if self._done is None:
+                yield
+            else:
+                yield from self._ordered(self._done)
+
+    def _ordered(self, done: torch.cuda.Event) -> Iterator[None]:
+        refuse_capture()
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and stream != self._stream:
-            stream.wait_event(self._done)
+            stream.wait_event(done)
         with torch.cuda.device(self._device):
             yield
         self._stream = stream
-        self._done.record(stream)
+        done.record(stream)
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:

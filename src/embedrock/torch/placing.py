@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,17 @@ def attach(table: Table, device: torch.device) -> DeviceSide | None:
     Raises:
         UnsupportedError: there is no Triton, and GPU memory was asked for.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         _say_there_is_no_triton(table)
         return None
     from embedrock.device.attach import side_of
 
     return side_of(table, device)
+
+
+def has_triton() -> bool:
+    """Tell whether Triton is installed."""
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None  # which is slow
 
 
 def _say_there_is_no_triton(table: Table) -> None:

@@ -440,6 +440,7 @@ def _settle(
     there = tl.where(absent, record, word)
     if CACHED:
         tl.store(dirty + word, tl.full([LANES], 1, tl.uint8), mask=here & (word >= 0))
+    tl.debug_barrier()  # what was read is overwritten
     tl.store(where + key, there, mask=absent)
     place = tl.where(there >= 0, near + there.to(tl.int64) * BYTES, far + key * BYTES)
     inside = u < tl.load(count)

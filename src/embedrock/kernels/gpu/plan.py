@@ -45,8 +45,9 @@ def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
     tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0))
     if program == 0:
         first, last = tl.load(keys).to(tl.int64), tl.load(keys + n - 1).to(tl.int64)
-        bad = (first < 0) | (last >= limit)
-        if bad & (tl.load(fault) == 0):
+        bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
+        tl.debug_barrier()  # what was read is overwritten
+        if bad:
             tl.store(fault, NUMBER)
             tl.store(fault + 1, number)
             tl.store(fault + 2, tl.where(first < 0, first, last))

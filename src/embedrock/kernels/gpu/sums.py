@@ -167,6 +167,7 @@ def _add_chunks(
                 total += tl.sum(tl.load(source, mask=(line < chunks) & inside, other=0.0), axis=0)[None, :]
                 j += ROWS
             total_squares += square_sum(total)
+            tl.debug_barrier()  # what was read is overwritten
             tl.store(place, total, mask=inside)
         tl.store(squares + row, total_squares)
 

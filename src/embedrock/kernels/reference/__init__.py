@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from embedrock.kernels.reference import cache, codec, directory, generator, plan, pooling, pread, rows, rules, storage
+from embedrock.kernels.reference import (
+    cache,
+    codec,
+    device,
+    directory,
+    generator,
+    plan,
+    pooling,
+    pread,
+    rows,
+    rules,
+    storage,
+)
 
-__all__ = ["cache", "codec", "directory", "generator", "plan", "pooling", "pread", "rows", "rules", "storage"]
+__all__ = ["cache", "codec", "device", "directory", "generator", "plan", "pooling", "pread", "rows", "rules", "storage"]

@@ -261,3 +261,31 @@ def settle(
     if dirty is not None:
         words = where[keys[_rows(keys, count, limit)]]
         dirty[words[words >= 0]] = 1
+
+
+def judge(
+    numbers: np.ndarray,
+    faults: np.ndarray,
+    factors: np.ndarray,
+    live: np.ndarray,
+    finite: np.ndarray,
+    number: int,
+) -> None:
+    """Decide for all tables of a step whether it is made: all of them step, or none.
+
+    Args:
+        numbers: float32 (2, k): what stands for the gradients of each table now, and what was shown for them.
+        faults: int64 (k, 4): code (1: a bad id, 2: not finite, 3: another table's fault, 4: bad offsets), what it is
+            of, a value, and the number of the first step that was refused. Written where a step is refused.
+        factors, live, finite: float32, int32, int32 (k,).
+        number: of the step, >= 1.
+    """
+    (now, shown), codes = numbers, faults[:, 0].copy()
+    with np.errstate(all="ignore"):
+        factors[:] = np.where(shown != 0, now / np.where(shown != 0, shown, np.float32(1)), now)
+        finite[:] = np.isfinite(shown * factors)
+    is_made = bool(finite.all()) and not codes.any()
+    live[:] = is_made & (factors != 0)
+    if not is_made:
+        faults[codes == 0, 0] = np.where(finite[codes == 0], 3, 2)
+        faults[faults[:, 3] == 0, 3] = number
