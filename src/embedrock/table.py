@@ -518,8 +518,11 @@ class Table:
         """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes."""
         self._check_commit()
         self._check_grads(grads)
-        slots = self._roomy(grads.plan).slots
-        self._tier.preserve(slots[slots >= 0])
+        self._check_room(grads.plan)
+
+    def _check_room(self, plan: Plan) -> None:
+        slots = self._roomy(plan).slots
+        self.tier_beside().preserve(slots[slots >= 0])
 
     def _check_grads(self, grads: RowGradients) -> None:
         expected = len(grads.plan.ids), self.dim
@@ -740,13 +743,17 @@ class Table:
         """Return a plan with the slots of now, whose rows are in fast memory. The caller holds the turn."""
         return self._located(plan)
 
+    def check_beside(self, plan: Plan) -> None:
+        """Raise what `admitted` would raise. Nothing changes. The caller holds the turn."""
+        if isinstance(self._changeable, Disk):
+            self._check_commit()
+        self._check_room(plan)
+
     def admitted(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records, and are about to change beside it.
 
-        The caller holds the turn. What went wrong with a commit in the background is raised.
+        The caller holds the turn.
         """
-        if isinstance(self._changeable, Disk):
-            self._check_commit()
         slots = self._admit(plan)
         self.tier_beside().changing(slots)
         return slots

@@ -16,7 +16,7 @@ def example_plan() -> None:
     for dtype in (torch.int32, torch.int64):
         keys = torch.arange(N, dtype=dtype)
         plan.mark(keys, FAR, counts, fault, 7)
-        plan.collect(keys, order, counts, unique, starts, inverse, count)
+        plan.collect(keys, FAR, order, counts, unique, starts, inverse, count)
 
 
 def example_cache() -> None:

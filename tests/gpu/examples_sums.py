@@ -25,6 +25,10 @@ def example_sums() -> None:
         sums.row_squares(values, COUNT, SQUARES)
 
 
+def example_norm() -> None:
+    sums.norm(torch.zeros((), dtype=torch.float64), torch.zeros(2))
+
+
 def example_pooling() -> None:
     for dim in (17, 64, WIDE):
         values, partial = torch.zeros(N, dim), torch.zeros(sums.partial_rows(N), dim)

@@ -39,7 +39,7 @@ def plan_of(sizes: list[int], seed: int = 0) -> Plan:
     keys = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     n, order = len(keys), np.argsort(keys, kind="stable")
     starts, inverse, count = np.empty(n + 1, np.int32), np.empty(n, np.int32), np.empty(1, np.int32)
-    device.collect(keys[order], order, count, np.empty(n, np.int64), starts, inverse, count)
+    device.collect(keys[order], -1, order, count, np.empty(n, np.int64), starts, inverse, count)
     return Plan(starts, order, inverse, int(count[0]))
 
 
@@ -148,3 +148,11 @@ def test_addresses_beyond_2_to_the_31() -> None:
     plan = plan_of([2, 1])
     values, _ = summed(grads, plan._replace(order=rows[plan.order]), -1)
     same(values, expected_sums(grads[tensor(rows)].cpu().numpy(), plan, -1)[0])
+
+
+@pytest.mark.parametrize("total", [0.0, 2.0, 1e-60, 1e70, 1e80, float("inf"), float("nan")])
+def test_norm(total: float) -> None:
+    got, expected = Poisoned((2,), torch.float32), np.empty(2, np.float32)
+    sums.norm(torch.tensor(total, dtype=torch.float64, device=DEVICE), got.inside)
+    device.norm(np.array(total), expected)
+    same(got.check(2), expected)

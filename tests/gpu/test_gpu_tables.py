@@ -104,7 +104,10 @@ def test_first_values_that_only_the_cpu_can_draw():
 
 
 # Not shrunk: an example takes a second in the interpreter.
-@settings(max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck])
+SLOW = settings(max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+
+
+@SLOW
 @given(
     seed=st.integers(0, 2**32), near=st.integers(1, ROWS - 1), depth=st.integers(0, 3), every=st.integers(1, 3),
     rule=st.sampled_from(["Adam", "SGD", "RowwiseAdagrad"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import keras
 import numpy as np
@@ -417,7 +418,8 @@ def test_gradients_that_were_multiplied_by_zero_do_not_wait():
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(ids) - targets) ** 2)
         grads = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply([g * 0.0 for g in grads], model.trainable_variables)
+        zeros: list[Any] = [grad * 0.0 for grad in list[Any](grads)]
+        model.optimizer.apply(zeros, model.trainable_variables)
 
     model.optimizer.build(model.trainable_variables)
     for _ in range(300):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.gradients import RowGradients
 
 ROWS, DIM = 23, 5
 
@@ -53,6 +54,7 @@ def gradient_of(layer: ert.Embedding | ert.EmbeddingBag) -> Tensor:
     grads = layer.handle.gradients()
     if grads is None:
         return dense
+    assert isinstance(grads, RowGradients)  # the rows are on the CPU
     dense[torch.from_numpy(grads.plan.ids.copy())] = torch.from_numpy(grads.values)
     assert layer.handle.grad is not None
     with np.errstate(over="ignore"):

@@ -33,7 +33,7 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     _check_capability(device)
     table.leave_side()
     try:
-        with enough_memory(f"{table.subject}, to keep its rows on {device},"):
+        with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
             made = _made(table, device)
     except PinningError as error:
         warn_of(error, table.subject)

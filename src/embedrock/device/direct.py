@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import ABSENT, FAR, Near, present
+from embedrock.device.near import Bringing, Near, present
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import Placement
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.side import DeviceSide, Room, drawn_by
 from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
 from embedrock.table import Table
 from embedrock.tiers.memory import Memory
 
+KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
 COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned
 
 
@@ -50,8 +52,9 @@ class DirectSide(DeviceSide):
         self.where = torch.full((self._rows,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
         self._seen = -1
-        self._batch = self._stamp + 1  # stamp of the first lookup since the last step: rows used since then stay near
+        self._batch = self._stamp + 1  # stamp of the first lookup since the last step
         self._expected: Tensor | None = None
+        self._is_brought = False
 
     # ------------------------------------------------------------ what the tier has
 
@@ -65,32 +68,29 @@ class DirectSide(DeviceSide):
             some = bits[start : start + COPIED_ROWS].to(self.device).bool()
             self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
         if self.placement.mode == "device":
-            for ids in self._batches():
+            for ids in self._ids_where(present):
                 self.near.records[ids] = torch.from_numpy(self._memory.records.bytes[ids.cpu().numpy()]).to(self.device)
                 self.where[ids] = ids.to(torch.int32)
         self._seen = self.table.changes
 
-    def _batches(self) -> Iterator[Tensor]:
-        """Go through the ids of the rows that have records."""
+    def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Go through the ids of rows for whose word of `where` something holds."""
         for start in range(0, self._rows, COPIED_ROWS):
-            yield present(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
+            yield holds(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
 
     def finish(self) -> None:
         """Bring the tier's records up to date. Waits for the device."""
         self.timeline.finish()
-        self.faults.ask()
-        self.timeline.finish()
+        self.faults.look()
         if self.placement.mode == "device":
-            for ids in self._batches():
+            for ids in self._ids_where(lambda words: words >= CHANGED):
                 self._memory.records.bytes[ids.cpu().numpy()] = self.near.records[ids].cpu().numpy()
+                self.where[ids] = ids.to(torch.int32)
         self.near.write_back()
-        parts = [present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in self._starts()]
-        bits = np.concatenate(parts)
+        starts = range(0, self._rows, COPIED_ROWS)
+        bits = np.concatenate([present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in starts])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
         self.timeline.finish()
-
-    def _starts(self) -> range:
-        return range(0, self._rows, COPIED_ROWS)
 
     def close(self) -> None:
         """Give its memory back."""
@@ -108,20 +108,33 @@ class DirectSide(DeviceSide):
 
     def plan(self, ids: Tensor) -> DevicePlan:
         with self.table.turn.lock, self.timeline.ordered():
+            self.check()
             self._begin()
-            return self._planned(ids, aside=False)
+            return self._planned(ids)
 
     def _begin(self) -> None:
-        self.table.tier_beside()  # which is not closed
-        self.check()
+        self.begin()
         self._follow()
 
-    def _planned(self, ids: Tensor, aside: bool) -> DevicePlan:
+    def _planned(self, ids: Tensor) -> DevicePlan:
         self._stamp += 1
         plan = make_plan(self.on_device(ids), self._rows, self.faults.tensor, self._stamp)
-        self.near.bring(plan, self._batch, self.timeline, aside)
+        # Of a batch that was brought ahead it was counted then what was near.
+        self.near.bring(plan, self._oldest, self.timeline, Bringing(aside=False, counts=not self._is_brought))
+        self._is_brought = False
         self.faults.ask()
         return plan
+
+    @property
+    def _oldest(self) -> int:
+        return max(self._batch, self._stamp - KEPT_LOOKUPS)
+
+    def _bring_ahead(self, ids: Tensor) -> None:
+        self._stamp += 1
+        nothing = torch.zeros_like(self.faults.tensor)  # ids outside of the table are a fault when they are looked up
+        plan = make_plan(self.on_device(ids), self._rows, nothing, self._stamp)
+        self.near.bring(plan, self._oldest, self.timeline, Bringing(aside=True, counts=True))
+        self._is_brought = True
 
     def expect(self, ids: Tensor | None) -> None:
         """Have the rows of the next batch brought near after the next lookup, beside what the device does then.
@@ -136,7 +149,7 @@ class DirectSide(DeviceSide):
             out = super().read(plan)
             expected, self._expected = self._expected, None
             if expected is not None:
-                self._planned(expected, aside=True)
+                self._bring_ahead(expected)
         return out
 
     def places(self, plan: DevicePlan) -> Tensor:
@@ -145,14 +158,16 @@ class DirectSide(DeviceSide):
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         rows.read(places, plan.ids, plan.count, int(self.spec.key), self._drawn, self.form, out)
 
-    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+    def prepare(self, plan: DevicePlan) -> Room:
+        return Room(torch.empty_like(plan.keys), torch.empty_like(plan.keys, dtype=torch.uint8))
+
+    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
         self._begin()
         self.timeline.wait_for_copies()
-        places, new = torch.empty_like(plan.keys), torch.empty_like(plan.keys, dtype=torch.uint8)
-        self.near.settle(plan, live, places, new)
+        self.near.settle(plan, live, room.places, room.new)
         drawn = plan.ids, int(self.spec.key), self._drawn
-        rows.begin(places, new, *drawn, self._first_state, plan.count, live, self.form)
-        return places
+        rows.begin(room.places, room.new, *drawn, self._first_state, plan.count, live, self.form)
+        return room.places
 
     def note_change(self) -> None:
         super().note_change()

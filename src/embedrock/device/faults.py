@@ -36,7 +36,8 @@ class Faults:
     """
 
     def __init__(self, table: Table, device: torch.device) -> None:
-        self._table, self._is_cuda = table, device.type == "cuda"
+        # Weakly: the table has the side that has the faults, and all of them go when nobody has the table any more.
+        self._table_of, self._is_cuda = weakref.ref(table), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
         self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self._is_cuda)
         self._event = torch.cuda.Event() if self._is_cuda else None
@@ -44,6 +45,12 @@ class Faults:
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
         self._asked_at = 0
         _all.add(self)
+
+    @property
+    def _table(self) -> Table:
+        table = self._table_of()
+        assert table is not None  # it calls, or what it is in does
+        return table
 
     def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
         """Return offsets int64 (bags + 1,) that kernels may use; a fault where they are not those of n positions."""
@@ -63,6 +70,18 @@ class Faults:
         if self._event is not None:
             self._event.record()
         self._is_asked, self._asked_at = True, self._launched[-1] if self._launched else 0
+
+    def raise_but_nonfinite(self) -> None:
+        """Raise the error of a fault that is no matter of a step's gradients. Waits for the device."""
+        if self.tensor[0] in (BAD_ID, BAD_OFFSETS):
+            self._take()
+
+    def look(self) -> None:
+        """Have the next check see the fault as it is now. Waits for the device."""
+        self._is_asked = False
+        self.ask()
+        if self._event is not None:
+            self._event.synchronize()
 
     def forget(self, is_culprit: bool = False) -> None:
         """Forget that a step was refused, which the host knows; raise the error if it is the table's own."""
@@ -92,7 +111,7 @@ class Faults:
         code, value, refused = self._take_back()
         if code != BESIDE:
             for other in list(_all):
-                if other.tensor[0] == BESIDE:
+                if other._table_of() is not None and other.tensor[0] == BESIDE:
                     other._take_back()
         if code == BAD_ID:
             raise IdError(

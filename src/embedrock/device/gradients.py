@@ -19,6 +19,7 @@ class DeviceGradients:
         plan: whose rows.
         values: float32 (n, dim), zeros beyond the rows that there are.
         shown: float32 (), their L2 norm, which stands for them outside; Inf where one of them is not finite.
+        growth: float32 (), the norm once more, for autograd to keep.
         number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients.
         clip_value: what they are clamped to after that, None: nothing.
     """
@@ -27,14 +28,15 @@ class DeviceGradients:
     values: Tensor
     shown: Tensor
     number: Tensor
+    growth: Tensor
     clip_value: float | None = None
 
     @staticmethod
     def of(plan: DevicePlan, values: Tensor, squares: Tensor) -> DeviceGradients:
         """Take summed gradients, and the float64 (n,) squared norms of the rows."""
-        shown = squares.sum().sqrt().to(torch.float32)
-        shown = torch.where(shown.isnan(), torch.inf, shown)
-        return DeviceGradients(plan, values, shown, shown)
+        norms = torch.empty(2, dtype=torch.float32, device=values.device)
+        sums.norm(squares.sum(), norms)
+        return DeviceGradients(plan, values, norms[0], norms[0], norms[1])
 
     def seen_as(self, number: Tensor) -> DeviceGradients:
         """Return them with another `number`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.pinned import Pinned
 from embedrock.device.plan import DevicePlan
-from embedrock.device.side import DeviceSide
+from embedrock.device.side import DeviceSide, Room
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import rows
 from embedrock.plan import Plan, make_plan
@@ -51,8 +51,7 @@ class HostedSide(DeviceSide):
 
     def finish(self) -> None:
         self.timeline.finish()
-        self.faults.ask()
-        self.timeline.finish()
+        self.faults.look()
 
     def close(self) -> None:
         self._pinned.close()
@@ -67,8 +66,8 @@ class HostedSide(DeviceSide):
     def _turn(self) -> Iterator[None]:
         turn = self.table.turn
         with turn.alone() if isinstance(self.tier, Disk) else turn.lock:
-            self.table.tier_beside()
-            self.check()
+            self.begin()
+            self._cover()
             with self.timeline.ordered():
                 yield
 
@@ -76,15 +75,25 @@ class HostedSide(DeviceSide):
 
     def plan(self, ids: Tensor) -> DevicePlan:
         self._host_waits += ids.device.type != "cpu"
+        self.check()
         host = self.table.plan(ids.cpu().numpy())
         with self._turn():
             return self._planned(host)
 
-    def _planned(self, host: Plan) -> DevicePlan:
+    def read(self, plan: DevicePlan) -> Tensor:
+        with self._turn():
+            out = super().read(replace(plan, host=self._located(self._host(plan))))
+            if isinstance(self.tier, Disk):
+                self.note_change()  # so that no record moves before it has been read
+        return out
+
+    def _located(self, host: Plan) -> Plan:
         try:
-            host = self.table.located(host)
+            return self.table.located(host)
         except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
-            host = replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
+            return replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
+
+    def _planned(self, host: Plan) -> DevicePlan:
         self._stamp += 1
         return DevicePlan(
             host.shape,
@@ -110,7 +119,12 @@ class HostedSide(DeviceSide):
         fresh = self.table.values_of(host.ids[host.slots < 0], here=host.epoch >= 0)
         rows.gather(places, self.uploaded(fresh), plan.count, self.form, out)
 
-    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+    def prepare(self, plan: DevicePlan) -> Room:
+        with self._turn():
+            self.table.check_beside(self._host(plan))
+        return Room(plan.keys, plan.keys)  # its addresses are uploaded
+
+    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
         host = self._host(plan)
         if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
             return torch.full_like(plan.keys, -1)
@@ -139,6 +153,6 @@ class HostedSide(DeviceSide):
         values = torch.cat([values[: len(host.ids)] for host, values in parts])
         dropped = torch.cat([grads.plan.keys == DROPPED for grads in (earlier, later)])
         with self._turn():
-            plan = self._planned(make_plan(ids))
+            plan = self._planned(self._located(make_plan(ids)))
         plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
         return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,6 @@ from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import Form
 
-# What a row's entry in `where` is while it is not near, and was never used: see `cache.Slots`.
-FAR, ABSENT = -1, -2
 WINDOW = 2  # near slots that are looked at for each position of a batch, to find those worth least
 # A use of a row loses half of its weight in as many batches as fill the cache so many times. Simulated under Zipf's law
 # (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more would not
@@ -24,6 +24,18 @@ HALF_LIFE = 30.0
 def present(where: Tensor) -> Tensor:
     """Tell which rows have a record."""
     return (where >= 0) | ((-1 - where) & 1 == 0)
+
+
+class Bringing(NamedTuple):
+    """How rows are brought near.
+
+    Attributes:
+        aside: their records are copied on a stream of its own.
+        counts: it is counted which were near.
+    """
+
+    aside: bool
+    counts: bool
 
 
 class Near:
@@ -50,6 +62,7 @@ class Near:
             torch.zeros(slots, dtype=torch.uint8, device=device),
             torch.zeros(8, dtype=torch.int64, device=device),
         )
+        self._not_counted = torch.zeros_like(self.slots.tallies)
         self._limit, self._hand = len(where), 0
         self._scratch: cache.Search | None = None
         self.clear()
@@ -62,20 +75,21 @@ class Near:
 
     # ------------------------------------------------------------ who comes, and who leaves
 
-    def bring(self, plan: DevicePlan, oldest: int, timeline: Timeline, aside: bool) -> None:
+    def bring(self, plan: DevicePlan, oldest: int, timeline: Timeline, how: Bringing) -> None:
         """Bring the rows of a batch near, where they are worth more than others.
 
         Args:
             plan: of the batch.
             oldest: stamp of the oldest batch whose rows stay.
             timeline: in which order things happen.
-            aside: copy the records on a stream of its own.
+            how: it is done.
         """
         if not self._is_cache or not plan.keys.numel():
             return
         batch = plan.keys, plan.count, self._limit
         search, turn = self._search(len(plan.keys)), cache.Turn(plan.stamp, oldest, self._half_life(len(plan.keys)))
-        cache.touch(self.slots, search, turn, *batch)
+        slots = self.slots if how.counts else self.slots._replace(tallies=self._not_counted)
+        cache.touch(slots, search, turn, *batch)
         cache.offer(self.slots, search, turn, self._hand)
         cache.choose(self.slots, search, self._hand)
         # So that what is written back lies in order, as what is fetched does: sorted rows are what a bus is fast at.
@@ -83,8 +97,8 @@ class Near:
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=plan.keys.device)
         cache.swap(self.slots, search, turn, *batch, moves)
         self._hand = (self._hand + len(search.bins)) % len(self.slots.owner)
-        if aside:
-            with timeline.aside(moves):
+        if how.aside:
+            with timeline.aside(moves, self.records):
                 cache.exchange(moves, self.memory)
         else:
             timeline.wait_for_copies()

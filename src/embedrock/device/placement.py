@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from embedrock.kernels.gpu.cache import MOST_SLOTS
 from embedrock.sizes import format_bytes
 from embedrock.spec import Spec
 
@@ -36,9 +37,9 @@ def choose(spec: Spec, budget: int) -> Placement:
     rows = spec.rows
     assert rows is not None  # or its slots would not be its ids
     whole, mapping = rows * (spec.record_bytes + MAP_BYTES), rows * MAP_BYTES
-    if whole <= budget:
+    if whole <= budget and rows <= MOST_SLOTS:
         return Placement("device", rows, whole)
-    near = max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES)
+    near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, rows - 1)
     if near < 1:
         return Placement("host", 0, mapping)
     return Placement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))

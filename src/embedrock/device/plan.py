@@ -51,10 +51,10 @@ def make_plan(keys: Tensor, rows: int, fault: Tensor, stamp: int, merges: bool =
     n, device = keys.numel(), keys.device
     ordered, order = torch.sort(keys.reshape(-1), stable=True)
     counts = torch.empty(kernels.blocks(n), dtype=torch.int32, device=device)
-    unique = torch.full((n,), rows, dtype=torch.int64, device=device)
+    unique = torch.empty(n, dtype=torch.int64, device=device)
     starts = torch.empty(n + 1, dtype=torch.int32, device=device)
     inverse = torch.empty(n, dtype=torch.int32, device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
-    kernels.collect(ordered, order, counts, unique, starts, inverse, count)
+    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count)
     return DevicePlan(tuple(keys.shape), unique, unique, starts, order, inverse, count, stamp)

@@ -74,7 +74,8 @@ def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tenso
 
 
 def _factors(weights: Tensor | None, like: Tensor) -> Tensor:
-    return torch.empty(0, device=like.device) if weights is None else weights  # as the kernels want it: (0,) for ones
+    """Return weights as the kernels want them: (0,) for ones."""
+    return torch.empty(0, dtype=torch.float32, device=like.device) if weights is None else weights
 
 
 def weight_grads(grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,11 +45,46 @@ FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has t
 HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that grow by a row at each step
 
 
+def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy of an array on a device. Nothing waits for it."""
+    return on_device(torch.from_numpy(np.array(array)), device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; one on the host is pinned first, so that nothing waits for the copy."""
+    if tensor.device == device:
+        return tensor
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Room(NamedTuple):
+    """Tensors that a step needs: int64 (n,) addresses, and uint8 (n,), which records are new."""
+
+    places: Tensor
+    new: Tensor
+
+
+class Judged(NamedTuple):
+    """How a step of a table is made.
+
+    Attributes:
+        factor: float32 (1,), every gradient is multiplied by it first.
+        live: int32 (1,), 0 where nothing is to change.
+        number: of the step, 0 where the host knows that it is made.
+    """
+
+    factor: Tensor
+    live: Tensor
+    number: int
+
+
 class _Histories:
     """Copies of a rule's history on the device, which get the rows that came since."""
 
-    def __init__(self, side: DeviceSide) -> None:
-        self._side = side
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
 
     def follow(self, name: str, numbers: Any) -> Tensor:
@@ -56,10 +92,10 @@ class _Histories:
         array, steps = getattr(numbers, name), numbers.steps
         known, copy, done = self._copies.get(name, (None, None, 0))
         if known is not array or copy is None or steps < done:
-            copy = self._side.uploaded(array)
+            copy = uploaded(array, self._device)
         else:
             start = max(0, done - 1)  # a step that was taken back may have been made anew
-            copy[start : steps + 1] = self._side.uploaded(array[start : steps + 1])
+            copy[start : steps + 1] = uploaded(array[start : steps + 1], self._device)
         self._copies[name] = array, copy, steps
         return copy
 
@@ -74,12 +110,20 @@ class DeviceSide:
     """
 
     def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
-        self.table, self.tier, self.device = table, tier, device
+        self._table, self.tier, self.device = weakref.ref(table), tier, device
         self.spec = table.spec
         self.form = form_of(self.spec)
         self.timeline, self.faults = Timeline(device, table.subject), Faults(table, device)
         self._stamp = FIRST_STAMP
-        self._histories = _Histories(self)
+        self._histories = _Histories(device)
+        self._none = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
+
+    @property
+    def table(self) -> Table:
+        """Whose rows. (It has the side, which must not keep it alive.)"""
+        table = self._table()
+        assert table is not None  # who uses its rows has it
+        return table
 
     # ------------------------------------------------------------ what a table asks of a side
 
@@ -98,6 +142,17 @@ class DeviceSide:
     @abstractmethod
     def close(self) -> None:
         """Give its memory back."""
+
+    def begin(self) -> None:
+        """Begin to use rows: no step of the CPU is running, and the table is open. The caller holds the turn.
+
+        Raises:
+            ClosedTableError: it is not.
+        """
+        turn = self.table.turn
+        if turn.running is not self:
+            turn.settle()
+        self.table.tier_beside()
 
     @property
     def is_current(self) -> bool:
@@ -134,38 +189,30 @@ class DeviceSide:
 
     def uploaded(self, array: np.ndarray) -> Tensor:
         """Return an array on the device. Nothing waits for the copy."""
-        return self.on_device(torch.from_numpy(np.array(array)))
+        return uploaded(array, self.device)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device; one on the host is pinned first, so that nothing waits for the copy."""
-        if tensor.device == self.device:
-            return tensor
-        if tensor.device.type == "cpu" and self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        """Return a tensor on the device. Nothing waits for the copy."""
+        return on_device(tensor, self.device)
 
     # ------------------------------------------------------------ gradients
 
     def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None = None) -> DeviceGradients:
         """Return the gradients (n, dim) of a plan's positions, summed to one for each row; none for id `padding`."""
-        skip, plan = self.without(plan, padding)
-        grads = grads.reshape(-1, self.spec.dim)
-        if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
-            grads = grads.contiguous()
-        return DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
+        with self.table.turn.lock, self.timeline.ordered():
+            skip, plan = self.without(plan, padding)
+            grads = grads.reshape(-1, self.spec.dim)
+            if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
+                grads = grads.contiguous()
+            return DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
 
     def without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""
-        if padding is None:
+        if padding is None or not plan.ids.numel():
             return self._none, plan
         found = plan.ids == padding
-        return torch.where(found.any(), found.to(torch.int32).argmax(), -1).to(torch.int32).reshape(1), self.masked(
-            plan, found
-        )
-
-    @property
-    def _none(self) -> Tensor:
-        return torch.full((1,), -1, dtype=torch.int32, device=self.device)
+        row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
+        return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
     @abstractmethod
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
@@ -177,26 +224,35 @@ class DeviceSide:
 
     # ------------------------------------------------------------ steps
 
-    def step(self, rule: Rule, grads: DeviceGradients, factor: Tensor, live: Tensor) -> None:
+    def step(self, rule: Rule, grads: DeviceGradients, room: Room, judged: Judged) -> None:
         """Make one step of the rule.
 
         Args:
             rule: laid out as the table's.
             grads: of the rows.
-            factor: float32 (1,), every gradient is multiplied by it first.
-            live: int32 (1,), 0 where nothing is to change.
+            room: that `prepare` made for their plan.
+            judged: how and whether it is made.
         """
         if not rule.same_layout(self.table.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
         with self.table.turn.lock, self.timeline.ordered():
-            places = self.ready(grads.plan, live)
+            places = self.ready(grads.plan, judged.live, room)
             numbers, step = self.table.step_beside(rule)
-            args = factor, grads.clip_value, live, grads.plan.count, int(self.spec.key), step
-            rows.step(places, grads.plan.ids, grads.values, *args, self._uploaded(numbers), self.form)
             self.note_change()
+            numbers = self._uploaded_or_taken_back(numbers)
+            if judged.number:
+                self.faults.note_step(judged.number)
+            seed = int(self.table.spec.key)
+            args = judged.factor, grads.clip_value, judged.live, grads.plan.count, seed, step, numbers
+            rows.step(places, grads.plan.ids, grads.values, *args, self.form)
+            self.faults.ask()
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, live: Tensor) -> Tensor:
+    def prepare(self, plan: DevicePlan) -> Room:
+        """Do all that can fail of `ready`. Nothing changes."""
+
+    @abstractmethod
+    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
         """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone."""
 
     def skip_step(self) -> None:
@@ -207,7 +263,13 @@ class DeviceSide:
     def note_change(self) -> None:
         """Have whatever reads the tier's records wait for `finish`."""
         self.table.turn.running = self
-        self.faults.ask()
+
+    def _uploaded_or_taken_back(self, numbers: Any) -> Any:
+        try:
+            return self._uploaded(numbers)
+        except torch.OutOfMemoryError:
+            self.table.take_back(1)
+            raise
 
     def _uploaded(self, numbers: Any) -> Any:
         """Return a step's numbers with their history, which grows by a step at a time, on the device."""

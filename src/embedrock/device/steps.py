@@ -11,7 +11,8 @@ from torch import Tensor
 
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
-from embedrock.device.side import DeviceSide
+from embedrock.device.side import DeviceSide, Judged, Room
+from embedrock.device.timeline import enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 
@@ -29,6 +30,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         due: the tables.
+        rooms: what each table's step needs.
         factors: float32 (k,), what each table's gradients are to be multiplied by.
         live: int32 (k,), 1 where rows are stepped.
         finite: int32 (k,), 1 where the table's own gradients are finite.
@@ -36,6 +38,7 @@ class Verdict(NamedTuple):
     """
 
     due: Sequence[DeviceDue]
+    rooms: Sequence[Room]
     factors: Tensor
     live: Tensor
     finite: Tensor
@@ -44,9 +47,8 @@ class Verdict(NamedTuple):
     def step(self) -> None:
         """Make the step that was judged."""
         for k, (side, rule, grads) in enumerate(self.due):
-            if self.number:
-                side.faults.note_step(self.number)
-            side.step(rule, grads, self.factors[k : k + 1], self.live[k : k + 1])
+            judged = Judged(self.factors[k : k + 1], self.live[k : k + 1], self.number)
+            side.step(rule, grads, self.rooms[k], judged)
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
@@ -64,27 +66,31 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
 
     Raises:
         NonFiniteGradientError: the host waited, and a table has NaN or Inf.
+        MemoryBudgetError: there is no room for the new rows of a table, or too little GPU memory.
+        IdError, ArgumentError: of earlier lookups.
     """
     groups: dict[torch.device, list[DeviceDue]] = {}
     for part in due:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
-    verdicts = [_judge(group) for group in groups.values()]
-    if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
-        return verdicts
-    for verdict in verdicts:
-        _raise_what_was_refused(verdict)
-    return [_without_skipped(verdict) for verdict in verdicts]
+    with enough_memory("a step"), torch.inference_mode(False):
+        verdicts = [_judge(group) for group in groups.values()]
+        if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
+            return verdicts
+        for verdict in verdicts:
+            _raise_what_was_refused(verdict)
+        return [_without_skipped(verdict) for verdict in verdicts]
 
 
 def _judge(due: Sequence[DeviceDue]) -> Verdict:
+    rooms = [part.side.prepare(part.grads.plan) for part in due]
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers = torch.stack([*(part.grads.number for part in due), *(part.grads.shown for part in due)])
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
     flags = torch.empty(2, count, dtype=torch.int32, device=device)
-    verdict = Verdict(due, torch.empty(count, device=device), flags[0], flags[1], number)
-    gate.judge(numbers, faults, verdict.factors, verdict.live, verdict.finite, number)
-    return verdict
+    factors = torch.empty(count, dtype=torch.float32, device=device)
+    gate.judge(numbers, faults, factors, flags[0], flags[1], number)
+    return Verdict(due, rooms, factors, flags[0], flags[1], number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,6 +99,8 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _raise_what_was_refused(verdict: Verdict) -> None:
+    for part in verdict.due:
+        part.side.faults.raise_but_nonfinite()
     for part, is_finite in zip(verdict.due, verdict.finite.tolist(), strict=True):
         if not is_finite and part.side.table.on_nonfinite == "raise":
             for other in verdict.due:
@@ -106,6 +114,7 @@ def _without_skipped(verdict: Verdict) -> Verdict:
         if not is_finite:
             part.side.skip_step()
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
-    factors = verdict.factors[kept]
-    live = (factors != 0).to(torch.int32)
-    return Verdict([verdict.due[k] for k in kept], factors, live, verdict.finite[kept], 0)
+    due, rooms = [verdict.due[k] for k in kept], [verdict.rooms[k] for k in kept]
+    live = [(~part.grads.is_dropped).to(torch.int32).reshape(1) for part in due]
+    empty = verdict.live[:0]
+    return Verdict(due, rooms, verdict.factors[kept], torch.cat([empty, *live]), verdict.finite[kept], 0)

@@ -59,7 +59,8 @@ class Timeline:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        with enough_memory(f"a batch of {self._subject}"):
+        # Tensors made here may outlive an inference mode of the caller's.
+        with enough_memory(f"a batch of {self._subject}"), torch.inference_mode(False):
             if self._done is None:
                 yield
             else:

@@ -41,6 +41,6 @@ class DevicePending:
     def arrive(self, earlier: DeviceGradients | None, grads: DeviceGradients) -> tuple[DeviceGradients, Tensor]:
         """Add gradients to those that arrived earlier in the same backward: see `Pending.arrive`."""
         if earlier is None:
-            return grads, grads.shown.clone()  # autograd may make it the handle's own gradient
+            return grads, grads.growth
         both = self.side.merge(earlier, grads)
         return both, torch.where(earlier.shown.isfinite(), both.shown - earlier.shown, 0.0)

@@ -232,22 +232,30 @@ class Handle(nn.Parameter):
             UnsupportedError: GPU memory was asked for, and the rows cannot be used there.
         """
         device = self.rows_on
-        if device is None or device == self._stays_on_cpu:
+        if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
             return self._leave_side()
         side = attach(self.table, device)
         if side is None:
             self._stays_on_cpu = device
             return self._leave_side()
-        if self.pending.grads is None and getattr(self.pending, "side", None) is not side:
+        self._pend_on(side)
+        return side
+
+    def _pend_on(self, side: DeviceSide) -> None:
+        if isinstance(self.pending, Pending):
             from embedrock.torch.device_pending import DevicePending  # which needs Triton
 
             self.pending = DevicePending(side)
-        return side
+        self.pending.side = side
 
-    def _leave_side(self) -> None:
-        if not isinstance(self.pending, Pending) and self.pending.grads is None:
-            self.pending = Pending()
-            self.table.leave_side()
+    def _leave_side(self) -> DeviceSide | None:
+        if isinstance(self.pending, Pending):
+            return None
+        if self.pending.grads is not None:  # they are there until they are zeroed
+            return self.pending.side
+        self.pending = Pending()
+        self.table.leave_side()
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         if id(self) not in memo:

@@ -139,7 +139,7 @@ class RowLayer(nn.Module):
 
     def _side(self, handle: Handle) -> DeviceSide | None:
         """Return the rows on the GPU; None where the CPU uses them: it does what the GPU does not."""
-        return None if self.max_norm is not None else handle.side()
+        return handle.side()
 
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)

@@ -14,7 +14,7 @@ from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_ta
 from embedrock.prefetch import prefetch as prefetch_rows
 from embedrock.table import Table
 from embedrock.torch.layer import RowLayer
-from embedrock.torch.lookup import host_ids
+from embedrock.torch.lookup import check_ids, host_ids
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RowLayer | Table)
@@ -70,7 +70,8 @@ class _Cache:
     def take(self, batch: Any) -> np.ndarray:
         """Note the ids of a batch, and return none, as the rows are not on disk."""
         parts = [function(batch) for function in self._functions]
-        flat = [torch.as_tensor(ids).reshape(-1) for part in parts for ids in _several(part)]
+        label = f"{self.table!r} in ert.prefetch"
+        flat = [check_ids(torch.as_tensor(ids), label).reshape(-1) for part in parts for ids in _several(part)]
         self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
         return np.empty(0, np.int64)
 

@@ -14,9 +14,13 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 BINS = 128
 NOBODY = 2**63 - 1
+CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
+MOST_SLOTS = CHANGED
 ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one
 AGES = (1 << 22) - 1
 
+_CHANGED = tl.constexpr(CHANGED)
+_SLOTS = tl.constexpr(CHANGED - 1)
 _BINS = tl.constexpr(BINS)
 _LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be taken
 _NOBODY = tl.constexpr(NOBODY)
@@ -403,7 +407,7 @@ def _locate(
     place = far + key * BYTES
     if not EVERYWHERE:
         word = tl.load(where + key, mask=here, other=0)
-        place = tl.where(word >= 0, near + word.to(tl.int64) * BYTES, place)
+        place = tl.where(word >= 0, near + (word & _SLOTS).to(tl.int64) * BYTES, place)
         here = here & ((word >= 0) | (((-1 - word) & 1) == 0))
     tl.store(places + u, tl.where(here, place, -1 - u.to(tl.int64)), mask=inside)
 
@@ -436,13 +440,14 @@ def _settle(
     key, here, word = _load_words(keys, count, where, limit, u)
     here = here & (tl.load(live) != 0)
     absent = here & (word < 0) & (((-1 - word) & 1) == 1)
-    record = key.to(tl.int32) if IDENTITY else word + 1  # as it was, but for the bit
-    there = tl.where(absent, record, word)
+    moves = here if IDENTITY else absent
+    record = key.to(tl.int32) | _CHANGED if IDENTITY else word + 1  # as it was, but for the bit
+    there = tl.where(moves, record, word)
     if CACHED:
         tl.store(dirty + word, tl.full([LANES], 1, tl.uint8), mask=here & (word >= 0))
     tl.debug_barrier()  # what was read is overwritten
-    tl.store(where + key, there, mask=absent)
-    place = tl.where(there >= 0, near + there.to(tl.int64) * BYTES, far + key * BYTES)
+    tl.store(where + key, there, mask=moves)
+    place = tl.where(there >= 0, near + (there & _SLOTS).to(tl.int64) * BYTES, far + key * BYTES)
     inside = u < tl.load(count)
     tl.store(places + u, tl.where(here, place, -1), mask=inside)
     tl.store(new + u, absent.to(tl.uint8), mask=inside)
@@ -456,7 +461,8 @@ def settle(keys, count, live, where, dirty, identity, limit, memory, places, new
         live: int32 (1,); where it is 0 no row is stepped: all places are -1, and nothing else happens.
         where: as in `Slots`.
         dirty: as in `Slots`; None for a table without a cache.
-        identity: new records are near, in slot = key; otherwise far.
+        identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped; otherwise new ones
+            are far.
         limit: keys outside ``[0, limit)`` are left alone: their places are -1.
         memory: where records lie.
         places: int64 (n,) receives addresses.

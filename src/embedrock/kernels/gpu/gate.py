@@ -16,17 +16,20 @@ def _judge(numbers, faults, factors, live, finite, count, number, LANES: tl.cons
     grad = tl.load(numbers + lane, mask=here, other=1.0)
     shown = tl.load(numbers + count + lane, mask=here, other=1.0)
     # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
-    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), grad)
+    untouched = tl.where(grad == 0.0, 1.0, grad)
+    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
+    is_dropped = (grad == 0.0) & (shown != 0.0)
     own = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
     fault = tl.load(faults + lane, mask=here, other=0).to(tl.pointer_type(tl.int64))
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
     tl.store(factors + lane, factor, mask=here)
-    tl.store(live + lane, good * (factor != 0.0).to(tl.int32), mask=here)
+    tl.store(live + lane, good * (is_dropped == 0).to(tl.int32), mask=here)
     tl.store(finite + lane, own.to(tl.int32), mask=here)
     refused = here & (good == 0)
-    tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
     first = tl.load(fault + 3, mask=refused, other=1)
+    tl.debug_barrier()  # what was read is overwritten
+    tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
     tl.store(fault + 3, tl.zeros_like(first) + number, mask=refused & (first == 0))
 
 
@@ -38,7 +41,7 @@ def judge(numbers, faults, factors, live, finite, number):
         faults: int64 (k,), addresses of each table's fault, int64 (4,): code, what it is of, a value, and the number of
             the first step that was refused. Written where a step is refused.
         factors: float32 (k,) receives what gradients are to be multiplied by.
-        live: int32 (k,) receives 1 where rows are stepped: where all tables can be, and the factor is not 0.
+        live: int32 (k,) receives 1 where rows are stepped: where all tables can be, and the gradients were not zeroed.
         finite: int32 (k,) receives 1 where the table's own gradients are finite.
         number: of the step, >= 1.
     """

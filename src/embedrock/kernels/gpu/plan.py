@@ -60,7 +60,7 @@ def mark(keys, limit, counts, fault, number):
 
 
 @kernel("n")
-def _collect(keys, order, counts, unique, starts, inverse, count, n, LANES: tl.constexpr):
+def _collect(keys, nobody, order, counts, unique, starts, inverse, count, n, LANES: tl.constexpr):
     program = tl.program_id(0)
     i = program * LANES + tl.arange(0, LANES)
     key, heads = _heads(keys, i, n)
@@ -69,13 +69,17 @@ def _collect(keys, order, counts, unique, starts, inverse, count, n, LANES: tl.c
     tl.store(starts + rank, i, mask=heads)
     position = tl.load(order + i, mask=i < n, other=0)
     tl.store(inverse + position, rank, mask=i < n)
-    if program == tl.num_programs(0) - 1:
-        total = sum_before(counts, program) + tl.sum(heads.to(tl.int32), axis=0)
+    total = sum_before(counts, tl.cdiv(n, LANES))
+    tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
+    if program == 0:
         tl.store(starts + total, n)
         tl.store(count, total)
 
 
-def collect(keys, order, counts, unique, starts, inverse, count):
-    """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left."""
+def collect(keys, nobody, order, counts, unique, starts, inverse, count):
+    """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left.
+
+    Beyond the unique keys, `unique` gets the key `nobody`.
+    """
     n = keys.shape[0]
-    launch(_collect, max(1, blocks(n)), keys, order, counts, unique, starts, inverse, count, n, LANES=BLOCK)
+    launch(_collect, max(1, blocks(n)), keys, nobody, order, counts, unique, starts, inverse, count, n, LANES=BLOCK)

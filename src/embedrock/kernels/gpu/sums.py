@@ -226,3 +226,16 @@ def row_squares(values, count, squares):
     """Write the sum of squares of each row, in float64; zeros beyond count."""
     n, form = squares.shape[0], tile(values.shape[1])
     launch(_row_squares, -(-n // form["ROWS"]), values, count, squares, n, num_warps=WARPS, **form)
+
+
+@kernel()
+def _norm(total, out):
+    norm = tl.sqrt(tl.load(total)).to(tl.float32)
+    norm = tl.where(norm == norm, norm, float("inf"))
+    tl.store(out, norm)
+    tl.store(out + 1, norm)
+
+
+def norm(total, out):
+    """Write the root of `total` float64 () twice to `out` float32 (2,), infinity where it is not finite."""
+    launch(_norm, 1, total, out, num_warps=1)

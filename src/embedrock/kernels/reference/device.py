@@ -28,6 +28,7 @@ LAST = 127  # the bin of slots that may not be taken
 NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
 OUT_OF_RANGE = 1
+CHANGED = 1 << 30  # of a word of `where`: see `settle`
 
 # ---------------------------------------------------------------- the plan
 
@@ -46,6 +47,7 @@ def mark(keys: Int64Array, limit: int, counts: Int32Array, fault: Int64Array, nu
 
 def collect(
     keys: Int64Array,
+    nobody: int,
     order: Int64Array,
     counts: Int32Array,
     unique: Int64Array,
@@ -57,6 +59,7 @@ def collect(
 
     Args:
         keys, counts: as `mark` had them.
+        nobody: what fills `unique`.
         order: int64 (n,), their positions.
         unique: int64 (n,), ascending.
         starts: int32 (n + 1,); segment k is ``order[starts[k] : starts[k + 1]]``.
@@ -65,7 +68,7 @@ def collect(
     """
     values, first, index = np.unique(keys, return_index=True, return_inverse=True)
     count[0] = values.size
-    unique[: values.size] = values
+    unique[: values.size], unique[values.size :] = values, nobody
     starts[: values.size + 1] = np.append(first, keys.size)
     inverse[order] = index
 
@@ -218,7 +221,7 @@ def locate(
     for u in _rows(keys, count, limit):
         word = -1 if where is None else int(where[keys[u]])
         if word >= 0:
-            places[u] = near + word * size
+            places[u] = near + (word & (CHANGED - 1)) * size
         elif (-1 - word) & 1 == 0:
             places[u] = far + keys[u] * size
 
@@ -242,7 +245,8 @@ def settle(
         live: int32 (1,); where it is 0 no row is stepped: all places are -1, and nothing else happens.
         where: as in `Slots`.
         dirty: as in `Slots`; None for a table without a cache.
-        identity: new records are near, in slot = key; otherwise far.
+        identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped; otherwise new ones
+            are far.
         limit: keys outside ``[0, limit)`` are left alone: their places are -1.
         memory: where records lie.
         places: int64 (n,) receives addresses.
@@ -253,9 +257,11 @@ def settle(
         return
     for u in _rows(keys, count, limit):
         word = int(where[keys[u]])
-        if word < 0 and (-1 - word) & 1:
-            new[u] = 1
-            where[keys[u]] = keys[u] if identity else word + 1
+        new[u] = word < 0 and (-1 - word) & 1
+        if identity:
+            where[keys[u]] = keys[u] | CHANGED
+        elif new[u]:
+            where[keys[u]] = word + 1
     locate(keys, count, where, limit, memory, places)
     places[: count[0]] = np.maximum(places[: count[0]], -1)
     if dirty is not None:
@@ -282,10 +288,18 @@ def judge(
     """
     (now, shown), codes = numbers, faults[:, 0].copy()
     with np.errstate(all="ignore"):
-        factors[:] = np.where(shown != 0, now / np.where(shown != 0, shown, np.float32(1)), now)
+        untouched = np.where(now == 0, np.float32(1), now)
+        factors[:] = np.where(shown != 0, now / np.where(shown != 0, shown, np.float32(1)), untouched)
         finite[:] = np.isfinite(shown * factors)
     is_made = bool(finite.all()) and not codes.any()
-    live[:] = is_made & (factors != 0)
+    live[:] = is_made & ~((now == 0) & (shown != 0))
     if not is_made:
         faults[codes == 0, 0] = np.where(finite[codes == 0], 3, 2)
         faults[faults[:, 3] == 0, 3] = number
+
+
+def norm(total: np.ndarray, out: np.ndarray) -> None:
+    """Write the root of `total` float64 () twice to `out` float32 (2,), infinity where it is not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        root = np.sqrt(total).astype(np.float32)
+    out[:] = np.inf if np.isnan(root) else root
