@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -276,3 +278,90 @@ def test_a_loop_that_forgets_our_optimizer_is_noticed():
     optimizer.step()
     with pytest.raises(ert.ForgottenGradientsError):
         model(ids)
+
+
+def test_bags_without_gradients():
+    bag, other = (ert.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(2))
+    on_device(bag)
+    with torch.no_grad():
+        ids, weights = batches(1)[0], torch.linspace(0, 1, 20)
+        mine, theirs = (layer(ids, torch.tensor([0, 7]), weights) for layer in (bag, other))
+    assert torch.equal(mine.cpu(), theirs)
+
+
+def test_gradients_that_are_all_zero_make_a_step():
+    def loop(model: Model) -> None:
+        train(model, batches(1))
+        model.zero_grad()
+        (model.rows(batches(1)[0]) * 0.0).sum().backward()
+        model.step_rows.step()
+
+    both(ALL_NEAR, loop)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_a_lookup_of_nothing(way: Way):
+    def loop(model: Model) -> None:
+        for ids in (batches(1)[0], batches(1)[0][:0]):
+            model.zero_grad()
+            loss_of(model, ids).backward()
+            model.step()
+
+    both(way, loop, padding_idx=0)
+
+
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_the_first_lookup_may_be_one_of_inference(way: Way):
+    def loop(model: Model) -> None:
+        with torch.inference_mode():
+            model.rows(batches(1)[0])
+        train(model, batches(3))
+
+    both(way, loop)
+
+
+def test_a_layer_that_shrinks_rows_beside_one_that_does_not():
+    def loop(model: Model) -> None:
+        train(model, batches(1))
+        model.zero_grad()
+        shrinking = ert.Embedding(model.table, max_norm=0.5)
+        for ids in batches(2, seed=1):
+            (shrinking(ids).square().sum() + model.rows(ids).sum()).backward()
+            model.step_rows.step()
+            model.step_rows.zero_grad()
+
+    both(ALL_NEAR, loop)
+
+
+def test_a_table_whose_new_rows_have_no_room_keeps_the_others_from_stepping():
+    layers = [ert.Embedding(None, DIM, memory=size, seed=1) for size in ("1MiB", 2000)]
+    optimizer = ert.SGD(layers, lr=0.1)
+    on_device(torch.nn.ModuleList(layers))
+    for layer in layers:
+        layer(torch.arange(60)).sum().backward()
+    with pytest.raises(er.MemoryBudgetError):
+        optimizer.step()
+    assert [(layer.table.steps, layer.table.stats()["rows_touched"]) for layer in layers] == [(0, 0), (0, 0)]
+
+
+def test_a_batch_that_is_expected_refuses_no_step_before_it():
+    model = make(SOME_NEAR[1])
+    ids = [*batches(2), torch.tensor([1, ROWS])]
+    with pytest.raises(er.IdError):
+        train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}, depth=1))
+    model.zero_grad()
+    assert_same_table(model.table, train(make(None), batches(2)).table)
+
+
+def test_a_table_that_nobody_has_any_more_is_gone_at_once():
+    gc.disable()  # by counting references alone
+    try:
+        model = train(make(SOME_NEAR[1]), batches(2))
+        table = weakref.ref(model.table)
+        side = weakref.ref(model.table.side)
+        model.zero_grad()
+        del model
+        assert table() is None
+        assert side() is None
+    finally:
+        gc.enable()

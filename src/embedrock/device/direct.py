@@ -107,7 +107,7 @@ class DirectSide(DeviceSide):
     # ------------------------------------------------------------ lookups and steps
 
     def plan(self, ids: Tensor) -> DevicePlan:
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.working():
             self.check()
             self._begin()
             return self._planned(ids)
@@ -145,7 +145,7 @@ class DirectSide(DeviceSide):
         self._expected = ids
 
     def read(self, plan: DevicePlan) -> Tensor:
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.working():
             out = super().read(plan)
             expected, self._expected = self._expected, None
             if expected is not None:
@@ -178,7 +178,7 @@ class DirectSide(DeviceSide):
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         return replace(plan, keys=torch.where(drop, self._rows, plan.keys))
 
-    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._rows, self.faults.tensor, later.plan.stamp, merges=True)

@@ -144,7 +144,7 @@ class HostedSide(DeviceSide):
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
 
-    def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
+    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         # The host plans, so it has to know whether the earlier gradients still are there.
         if earlier.number is not earlier.shown and bool(earlier.is_dropped):
             return later

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,6 +156,12 @@ class DeviceSide:
             turn.settle()
         self.table.tier_beside()
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Have the table, and do work on the device in its order."""
+        with self.table.turn.lock, self.timeline.ordered():
+            yield
+
     @property
     def is_current(self) -> bool:
         """Whether it is still that of the table: its records may have been laid out anew."""
@@ -174,7 +182,7 @@ class DeviceSide:
 
     def read(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.working():
             self.timeline.wait_for_copies()
             places = self.places(plan)
             out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
@@ -199,7 +207,7 @@ class DeviceSide:
 
     def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None = None) -> DeviceGradients:
         """Return the gradients (n, dim) of a plan's positions, summed to one for each row; none for id `padding`."""
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.working():
             skip, plan = self.without(plan, padding)
             grads = grads.reshape(-1, self.spec.dim)
             if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
@@ -218,9 +226,13 @@ class DeviceSide:
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         """Return a plan whose rows in `drop`, bool (n,) or (), are not stepped."""
 
-    @abstractmethod
     def merge(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         """Return the sum of both; in a row that both have, the earlier gradient comes first."""
+        with self.working():
+            return self._merged(earlier, later)
+
+    @abstractmethod
+    def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients: ...
 
     # ------------------------------------------------------------ steps
 
@@ -235,7 +247,7 @@ class DeviceSide:
         """
         if not rule.same_layout(self.table.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.working():
             places = self.ready(grads.plan, judged.live, room)
             numbers, step = self.table.step_beside(rule)
             self.note_change()

@@ -34,14 +34,21 @@ class Request(NamedTuple):
 
 def device_pooled_lookup(handle: Handle, side: DeviceSide, weights: Tensor | None, request: Request) -> Tensor:
     """Return the bags (bags, dim) on the side's device; `weights` of the positions (n,), None for ones."""
+    with side.working():
+        bags = _bags(side, request)
+    if request.trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
+        return DevicePooledLookup.apply(handle, side, weights, bags, request.options)
+    rows = side.read(bags.plan)
+    with side.working():
+        return pool(rows, _float32(weights, side), bags)[0].to(request.options.dtype)
+
+
+def _bags(side: DeviceSide, request: Request) -> DeviceBags:
     offsets, n = side.on_device(request.offsets), len(request.ids)
     if request.offsets.device.type != "cpu":  # on the host they have been checked
         offsets = side.faults.checked_offsets(offsets, n)
     skip, plan = side.without(side.plan(request.ids), request.options.padding_idx)
-    bags = DeviceBags(plan, offsets, bag_of_position(offsets, n), skip, request.mode)
-    if request.trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
-        return DevicePooledLookup.apply(handle, side, weights, bags, request.options)
-    return pool(side.read(plan), _float32(weights, side), bags)[0].to(request.options.dtype)
+    return DeviceBags(plan, offsets, bag_of_position(offsets, n), skip, request.mode)
 
 
 def _float32(weights: Tensor | None, side: DeviceSide) -> Tensor | None:
@@ -57,7 +64,8 @@ class DevicePooledLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return the bags, (bags, dim), of positions with weights (n,), or None for ones."""
         rows = side.read(bags.plan)
-        out, trace = pool(rows, _float32(weights, side), bags)
+        with side.working():
+            out, trace = pool(rows, _float32(weights, side), bags)
         ctx.handle, ctx.side, ctx.bags, ctx.options, ctx.trace = handle, side, bags, options, trace
         ctx.rows = rows if ctx.needs_input_grad[2] else None
         ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
@@ -70,8 +78,10 @@ class DevicePooledLookup(torch.autograd.Function):
         grads, (weights,) = grad_outputs[0].contiguous(), ctx.saved_tensors
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
-            of_rows = unpool(grads, _float32(weights, ctx.side), ctx.bags, ctx.trace)
+            with ctx.side.working():
+                of_rows = unpool(grads, _float32(weights, ctx.side), ctx.bags, ctx.trace)
             of_handle = ctx.handle.receive(as_asked(of_rows, ctx.options))
         if ctx.needs_input_grad[2]:
-            of_weights = weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)
+            with ctx.side.working():
+                of_weights = weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)
         return of_handle, None, of_weights, None, None
