@@ -67,7 +67,8 @@ def make(way: Way | None, rule: str = "Adam", options: dict[str, Any] | None = N
         dtype = str(arguments.get("dtype", torch.float32)).removeprefix("torch.")
         spec = er.Table(ROWS, DIM, rule=getattr(er, rule)(**options), dtype=dtype).spec
         near = EVERYTHING if way.near_rows is None else way.near_rows and memory_for(spec, way.near_rows)
-        arguments = {"device_memory": near, **dict(way.arguments), **arguments}
+        # What the host plans has no rows near.
+        arguments = {"device_memory": None if way.arguments else near, **dict(way.arguments), **arguments}
     rows = ert.Embedding(arguments.pop("rows", ROWS), DIM, init=er.Normal(std=0.5), seed=5, **arguments)
     dense = nn.Linear(DIM, 1, dtype=rows.dtype)
     whole = nn.Sequential(rows, dense)

@@ -97,7 +97,8 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: p
 
     monkeypatch.setattr(pinned.Pinned, "cover", refuse)
     model, other = make(NONE_NEAR), make(None)
-    with pytest.warns(pinned.PinningWarning, match=r"RAM of the table cannot be pinned .* returned 2"):
+    said = r"rows of the table are read and stepped by the CPU, and copied: .* returned 2"
+    with pytest.warns(pinned.PinningWarning, match=said):
         train(model, batches(1))
     train(model, batches(3)[1:])
     np.testing.assert_array_equal(model.weights(), train(other, batches(3)).weights())
@@ -126,8 +127,11 @@ def test_pinned_memory_is_let_go(monkeypatch: pytest.MonkeyPatch):
     held.cover(1)
     held.cover(2100)
     assert sum(runtime.registered.values()) == 2100
-    with pytest.raises(pinned.PinningError, match=r"cudaHostRegister of .* returned 2"):
-        pinned.Pinned(memory, torch.device("cuda")).cover(5000)
+    said = r"refused to pin 4\.9 KiB of RAM for the GPU \(cudaHostRegister returned 2\)"
+    other = pinned.Pinned(np.zeros(5000, np.uint8), torch.device("cuda"))
+    with pytest.raises(pinned.PinningError, match=said):
+        other.cover(5000)
+    other.close()
     held.close()
     assert not runtime.registered
 
@@ -158,3 +162,31 @@ def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph"):
         timeline.refuse_capture()
+
+
+@pytest.mark.parametrize("arguments", [{"directory": "hashed"}, {"rows": None}], ids=str)
+def test_memory_that_the_host_does_not_plan_for_is_said(arguments: dict[str, Any]):
+    arguments = {"rows": ROWS, **arguments}
+    layer = ert.Embedding(arguments.pop("rows"), DIM, device_memory="1MiB", **arguments)
+    on_device(layer)
+    with pytest.warns(ert.PlacementWarning, match=r"is planned by the host: .* device_memory=1048576 is not used"):
+        layer(batches(1)[0])
+
+
+def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPatch):
+    layer = ert.Embedding(None, DIM)
+    optimizer = ert.SGD(layer, lr=0.1)
+    on_device(layer)
+    layer(torch.arange(5)).sum().backward()
+
+    def refuse(self: pinned.Pinned, nbytes: int) -> None:
+        if nbytes:
+            raise pinned.PinningError("the system refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned.Pinned, "cover", refuse)
+        with pytest.raises(er.MemoryBudgetError, match="the system refused"):
+            optimizer.step()
+    assert (layer.table.steps, layer.table.stats()["rows_touched"]) == (0, 0)
+    optimizer.step()
+    assert layer.table.steps == 1

@@ -141,6 +141,26 @@ def test_a_cache_is_used():
     assert "80 rows cached" in repr(model.table)
 
 
+def test_lookups_without_steps_fill_the_cache():
+    model = train(make(Way("some near", 20)), batches(6))
+    with torch.no_grad():
+        for _ in range(3):
+            model.rows(torch.arange(15))
+        before = model.table.stats()
+        model.rows(torch.arange(15))
+    after = model.table.stats()
+    near = after["device_hits"] - before["device_hits"]
+    assert near == 15 - (after["device_first_uses"] - before["device_first_uses"])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=by_name)
+def test_who_changes_rows_on_the_cpu_waits_for_lookups(way: Way):
+    model = make(way)
+    with torch.no_grad():
+        model.rows(batches(1)[0])
+    assert model.table.turn.running is model.table.side
+
+
 def test_evicted_rows_are_written_back():
     model = train(make(Way("five near", 5)), batches(8))
     stats = model.table.stats()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from embedrock.device import placement
@@ -12,8 +14,9 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
-from embedrock.sizes import memory_limit
+from embedrock.sizes import available_memory, memory_limit
 from embedrock.table import Table
+from embedrock.tiers.side import PlacementWarning
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
 MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
@@ -49,15 +52,33 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _made(table: Table, device: torch.device) -> DeviceSide:
-    tier = table.lay_out_direct() if drawn_by(table.spec.init) is not None else None
-    if tier is None or not tier.is_direct or (table.rows or 0) > MAX_ROWS:
-        return HostedSide(table, table.tier_beside(), device)
     budget = table.device_memory if table.device_memory is not None else _free_bytes(device) // placement.FREE_SHARE
-    return DirectSide(table, tier, device, placement.choose(table.spec, budget))
+    tier = table.lay_out_direct() if _may_be_planned_there(table, budget) else None
+    if tier is not None and tier.is_direct:
+        return DirectSide(table, tier, device, placement.choose(table.spec, budget))
+    if table.device_memory:
+        warnings.warn(
+            f"{table.subject} is planned by the host: its rows are used where they are in RAM, and device_memory="
+            f"{table.device_memory} is not used. See docs/gpu.md for which tables a GPU plans.",
+            PlacementWarning,
+            stacklevel=6,
+        )
+    return HostedSide(table, table.tier_beside(), device)
+
+
+def _may_be_planned_there(table: Table, budget: int) -> bool:
+    spec = table.spec
+    if drawn_by(spec.init) is None or spec.rows is None or spec.table_bytes is None or spec.rows > MAX_ROWS:
+        return False
+    # Pinned RAM is taken for all rows at once.
+    return placement.choose(spec, budget).mode == "device" or spec.table_bytes <= available_memory()
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_limit()
+    if device.type != "cuda":
+        return memory_limit()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for itself
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _check_capability(device: torch.device) -> None:

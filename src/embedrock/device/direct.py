@@ -55,6 +55,7 @@ class DirectSide(DeviceSide):
         self._batch = self._stamp + 1  # stamp of the first lookup since the last step
         self._expected: Tensor | None = None
         self._is_brought = False
+        self._is_newer = False  # than the tier, since the last step
 
     # ------------------------------------------------------------ what the tier has
 
@@ -80,8 +81,14 @@ class DirectSide(DeviceSide):
 
     def finish(self) -> None:
         """Bring the tier's records up to date. Waits for the device."""
+        with self.timeline.ordered():
+            self._finish()
+
+    def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
+        if not self._is_newer:
+            return
         if self.placement.mode == "device":
             for ids in self._ids_where(lambda words: words >= CHANGED):
                 self._memory.records.bytes[ids.cpu().numpy()] = self.near.records[ids].cpu().numpy()
@@ -91,9 +98,11 @@ class DirectSide(DeviceSide):
         bits = np.concatenate([present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in starts])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
         self.timeline.finish()
+        self._is_newer = False
 
     def close(self) -> None:
         """Give its memory back."""
+        self.timeline.finish()
         if self._pinned is not None:
             self._pinned.close()
 
@@ -106,21 +115,22 @@ class DirectSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
-    def plan(self, ids: Tensor) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
         with self.working():
             self.check()
             self._begin()
-            return self._planned(ids)
+            return self._planned(ids, trains)
 
     def _begin(self) -> None:
         self.begin()
         self._follow()
 
-    def _planned(self, ids: Tensor) -> DevicePlan:
+    def _planned(self, ids: Tensor, trains: bool) -> DevicePlan:
         self._stamp += 1
         plan = make_plan(self.on_device(ids), self._rows, self.faults.tensor, self._stamp)
         # Of a batch that was brought ahead it was counted then what was near.
-        self.near.bring(plan, self._oldest, self.timeline, Bringing(aside=False, counts=not self._is_brought))
+        oldest = self._oldest if trains else self._stamp
+        self.near.bring(plan, oldest, self.timeline, Bringing(aside=False, counts=not self._is_brought))
         self._is_brought = False
         self.faults.ask()
         return plan
@@ -171,7 +181,7 @@ class DirectSide(DeviceSide):
 
     def note_change(self) -> None:
         super().note_change()
-        self._seen, self._batch = self.table.changes, self._stamp + 1
+        self._seen, self._batch, self._is_newer = self.table.changes, self._stamp + 1, True
 
     # ------------------------------------------------------------ gradients
 
@@ -182,5 +192,7 @@ class DirectSide(DeviceSide):
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._rows, self.faults.tensor, later.plan.stamp, merges=True)
-        values = torch.cat([earlier.scaled(), later.values])
-        return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))
+        values, squares = sum_rows(torch.cat([earlier.scaled(), later.values]), plan, self._none)
+        most = self._rows + 1  # with the key of no row: however many batches accumulate
+        plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most])
+        return DeviceGradients.of(plan, values[:most], squares[:most])

@@ -39,7 +39,7 @@ class Faults:
         # Weakly: the table has the side that has the faults, and all of them go when nobody has the table any more.
         self._table_of, self._is_cuda = weakref.ref(table), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._seen = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
         self._event = torch.cuda.Event() if self._is_cuda else None
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
@@ -68,7 +68,7 @@ class Faults:
             return
         self._seen.copy_(self.tensor, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self.tensor.device))
         self._is_asked, self._asked_at = True, self._launched[-1] if self._launched else 0
 
     def raise_but_nonfinite(self) -> None:

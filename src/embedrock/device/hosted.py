@@ -45,13 +45,16 @@ class HostedSide(DeviceSide):
         self._host_waits = 0
         self._cover()
 
-    def _cover(self) -> None:
-        slots = len(self.tier.records.bytes) if isinstance(self.tier, Disk) else self.tier.count
-        self._pinned.cover(slots * self.spec.record_bytes)
+    def _cover(self, more: int = 0) -> None:
+        """Pin the records that there are, and room for `more`."""
+        all_slots = len(self.tier.records.bytes)
+        slots = all_slots if isinstance(self.tier, Disk) or self.tier.is_direct else self.tier.count + more
+        self._pinned.cover(min(slots, all_slots) * self.spec.record_bytes)
 
     def finish(self) -> None:
-        self.timeline.finish()
-        self.faults.look()
+        with self.timeline.ordered():
+            self.timeline.finish()
+            self.faults.look()
 
     def close(self) -> None:
         self._pinned.close()
@@ -73,7 +76,7 @@ class HostedSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
-    def plan(self, ids: Tensor) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
         self._host_waits += ids.device.type != "cpu"
         self.check()
         host = self.table.plan(ids.cpu().numpy())
@@ -82,10 +85,7 @@ class HostedSide(DeviceSide):
 
     def read(self, plan: DevicePlan) -> Tensor:
         with self._turn():
-            out = super().read(replace(plan, host=self._located(self._host(plan))))
-            if isinstance(self.tier, Disk):
-                self.note_change()  # so that no record moves before it has been read
-        return out
+            return super().read(replace(plan, host=self._located(self._host(plan))))
 
     def _located(self, host: Plan) -> Plan:
         try:
@@ -122,6 +122,7 @@ class HostedSide(DeviceSide):
     def prepare(self, plan: DevicePlan) -> Room:
         with self._turn():
             self.table.check_beside(self._host(plan))
+            self._cover(len(self._host(plan).ids))
         return Room(plan.keys, plan.keys)  # its addresses are uploaded
 
     def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
@@ -130,7 +131,6 @@ class HostedSide(DeviceSide):
             return torch.full_like(plan.keys, -1)
         with self._turn():
             slots = self.table.admitted(host)
-            self._cover()
         places = self.uploaded(self._addresses(slots, slots))
         return torch.where(plan.keys == DROPPED, -1, places)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from embedrock.errors import MemoryBudgetError
 from embedrock.sizes import format_bytes
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -34,7 +35,7 @@ class Pinned:
         self._covered = 0 if device.type == "cuda" else memory.nbytes
         self._parts: list[int] = []  # addresses
         # The memory lives as long as it is pinned.
-        self._unregister = weakref.finalize(self, _unregister, self._parts, memory)
+        self._unregister = weakref.finalize(self, _unregister, self._parts, memory, device)
 
     def cover(self, nbytes: int) -> None:
         """Pin at least the first `nbytes`.
@@ -53,7 +54,7 @@ class Pinned:
         self._unregister()
 
 
-class PinningError(RuntimeError):
+class PinningError(MemoryBudgetError):
     """The system refused to pin memory."""
 
 
@@ -64,12 +65,16 @@ def _runtime() -> Any:
 def _register(address: int, nbytes: int) -> None:
     code = int(_runtime().cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
     if code:
-        raise PinningError(f"cudaHostRegister of {format_bytes(nbytes)} returned {code}")
+        raise PinningError(
+            f"the system refused to pin {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
+            "Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds all "
+            "rows."
+        )
 
 
-def _unregister(parts: list[int], memory: np.ndarray) -> None:
+def _unregister(parts: list[int], memory: np.ndarray, device: torch.device) -> None:
     if parts:
-        torch.cuda.synchronize()  # kernels may still use it
+        torch.cuda.synchronize(device)  # kernels may still use it
     for address in parts:
         _runtime().cudaHostUnregister(address)
 
@@ -77,9 +82,7 @@ def _unregister(parts: list[int], memory: np.ndarray) -> None:
 def warn_of(error: PinningError, subject: str) -> None:
     """Tell that rows of a table stay with the CPU."""
     warnings.warn(
-        f"RAM of {subject} cannot be pinned for the GPU ({error}): its rows are read and stepped by the CPU, and "
-        "copied. Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds "
-        "all rows.",
+        f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
         PinningWarning,
         stacklevel=3,
     )

@@ -173,8 +173,8 @@ class DeviceSide:
     # ------------------------------------------------------------ lookups
 
     @abstractmethod
-    def plan(self, ids: Tensor) -> DevicePlan:
-        """Decide what a batch of ids needs, and bring its rows near."""
+    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
+        """Decide what a batch of ids needs, and bring its rows near; they stay so for a step, if one follows."""
 
     @abstractmethod
     def places(self, plan: DevicePlan) -> Tensor:
@@ -189,6 +189,7 @@ class DeviceSide:
             self.gather(plan, places, out)
             if self.table.lags:
                 rows.refresh(out, places, plan.count, self._uploaded(self.table.numbers_now()), self.form)
+            self.note_use()
         return out
 
     @abstractmethod
@@ -248,15 +249,17 @@ class DeviceSide:
         if not rule.same_layout(self.table.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
         with self.working():
-            places = self.ready(grads.plan, judged.live, room)
+            plan = grads.plan
+            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *room, judged.factor, judged.live)
+            places = self.ready(plan, judged.live, room)
             numbers, step = self.table.step_beside(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
             seed = int(self.table.spec.key)
-            args = judged.factor, grads.clip_value, judged.live, grads.plan.count, seed, step, numbers
-            rows.step(places, grads.plan.ids, grads.values, *args, self.form)
+            args = judged.factor, grads.clip_value, judged.live, plan.count, seed, step, numbers
+            rows.step(places, plan.ids, grads.values, *args, self.form)
             self.faults.ask()
 
     @abstractmethod
@@ -272,9 +275,13 @@ class DeviceSide:
         with self.table.turn.lock:
             self.table.skip_beside()
 
+    def note_use(self) -> None:
+        """Have whatever changes the tier's records wait for `finish`."""
+        self.table.turn.running = self
+
     def note_change(self) -> None:
         """Have whatever reads the tier's records wait for `finish`."""
-        self.table.turn.running = self
+        self.note_use()
 
     def _uploaded_or_taken_back(self, numbers: Any) -> Any:
         try:

@@ -74,7 +74,10 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
     with enough_memory("a step"), torch.inference_mode(False):
-        verdicts = [_judge(group) for group in groups.values()]
+        verdicts = []
+        for group in groups.values():
+            with group[0].side.timeline.ordered():
+                verdicts.append(_judge(group))
         if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
             return verdicts
         for verdict in verdicts:

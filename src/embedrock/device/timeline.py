@@ -71,10 +71,12 @@ class Timeline:
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and stream != self._stream:
             stream.wait_event(done)
-        with torch.cuda.device(self._device):
-            yield
-        self._stream = stream
-        done.record(stream)
+        try:
+            with torch.cuda.device(self._device):
+                yield
+        finally:
+            self._stream = stream
+            done.record(stream)
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
@@ -89,6 +91,13 @@ class Timeline:
             tensor.record_stream(self._copying)
         self._copied = torch.cuda.Event()
         self._copied.record(self._copying)
+
+    def uses(self, *tensors: Tensor) -> None:
+        """Keep tensors that may have been made on another stream until the caller's is done with them."""
+        if self._is_cuda:
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(stream)
 
     def wait_for_copies(self) -> None:
         """Have what comes on the caller's stream wait for the copies so far. The host goes on."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 
+class PlacementWarning(UserWarning):
+    """Rows of a model on a GPU are used by the CPU, or where it was not asked for."""
+
+
 class Side(Protocol):
     """Rows in another memory, which may be newer than those of the table's tier.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.bag import EmbeddingBag
 from embedrock.torch.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.embedding import Embedding
@@ -19,7 +20,7 @@ from embedrock.torch.optim import (
     RowwiseAdagrad,
 )
 from embedrock.torch.parameters import dense_parameters, handles
-from embedrock.torch.placing import PlacementWarning, place
+from embedrock.torch.placing import place
 from embedrock.torch.vigil import ForgottenGradientsError
 
 __all__ = [

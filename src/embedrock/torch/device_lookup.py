@@ -17,7 +17,7 @@ from embedrock.torch.lookup import Options, check_ids, refuse_second_derivative
 
 def device_lookup(handle: Handle, side: DeviceSide, ids: Tensor, options: Options, trains: bool) -> Tensor:
     """Return the rows of ids, ``ids.shape + (dim,)``, on the side's device."""
-    plan = side.plan(check_ids(ids, handle.label))
+    plan = side.plan(check_ids(ids, handle.label), trains)
     if trains:
         return DeviceLookup.apply(handle, side, plan, options)
     return _spread(side.read(plan), plan, options.dtype)
@@ -53,5 +53,6 @@ class DeviceLookup(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """Sum the gradient by row, for the handle."""
         refuse_second_derivative()
-        grads = ctx.side.sum(ctx.plan, grad_outputs[0], ctx.options.padding_idx)
-        return ctx.handle.receive(as_asked(grads, ctx.options)), None, None, None
+        with ctx.side.working():
+            grads = as_asked(ctx.side.sum(ctx.plan, grad_outputs[0], ctx.options.padding_idx), ctx.options)
+        return ctx.handle.receive(grads), None, None, None

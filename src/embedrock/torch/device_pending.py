@@ -44,3 +44,8 @@ class DevicePending:
             return grads, grads.growth
         both = self.side.merge(earlier, grads)
         return both, torch.where(earlier.shown.isfinite(), both.shown - earlier.shown, 0.0)
+
+    def nothing(self, dim: int) -> DeviceGradients:
+        """Return gradients of no row."""
+        plan = self.side.plan(torch.empty(0, dtype=torch.int64))
+        return self.side.sum(plan, torch.empty(0, dim, device=self.side.device))

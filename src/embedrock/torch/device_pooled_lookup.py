@@ -47,7 +47,7 @@ def _bags(side: DeviceSide, request: Request) -> DeviceBags:
     offsets, n = side.on_device(request.offsets), len(request.ids)
     if request.offsets.device.type != "cpu":  # on the host they have been checked
         offsets = side.faults.checked_offsets(offsets, n)
-    skip, plan = side.without(side.plan(request.ids), request.options.padding_idx)
+    skip, plan = side.without(side.plan(request.ids, request.trains), request.options.padding_idx)
     return DeviceBags(plan, offsets, bag_of_position(offsets, n), skip, request.mode)
 
 
@@ -79,8 +79,8 @@ class DevicePooledLookup(torch.autograd.Function):
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
             with ctx.side.working():
-                of_rows = unpool(grads, _float32(weights, ctx.side), ctx.bags, ctx.trace)
-            of_handle = ctx.handle.receive(as_asked(of_rows, ctx.options))
+                of_rows = as_asked(unpool(grads, _float32(weights, ctx.side), ctx.bags, ctx.trace), ctx.options)
+            of_handle = ctx.handle.receive(of_rows)
         if ctx.needs_input_grad[2]:
             with ctx.side.working():
                 of_weights = weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)

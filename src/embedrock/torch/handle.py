@@ -133,6 +133,8 @@ class Handle(nn.Parameter):
                 "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
+        if not isinstance(self.pending, Pending):
+            return self.pending.nothing(self.table.dim)
         return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
 
     def stepped(self) -> None:

@@ -13,13 +13,10 @@ from torch import nn
 
 from embedrock.errors import UnsupportedError
 from embedrock.table import Table
+from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:
     from embedrock.device.side import DeviceSide
-
-
-class PlacementWarning(UserWarning):
-    """Rows of a model on a GPU are used by the CPU."""
 
 
 def attach(table: Table, device: torch.device) -> DeviceSide | None:

@@ -454,20 +454,7 @@ def _settle(
 
 
 def settle(keys, count, live, where, dirty, identity, limit, memory, places, new):
-    """Before rows are stepped: give those without a record a place, and note which near records will be newer.
-
-    Args:
-        keys, count: of the batch.
-        live: int32 (1,); where it is 0 no row is stepped: all places are -1, and nothing else happens.
-        where: as in `Slots`.
-        dirty: as in `Slots`; None for a table without a cache.
-        identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped; otherwise new ones
-            are far.
-        limit: keys outside ``[0, limit)`` are left alone: their places are -1.
-        memory: where records lie.
-        places: int64 (n,) receives addresses.
-        new: uint8 (n,) receives 1 where the record is yet to be written.
-    """
+    """Before rows are stepped: give those without a record a place, and note which near records will be newer."""
     args = where, where if dirty is None else dirty, limit, memory.near, memory.far, places, new
     constexprs = {"BYTES": memory.record_bytes, "IDENTITY": identity, "CACHED": dirty is not None, "LANES": BLOCK}
     launch(_settle, blocks(keys.shape[0]), keys, count, live, *args, **constexprs)
