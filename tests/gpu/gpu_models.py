@@ -29,7 +29,13 @@ class Way(NamedTuple):
 
 ALL_NEAR, NONE_NEAR = Way("all near"), Way("none near", 0)
 SOME_NEAR = [Way("one near", 1), Way("some near", 17), Way("half near", 60)]
-HOSTED = [Way("hashed", None, (("directory", "hashed"),)), Way("open ids", None, (("rows", None),))]
+HASHED = (("directory", "hashed"),)
+HOSTED = [
+    Way("hashed", None, HASHED),
+    Way("open ids", None, (("rows", None),)),
+    Way("hashed, some near", None, (*HASHED, ("device_memory", 1600))),
+    Way("hashed, most near", None, (*HASHED, ("device_memory", 8000))),
+]
 WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,13 +165,12 @@ def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch):
         timeline.refuse_capture()
 
 
-@pytest.mark.parametrize("arguments", [{"directory": "hashed"}, {"rows": None}], ids=str)
-def test_memory_that_the_host_does_not_plan_for_is_said(arguments: dict[str, Any]):
-    arguments = {"rows": ROWS, **arguments}
-    layer = ert.Embedding(arguments.pop("rows"), DIM, device_memory="1MiB", **arguments)
+def test_memory_that_a_table_on_disk_does_not_use_is_said(tmp_path: Path):
+    layer = ert.Embedding(ROWS, DIM, path=str(tmp_path / "rows.rock"), memory="1MiB", device_memory="1MiB")
     on_device(layer)
-    with pytest.warns(ert.PlacementWarning, match=r"is planned by the host: .* device_memory=1048576 is not used"):
+    with pytest.warns(ert.PlacementWarning, match=r"is on disk: .* device_memory=1048576 is not used"):
         layer(batches(1)[0])
+    layer.table.close()
 
 
 def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPatch):

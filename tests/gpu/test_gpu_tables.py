@@ -141,6 +141,31 @@ def test_a_cache_is_used():
     assert "80 rows cached" in repr(model.table)
 
 
+def test_a_cache_of_a_hashed_table_is_used():
+    model = train(make(HOSTED[2]), batches(8))
+    stats = model.table.stats()
+    assert 0 < stats["device_slots"] < 20
+    assert stats["device_hits"] > 0
+    assert stats["device_evictions"] > 0
+    assert "rows cached" in repr(model.table)
+
+
+@pytest.mark.parametrize("memory", [None, 200_000])
+def test_hashed_tables_that_grow(memory: int | None):
+    layers = [ert.Embedding(None, 3, seed=1, device_memory=memory) for _ in range(2)]
+    steps = [ert.SGD(layer, lr=0.1) for layer in layers]
+    on_device(layers[0])
+    for k in range(3):
+        ids = torch.arange(1200) * 7 + 1000 * k
+        for layer, optimizer in zip(layers, steps, strict=True):
+            layer(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (ids, mine), (others, theirs) = (layer.table.export() for layer in layers)
+    np.testing.assert_array_equal(ids, others)
+    np.testing.assert_array_equal(mine, theirs)
+
+
 def test_lookups_without_steps_fill_the_cache():
     model = train(make(Way("some near", 20)), batches(6))
     with torch.no_grad():

@@ -10,6 +10,7 @@ from embedrock.device import placement
 from embedrock.device.direct import DirectSide
 from embedrock.device.hosted import HostedSide
 from embedrock.device.pinned import PinningError, warn_of
+from embedrock.device.placement import slot_bytes
 from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
@@ -56,14 +57,16 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
     tier = table.lay_out_direct() if _may_be_planned_there(table, budget) else None
     if tier is not None and tier.is_direct:
         return DirectSide(table, tier, device, placement.choose(table.spec, budget))
-    if table.device_memory:
+    if table.device_memory and table.is_on_disk:
         warnings.warn(
-            f"{table.subject} is planned by the host: its rows are used where they are in RAM, and device_memory="
-            f"{table.device_memory} is not used. See docs/gpu.md for which tables a GPU plans.",
+            f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
+            f"{table.device_memory} is not used.",
             PlacementWarning,
             stacklevel=6,
         )
-    return HostedSide(table, table.tier_beside(), device)
+    # How many rows there will be nobody knows: there is a cache where its size was said.
+    near = 0 if table.is_on_disk else min(table.device_memory or 0, budget) // slot_bytes(table.spec)
+    return HostedSide(table, table.tier_beside(), device, min(near, table.rows or near))
 
 
 def _may_be_planned_there(table: Table, budget: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import Bringing, Near, present
+from embedrock.device.near import KEPT_LOOKUPS, Bringing, Near, present
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import Placement
 from embedrock.device.plan import DevicePlan, make_plan
@@ -20,7 +20,6 @@ from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
 from embedrock.table import Table
 from embedrock.tiers.memory import Memory
 
-KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
 COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned
 
 

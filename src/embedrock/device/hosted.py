@@ -11,21 +11,28 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.near import KEPT_LOOKUPS, Bringing, Near
 from embedrock.device.pinned import Pinned
+from embedrock.device.placement import cached
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, Room
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu.cache import FAR
 from embedrock.plan import Plan, make_plan
 from embedrock.table import Table
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.tier import Tier
 
 DROPPED = -2  # key of a row that is not stepped
+FIRST_MAP = 1024  # slots
 
 
 class HostedSide(DeviceSide):
     """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
+
+    Of tables in RAM, whose slots never move, there may be a cache in GPU memory, as of tables that the GPU plans. Its
+    map has 4 bytes for each record that there is, not for each that there could be.
 
     The host waits for the GPU: for ids that are there, and for the gradients of a step that makes records. A table on
     disk moves records, so it also waits for the step before.
@@ -34,36 +41,59 @@ class HostedSide(DeviceSide):
         table: whose rows.
         tier: of the table.
         device: the GPU.
+        near_rows: records of the cache; 0 for a table on disk.
 
     Raises:
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
+    def __init__(self, table: Table, tier: Tier, device: torch.device, near_rows: int) -> None:
         super().__init__(table, tier, device)
         self._pinned = Pinned(tier.records.bytes, device)
-        self._host_waits = 0
+        self._host_waits, self._seen, self._batch = 0, -1, self._stamp + 1
+        where = self._map(FIRST_MAP if near_rows else 0)
+        self._near = Near(where, cached(self.spec, near_rows), self.form, self._pinned.address)
         self._cover()
+
+    def _map(self, slots: int) -> Tensor:
+        return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
+
+    def _follow(self) -> None:
+        """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
+        if self._near.is_cache and len(self._near.slots.where) < self._slots:
+            self._near.grow(self._map(max(self._slots, 2 * len(self._near.slots.where))))
+        if self._near.is_cache and self._seen != self.table.changes:
+            self._near.clear()
+            self._near.slots.where.fill_(FAR)
+        self._seen = self.table.changes
+
+    @property
+    def _slots(self) -> int:
+        """Slots that may have records."""
+        fixed = isinstance(self.tier, Disk) or self.tier.is_direct
+        return len(self.tier.records.bytes) if fixed else self.tier.count
 
     def _cover(self, more: int = 0) -> None:
         """Pin the records that there are, and room for `more`."""
-        all_slots = len(self.tier.records.bytes)
-        slots = all_slots if isinstance(self.tier, Disk) or self.tier.is_direct else self.tier.count + more
-        self._pinned.cover(min(slots, all_slots) * self.spec.record_bytes)
+        slots = min(self._slots + more, len(self.tier.records.bytes))
+        self._pinned.cover(slots * self.spec.record_bytes)
 
     def finish(self) -> None:
         with self.timeline.ordered():
             self.timeline.finish()
             self.faults.look()
+            self._near.write_back()
+            self.timeline.finish()
 
     def close(self) -> None:
         self._pinned.close()
 
     def stats(self) -> dict[str, float]:
-        return {"device_slots": 0, "device_bytes": 0, "device_host_waits": self._host_waits}
+        used = {"device_slots": self._near.placement.near_rows, "device_bytes": self._near.nbytes}
+        return {**used, "device_host_waits": self._host_waits, **self._near.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: rows used in RAM, planned by the host"
+        return f"on {self.device}: {self._near.placement}, planned by the host"
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -72,6 +102,7 @@ class HostedSide(DeviceSide):
             self.begin()
             self._cover()
             with self.timeline.ordered():
+                self._follow()
                 yield
 
     # ------------------------------------------------------------ lookups and steps
@@ -81,11 +112,15 @@ class HostedSide(DeviceSide):
         self.check()
         host = self.table.plan(ids.cpu().numpy())
         with self._turn():
-            return self._planned(host)
+            plan = self._planned(self._located(host))
+            oldest = max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
+            self._near.bring(plan, oldest, self.timeline, Bringing(aside=False, counts=True))
+            return plan
 
     def read(self, plan: DevicePlan) -> Tensor:
         with self._turn():
-            return super().read(replace(plan, host=self._located(self._host(plan))))
+            host = self._located(self._host(plan))  # records of it may have been made, or moved
+            return super().read(replace(plan, host=host, keys=self.uploaded(host.slots)))
 
     def _located(self, host: Plan) -> Plan:
         try:
@@ -108,16 +143,15 @@ class HostedSide(DeviceSide):
         )
 
     def places(self, plan: DevicePlan) -> Tensor:
-        host = self._host(plan)
-        return self.uploaded(self._addresses(host.slots, np.cumsum(host.slots < 0)))
-
-    def _addresses(self, slots: np.ndarray, number: np.ndarray) -> np.ndarray:
-        return np.where(slots >= 0, self._pinned.address + slots * self.spec.record_bytes, -number)
+        return self._near.places(plan)
 
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         host = self._host(plan)
-        fresh = self.table.values_of(host.ids[host.slots < 0], here=host.epoch >= 0)
-        rows.gather(places, self.uploaded(fresh), plan.count, self.form, out)
+        absent = host.slots < 0
+        fresh = np.empty((len(absent), self.spec.dim), np.float32)
+        if absent.any():
+            fresh[absent] = self.table.values_of(host.ids[absent], here=host.epoch >= 0)
+        rows.gather(places, self.uploaded(fresh) if absent.any() else out, plan.count, self.form, out)
 
     def prepare(self, plan: DevicePlan) -> Room:
         with self._turn():
@@ -130,9 +164,18 @@ class HostedSide(DeviceSide):
         if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
             return torch.full_like(plan.keys, -1)
         with self._turn():
-            slots = self.table.admitted(host)
-        places = self.uploaded(self._addresses(slots, slots))
-        return torch.where(plan.keys == DROPPED, -1, places)
+            slots = self.uploaded(self.table.admitted(host))
+            self._follow()
+            there = replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, slots))
+            if not self._near.is_cache:
+                return self._near.places(there)
+            places = torch.empty_like(slots)
+            self._near.settle(there, live, places, torch.empty_like(slots, dtype=torch.uint8))
+            return places
+
+    def note_change(self) -> None:
+        super().note_change()
+        self._seen, self._batch = self.table.changes, self._stamp + 1
 
     @staticmethod
     def _host(plan: DevicePlan) -> Plan:

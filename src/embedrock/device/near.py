@@ -14,6 +14,8 @@ from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import Form
 
+KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
+EVERYWHERE = 2**62  # a limit of keys that all are below
 WINDOW = 2  # near slots that are looked at for each position of a batch, to find those worth least
 # A use of a row loses half of its weight in as many batches as fill the cache so many times. Simulated under Zipf's law
 # (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more would not
@@ -42,7 +44,7 @@ class Near:
     """Records in GPU memory: of all rows, of those in use, or of none. Nothing here waits for the device.
 
     Args:
-        where: int32 (rows,), where each row is; `Near` changes it.
+        where: int32 (rows,), where each row is; `Near` changes it. (0,): all have records in RAM.
         placement: how the records are spread.
         form: of the records.
         far: address of the first record in RAM.
@@ -50,10 +52,11 @@ class Near:
 
     def __init__(self, where: Tensor, placement: Placement, form: Form, far: int) -> None:
         count, device = placement.near_rows, where.device
-        self.is_identity, self._is_cache = placement.mode == "device", placement.mode == "cached"
+        self.placement = placement
+        self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
         self.memory = cache.Memory(self.records.data_ptr(), far, form.record_bytes)
-        slots = count if self._is_cache else 0
+        slots = count if self.is_cache else 0
         self.slots = cache.Slots(
             where,
             torch.empty(slots, dtype=torch.int64, device=device),
@@ -66,6 +69,18 @@ class Near:
         self._limit, self._hand = len(where), 0
         self._scratch: cache.Search | None = None
         self.clear()
+
+    def grow(self, where: Tensor) -> None:
+        """Take a larger `where`, of which the rows so far come first."""
+        known = self.slots.where
+        where[: len(known)] = known
+        self.slots, self._limit = self.slots._replace(where=where), len(where)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory."""
+        tensors = self.records, *self.slots
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
         """Have no row in the cache. Its records are no newer than those in RAM."""
@@ -84,7 +99,7 @@ class Near:
             timeline: in which order things happen.
             how: it is done.
         """
-        if not self._is_cache or not plan.keys.numel():
+        if not self.is_cache or not plan.keys.numel():
             return
         batch = plan.keys, plan.count, self._limit
         search, turn = self._search(len(plan.keys)), cache.Turn(plan.stamp, oldest, self._half_life(len(plan.keys)))
@@ -126,12 +141,13 @@ class Near:
     def places(self, plan: DevicePlan) -> Tensor:
         """Return the addresses of a plan's records: int64 (n,), ``-1 - k`` for row k where there is none."""
         out = torch.empty(plan.keys.numel(), dtype=torch.int64, device=plan.keys.device)
-        cache.locate(plan.keys, plan.count, self.slots.where, self._limit, self.memory, out)
+        where, limit = (self.slots.where, self._limit) if self._limit else (None, EVERYWHERE)
+        cache.locate(plan.keys, plan.count, where, limit, self.memory, out)
         return out
 
     def settle(self, plan: DevicePlan, live: Tensor, places: Tensor, new: Tensor) -> None:
         """Before a step: give rows without a record a place, and note which near records will be newer."""
-        dirty = self.slots.dirty if self._is_cache else None
+        dirty = self.slots.dirty if self.is_cache else None
         args = self.slots.where, dirty, self.is_identity, self._limit, self.memory, places, new
         cache.settle(plan.keys, plan.count, live, *args)
 

@@ -45,6 +45,18 @@ def choose(spec: Spec, budget: int) -> Placement:
     return Placement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
 
 
+def slot_bytes(spec: Spec) -> int:
+    """Return the bytes of a record in the cache of a table whose slots are not its ids, with its part of the map."""
+    return spec.record_bytes + SLOT_BYTES + MAP_BYTES
+
+
+def cached(spec: Spec, near_rows: int) -> Placement:
+    """Return the placement of a table whose slots are not its ids: a cache of so many records, or none."""
+    if near_rows < 1:
+        return Placement("host", 0, 0)
+    return Placement("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
+
+
 def memory_for(spec: Spec, near_rows: int) -> int:
     """Return a `device_memory` in bytes with which a table of `spec` keeps so many records near.
 
