@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:
     from embedrock.device.side import DeviceSide
+
+LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
 
 
 def attach(table: Table, device: torch.device) -> DeviceSide | None:
@@ -33,13 +35,19 @@ def attach(table: Table, device: torch.device) -> DeviceSide | None:
     return side_of(table, device)
 
 
+@functools.cache
 def has_triton() -> bool:
-    """Tell whether Triton is installed."""
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None  # which is slow
+    """Tell whether there is a Triton that compiles the kernels."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
 
 
 def _say_there_is_no_triton(table: Table) -> None:
-    why = f"Triton, which compiles the kernels for GPUs, is not installed: {table.subject}"
+    least = ".".join(map(str, LEAST_TRITON))
+    why = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed: {table.subject}"
     if table.device_memory is not None:
         raise UnsupportedError(
             f"{why} cannot have device_memory={table.device_memory}. Install it: pip install triton."
