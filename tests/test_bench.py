@@ -23,11 +23,12 @@ import pytest
 from embedrock.bench import cli, comparisons, contenders, rounds
 from embedrock.bench.contenders import Contender, Unavailable
 from embedrock.bench.counts import count
-from embedrock.bench.machine import available_bytes, machine_facts, peak_rss_bytes, rss_bytes
+from embedrock.bench.machine import machine_facts, peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError, child_environment
 from embedrock.bench.report import Target, Verdict, comparison, format_results, format_verdicts, spread
 from embedrock.bench.rounds import Effort, Entry, Result, measure, plan_groups
 from embedrock.bench.workload import SCATTER, Workload, bounded_zipf
+from embedrock.ram import available_bytes
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = Effort(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)

@@ -92,13 +92,3 @@ def memory_limit() -> int:
         if text.isdigit():
             limit = min(limit, int(text))
     return limit
-
-
-def available_memory() -> int:
-    """Return the bytes of RAM that nobody uses now, as far as the system tells; otherwise `memory_limit`."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return memory_limit()
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), memory_limit())
-    return min(free, memory_limit())

@@ -43,6 +43,12 @@ def both(way: Way, loop: Any, **arguments: Any) -> None:
     assert_same_table(models[0].table, models[1].table)
 
 
+def scale_gradients(model: Model, factor: float) -> None:
+    for parameter in model.whole.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor)
+
+
 @pytest.mark.parametrize("way", FEW, ids=by_name)
 def test_gradients_accumulate(way: Way):
     def loop(model: Model) -> None:
@@ -59,9 +65,7 @@ def test_gradients_accumulate(way: Way):
 def test_gradients_scaled_in_the_middle_of_an_accumulation(way: Way):
     def loop(model: Model) -> None:
         loss_of(model, batches(1)[0]).backward()
-        for parameter in model.whole.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
+        scale_gradients(model, 0.5)
         loss_of(model, batches(1, seed=1)[0]).backward()
         model.step()
 
@@ -73,9 +77,7 @@ def test_gradients_zeroed_in_the_middle_touch_no_row(way: Way):
     def loop(model: Model) -> None:
         train(model, batches(1))
         loss_of(model, batches(1, seed=1)[0]).backward()
-        for parameter in model.whole.parameters():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        scale_gradients(model, 0.0)
         loss_of(model, batches(1, seed=2)[0]).backward()
         model.step()
 
@@ -87,9 +89,7 @@ def test_a_step_of_zeroed_gradients_counts_and_touches_no_row(way: Way):
     def loop(model: Model) -> None:
         train(model, batches(1))
         loss_of(model, batches(1, seed=1)[0]).backward()
-        for parameter in model.whole.parameters():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        scale_gradients(model, 0.0)
         model.step()
         train(model, batches(1, seed=2))
 

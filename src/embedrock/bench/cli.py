@@ -98,13 +98,7 @@ def _add_comparison(benchmarks: Any, job: Comparison) -> None:
     names = "\n".join(f"  {contender.name:24}{contender.label}" for contender in job.contenders)
     parser = _add(benchmarks, job.name, job.help, partial(_measure_comparison, job), epilog=f"contenders:\n{names}")
     _add_options(parser, ROWS_OPTION | WORKLOAD_OPTIONS | EFFORT_OPTIONS, (*job.workloads, Effort()))
-    parser.add_argument(
-        "--contenders",
-        type=partial(_contenders, job.contenders),
-        default=list(job.contenders),
-        metavar="A,B,...",
-        help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
-    )
+    _add_contenders(parser, job.contenders, first=True)
 
 
 def _add_rows(benchmarks: Any) -> None:
@@ -128,13 +122,7 @@ def _add_disk(benchmarks: Any) -> None:
     text = "training a table larger than RAM, page cache counted"
     parser = _add(benchmarks, "disk", text, _measure_disk, epilog=f"contenders:\n{names}")
     _add_disk_options(parser)
-    parser.add_argument(
-        "--contenders",
-        type=partial(_contenders, DISK_CONTENDERS),
-        default=list(DISK_CONTENDERS),
-        metavar="A,B,...",
-        help="names or patterns such as 'ours-*' (default: all)",
-    )
+    _add_contenders(parser, DISK_CONTENDERS)
 
 
 def _add_commit(benchmarks: Any) -> None:
@@ -152,13 +140,7 @@ def _add_keras(benchmarks: Any) -> None:
         "--rows", dest="sizes", type=_sizes, default=list(KERAS_ROWS), metavar="N,N,...", help="table sizes"
     )
     _add_options(parser, WORKLOAD_OPTIONS | EFFORT_OPTIONS, (KERAS_WORKLOAD, KerasEffort()))
-    parser.add_argument(
-        "--contenders",
-        type=partial(_contenders, contenders),
-        default=list(contenders),
-        metavar="A,B,...",
-        help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
-    )
+    _add_contenders(parser, contenders, first=True)
     parser.set_defaults(effort=KerasEffort)
 
 
@@ -186,14 +168,19 @@ def _add_gpu(benchmarks: Any) -> None:
     parser.add_argument(
         "--parts", type=_gpu_parts, default=list(gpu.PARTS), metavar="A,B", help=f"of {', '.join(gpu.PARTS)}"
     )
+    _add_contenders(parser, GPU_CONTENDERS)
+    parser.set_defaults(effort=GpuEffort)
+
+
+def _add_contenders(parser: ArgumentParser, contenders: Sequence[Any], first: bool = False) -> None:
+    ratios = "; ratios are over the first one's time" if first else ""
     parser.add_argument(
         "--contenders",
-        type=partial(_contenders, GPU_CONTENDERS),
-        default=list(GPU_CONTENDERS),
+        type=partial(_contenders, contenders),
+        default=list(contenders),
         metavar="A,B,...",
-        help="names or patterns such as 'ours-*' (default: all)",
+        help=f"names or patterns such as 'ours-*' (default: all){ratios}",
     )
-    parser.set_defaults(effort=GpuEffort)
 
 
 def _add_disk_options(parser: ArgumentParser) -> None:

@@ -103,15 +103,20 @@ def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any)
     return _training_step(table, make_optimizer(table.parameters(), lr=LEARNING_RATE, **options), workload)
 
 
-def fbgemm_step(workload: Workload, pooling: str) -> Step:
-    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
-    torch = import_torch()
+def import_fbgemm() -> tuple[Any, Any, Any]:
+    """Return FBGEMM's modules of table-batched embeddings: training, common and configurations."""
     try:
         training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        configs = import_module("fbgemm_gpu.split_embedding_configs")
+        return training, common, import_module("fbgemm_gpu.split_embedding_configs")
     except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
         raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error
+
+
+def fbgemm_step(workload: Workload, pooling: str) -> Step:
+    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
+    torch = import_torch()
+    training, common, configs = import_fbgemm()
     table = training.SplitTableBatchedEmbeddingBagsCodegen(
         [(workload.rows, workload.dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
         optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,

@@ -16,10 +16,10 @@ from embedrock.bench.gpu_limits import Limits
 from embedrock.bench.gpu_report import format_lines, judge, judge_limits, summary
 from embedrock.bench.gpu_rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure
 from embedrock.bench.gpu_workloads import GpuWorkload
-from embedrock.bench.machine import available_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts
 from embedrock.errors import EmbedrockError, UnsupportedError
+from embedrock.ram import available_bytes
 from embedrock.sizes import format_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.9  # of what is free, that the processes alive together may take

@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.bench.contenders import LEARNING_RATE, Unavailable, import_torch
+from embedrock.bench.contenders import LEARNING_RATE, Unavailable, import_fbgemm, import_torch
 from embedrock.bench.gpu_device import Device
 from embedrock.bench.gpu_workloads import ADAM_COLUMNS, GpuWorkload
 
@@ -268,12 +267,7 @@ def fbgemm_parts(workload: GpuWorkload, device: Device, near: float | None) -> P
     if not device.is_gpu:
         raise Unavailable("FBGEMM's tables in unified memory need a CUDA device")
     torch = import_torch()
-    try:
-        training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        configs = import_module("fbgemm_gpu.split_embedding_configs")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
-        raise Unavailable(f"fbgemm_gpu does not import: {error}") from error
+    training, common, configs = import_fbgemm()
     places = common.EmbeddingLocation
     location = places.MANAGED if near is None else places.MANAGED_CACHING
     share = {} if near is None else {"cache_load_factor": near * sum(workload.touched) / workload.rows}

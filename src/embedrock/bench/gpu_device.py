@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from embedrock.bench.contenders import import_torch
-from embedrock.bench.machine import available_bytes
 from embedrock.errors import UnsupportedError
+from embedrock.ram import available_bytes
 from embedrock.sizes import memory_limit
 
 INTERPRETER = "TRITON_INTERPRET"  # the variable that Triton reads when it is imported

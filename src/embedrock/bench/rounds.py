@@ -13,9 +13,10 @@ from statistics import median
 from typing import NamedTuple
 
 from embedrock.bench.contenders import Contender
-from embedrock.bench.machine import available_bytes, peak_rss_bytes, rss_bytes
+from embedrock.bench.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.workload import Workload
+from embedrock.ram import available_bytes
 from embedrock.sizes import format_bytes
 
 RAM_SHARE = 0.9  # of the available RAM that the processes alive together may take, by their estimates

@@ -15,7 +15,8 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
-from embedrock.sizes import available_memory, memory_limit
+from embedrock.ram import available_bytes
+from embedrock.sizes import memory_limit
 from embedrock.table import Table
 from embedrock.tiers.side import PlacementWarning
 
@@ -74,7 +75,7 @@ def _may_be_planned_there(table: Table, budget: int) -> bool:
     if drawn_by(spec.init) is None or spec.rows is None or spec.table_bytes is None or spec.rows > MAX_ROWS:
         return False
     # Pinned RAM is taken for all rows at once.
-    return placement.choose(spec, budget).mode == "device" or spec.table_bytes <= available_memory()
+    return placement.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import KEPT_LOOKUPS, Bringing, Near, present
+from embedrock.device.near import Bringing, Near, present
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import Placement
 from embedrock.device.plan import DevicePlan, make_plan
@@ -50,8 +50,6 @@ class DirectSide(DeviceSide):
             far = self._pinned.address
         self.where = torch.full((self._rows,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
-        self._seen = -1
-        self._batch = self._stamp + 1  # stamp of the first lookup since the last step
         self._expected: Tensor | None = None
         self._is_brought = False
         self._is_newer = False  # than the tier, since the last step
@@ -128,21 +126,16 @@ class DirectSide(DeviceSide):
         self._stamp += 1
         plan = make_plan(self.on_device(ids), self._rows, self.faults.tensor, self._stamp)
         # Of a batch that was brought ahead it was counted then what was near.
-        oldest = self._oldest if trains else self._stamp
-        self.near.bring(plan, oldest, self.timeline, Bringing(aside=False, counts=not self._is_brought))
+        self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=not self._is_brought))
         self._is_brought = False
         self.faults.ask()
         return plan
-
-    @property
-    def _oldest(self) -> int:
-        return max(self._batch, self._stamp - KEPT_LOOKUPS)
 
     def _bring_ahead(self, ids: Tensor) -> None:
         self._stamp += 1
         nothing = torch.zeros_like(self.faults.tensor)  # ids outside of the table are a fault when they are looked up
         plan = make_plan(self.on_device(ids), self._rows, nothing, self._stamp)
-        self.near.bring(plan, self._oldest, self.timeline, Bringing(aside=True, counts=True))
+        self.near.bring(plan, self.oldest(trains=True), self.timeline, Bringing(aside=True, counts=True))
         self._is_brought = True
 
     def expect(self, ids: Tensor | None) -> None:
@@ -161,9 +154,6 @@ class DirectSide(DeviceSide):
                 self._bring_ahead(expected)
         return out
 
-    def places(self, plan: DevicePlan) -> Tensor:
-        return self.near.places(plan)
-
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         rows.read(places, plan.ids, plan.count, int(self.spec.key), self._drawn, self.form, out)
 
@@ -180,7 +170,7 @@ class DirectSide(DeviceSide):
 
     def note_change(self) -> None:
         super().note_change()
-        self._seen, self._batch, self._is_newer = self.table.changes, self._stamp + 1, True
+        self._is_newer = True
 
     # ------------------------------------------------------------ gradients
 

@@ -94,7 +94,7 @@ class Faults:
 
         Raises:
             IdError: ids of a lookup lie outside the table.
-        ArgumentError: offsets of bags are none.
+            ArgumentError: offsets of bags are none.
             NonFiniteGradientError: a step had gradients with NaN or Inf.
         """
         if not self._is_asked or (self._event is not None and not self._event.query()):

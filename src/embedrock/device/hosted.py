@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import KEPT_LOOKUPS, Bringing, Near
+from embedrock.device.near import Bringing, Near
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import cached
 from embedrock.device.plan import DevicePlan
@@ -50,9 +50,9 @@ class HostedSide(DeviceSide):
     def __init__(self, table: Table, tier: Tier, device: torch.device, near_rows: int) -> None:
         super().__init__(table, tier, device)
         self._pinned = Pinned(tier.records.bytes, device)
-        self._host_waits, self._seen, self._batch = 0, -1, self._stamp + 1
+        self._host_waits = 0
         where = self._map(FIRST_MAP if near_rows else 0)
-        self._near = Near(where, cached(self.spec, near_rows), self.form, self._pinned.address)
+        self.near = Near(where, cached(self.spec, near_rows), self.form, self._pinned.address)
         self._cover()
 
     def _map(self, slots: int) -> Tensor:
@@ -60,11 +60,11 @@ class HostedSide(DeviceSide):
 
     def _follow(self) -> None:
         """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
-        if self._near.is_cache and len(self._near.slots.where) < self._slots:
-            self._near.grow(self._map(max(self._slots, 2 * len(self._near.slots.where))))
-        if self._near.is_cache and self._seen != self.table.changes:
-            self._near.clear()
-            self._near.slots.where.fill_(FAR)
+        if self.near.is_cache and len(self.near.slots.where) < self._slots:
+            self.near.grow(self._map(max(self._slots, 2 * len(self.near.slots.where))))
+        if self.near.is_cache and self._seen != self.table.changes:
+            self.near.clear()
+            self.near.slots.where.fill_(FAR)
         self._seen = self.table.changes
 
     @property
@@ -82,18 +82,18 @@ class HostedSide(DeviceSide):
         with self.timeline.ordered():
             self.timeline.finish()
             self.faults.look()
-            self._near.write_back()
+            self.near.write_back()
             self.timeline.finish()
 
     def close(self) -> None:
         self._pinned.close()
 
     def stats(self) -> dict[str, float]:
-        used = {"device_slots": self._near.placement.near_rows, "device_bytes": self._near.nbytes}
-        return {**used, "device_host_waits": self._host_waits, **self._near.stats()}
+        used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
+        return {**used, "device_host_waits": self._host_waits, **self.near.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: {self._near.placement}, planned by the host"
+        return f"on {self.device}: {self.near.placement}, planned by the host"
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -113,8 +113,7 @@ class HostedSide(DeviceSide):
         host = self.table.plan(ids.cpu().numpy())
         with self._turn():
             plan = self._planned(self._located(host))
-            oldest = max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
-            self._near.bring(plan, oldest, self.timeline, Bringing(aside=False, counts=True))
+            self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=True))
             return plan
 
     def read(self, plan: DevicePlan) -> Tensor:
@@ -142,9 +141,6 @@ class HostedSide(DeviceSide):
             host=host,
         )
 
-    def places(self, plan: DevicePlan) -> Tensor:
-        return self._near.places(plan)
-
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         host = self._host(plan)
         absent = host.slots < 0
@@ -167,15 +163,11 @@ class HostedSide(DeviceSide):
             slots = self.uploaded(self.table.admitted(host))
             self._follow()
             there = replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, slots))
-            if not self._near.is_cache:
-                return self._near.places(there)
+            if not self.near.is_cache:
+                return self.near.places(there)
             places = torch.empty_like(slots)
-            self._near.settle(there, live, places, torch.empty_like(slots, dtype=torch.uint8))
+            self.near.settle(there, live, places, torch.empty_like(slots, dtype=torch.uint8))
             return places
-
-    def note_change(self) -> None:
-        super().note_change()
-        self._seen, self._batch = self.table.changes, self._stamp + 1
 
     @staticmethod
     def _host(plan: DevicePlan) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.timeline import Timeline
 from embedrock.errors import ArgumentError
@@ -32,15 +33,22 @@ def form_of(spec: Spec) -> Form:
     return Form(spec.dim, spec.dtype, layout.record_bytes, layout.state_start, layout.state_width)
 
 
+# The kernel of an initializer, and the fields that are its numbers.
+DRAWS: dict[type[Initializer], tuple[str, tuple[str, ...]]] = {
+    Zeros: ("constant", ("value",)),
+    Constant: ("constant", ("value",)),
+    Uniform: ("uniform", ("low", "high")),
+    Normal: ("normal", ("mean", "std")),
+}
+
+
 def drawn_by(init: Initializer) -> tuple[str, float, float] | None:
     """Return the kernel of an initializer and its two numbers, or None where only the CPU can draw first values."""
-    if type(init) is Zeros:
-        return "constant", 0.0, 0.0
-    if type(init) is Constant:
-        return "constant", float(init.value), 0.0
-    if type(init) is Uniform:
-        return "uniform", float(init.low), float(init.high)
-    return ("normal", float(init.mean), float(init.std)) if type(init) is Normal else None
+    if type(init) not in DRAWS:
+        return None
+    kind, fields = DRAWS[type(init)]
+    a, b, *_ = *(float(getattr(init, field)) for field in fields), 0.0
+    return kind, a, b
 
 
 FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has to look long ago
@@ -102,14 +110,19 @@ class _Histories:
         return copy
 
 
-class DeviceSide:
+class DeviceSide(ABC):
     """Rows of a table that a GPU reads and steps, wherever they lie. Nothing here waits for it, but where it is said.
 
     Args:
         table: whose rows.
         tier: of the table.
         device: the GPU; "cpu" under Triton's interpreter.
+
+    Attributes:
+        near: records in GPU memory, which subclasses make.
     """
+
+    near: Near
 
     def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
         self._table, self.tier, self.device = weakref.ref(table), tier, device
@@ -117,6 +130,8 @@ class DeviceSide:
         self.form = form_of(self.spec)
         self.timeline, self.faults = Timeline(device, table.subject), Faults(table, device)
         self._stamp = FIRST_STAMP
+        self._batch = self._stamp + 1  # stamp of the first lookup since the last step
+        self._seen = -1  # changes of the table that it knows of
         self._histories = _Histories(device)
         self._none = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
 
@@ -165,10 +180,8 @@ class DeviceSide:
     @property
     def is_current(self) -> bool:
         """Whether it is still that of the table: its records may have been laid out anew."""
-        return self.table.side is self and self.table.spec.layout == self.spec.layout and self._has_tier()
-
-    def _has_tier(self) -> bool:
-        return self.table.tier_beside() is self.tier
+        has_tier = self.table.tier_beside() is self.tier
+        return self.table.side is self and self.table.spec.layout == self.spec.layout and has_tier
 
     # ------------------------------------------------------------ lookups
 
@@ -176,15 +189,15 @@ class DeviceSide:
     def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
         """Decide what a batch of ids needs, and bring its rows near; they stay so for a step, if one follows."""
 
-    @abstractmethod
-    def places(self, plan: DevicePlan) -> Tensor:
-        """Return the addresses of a plan's records: int64 (n,), ``-1 - k`` for row k where there is none."""
+    def oldest(self, trains: bool) -> int:
+        """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
+        return max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
 
     def read(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
         with self.working():
             self.timeline.wait_for_copies()
-            places = self.places(plan)
+            places = self.near.places(plan)
             out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, places, out)
             if self.table.lags:
@@ -282,6 +295,7 @@ class DeviceSide:
     def note_change(self) -> None:
         """Have whatever reads the tier's records wait for `finish`."""
         self.note_use()
+        self._seen, self._batch = self.table.changes, self._stamp + 1
 
     def _uploaded_or_taken_back(self, numbers: Any) -> Any:
         try:

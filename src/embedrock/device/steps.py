@@ -80,9 +80,10 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
                 verdicts.append(_judge(group))
         if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
             return verdicts
-        for verdict in verdicts:
-            _raise_what_was_refused(verdict)
-        return [_without_skipped(verdict) for verdict in verdicts]
+        known = [(verdict, verdict.finite.tolist()) for verdict in verdicts]
+        for verdict, finite in known:
+            _raise_what_was_refused(verdict, finite)
+        return [_without_skipped(verdict, finite) for verdict, finite in known]
 
 
 def _judge(due: Sequence[DeviceDue]) -> Verdict:
@@ -101,17 +102,16 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
-def _raise_what_was_refused(verdict: Verdict) -> None:
+def _raise_what_was_refused(verdict: Verdict, finite: Sequence[int]) -> None:
     for part in verdict.due:
         part.side.faults.raise_but_nonfinite()
-    for part, is_finite in zip(verdict.due, verdict.finite.tolist(), strict=True):
+    for part, is_finite in zip(verdict.due, finite, strict=True):
         if not is_finite and part.side.table.on_nonfinite == "raise":
             for other in verdict.due:
                 other.side.faults.forget(other is part)
 
 
-def _without_skipped(verdict: Verdict) -> Verdict:
-    finite = verdict.finite.tolist()
+def _without_skipped(verdict: Verdict, finite: Sequence[int]) -> Verdict:
     for part, is_finite in zip(verdict.due, finite, strict=True):
         part.side.faults.forget()
         if not is_finite:

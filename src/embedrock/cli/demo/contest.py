@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.machine import available_bytes, rss_bytes
+from embedrock.bench.machine import rss_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.cli.demo.backends import BACKENDS
 from embedrock.cli.demo.plan import ModelPlan
 from embedrock.cli.demo.synthetic import Clicks, PlantedLog
 from embedrock.cli.demo.train import Trainer, use_threads, warm_up
+from embedrock.ram import available_bytes
 from embedrock.sizes import format_bytes
 
 BATCHES = 15

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embedrock.bench.machine import available_bytes, rss_bytes
+from embedrock.bench.machine import rss_bytes
 from embedrock.bench.report import format_table
 from embedrock.cli.demo.metrics import auc
 from embedrock.cli.demo.options import ClickOptions
 from embedrock.cli.demo.plan import ModelPlan, TableSize
 from embedrock.cli.demo.synthetic import ZIPF, Clicks, PlantedLog
 from embedrock.durability import UncommittedWarning
+from embedrock.ram import available_bytes
 from embedrock.sizes import format_bytes
 from embedrock.table import Table
 
