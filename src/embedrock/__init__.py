@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from embedrock.durability import UncommittedWarning
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,
@@ -22,14 +23,13 @@ from embedrock.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
-from embedrock.gradients import RowGradients
 from embedrock.initializers import Constant, FromArray, Initializer, Normal, Uniform, Zeros
-from embedrock.plan import Plan
+from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
-from embedrock.table import Table
-from embedrock.table import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
-from embedrock.threads import get_threads, set_threads
+from embedrock.table.files import UncommittedWarning
+from embedrock.table.table import Table
+from embedrock.table.table import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 
 __version__ = "0.1.0"
 

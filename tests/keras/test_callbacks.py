@@ -21,7 +21,9 @@ Y = np.random.default_rng(1).standard_normal((64, 1)).astype(np.float32)
 ALL = np.arange(ROWS)
 
 # Tables end here as they are in the middle of things.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is closed with changes since:embedrock.durability.UncommittedWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is closed with changes since:embedrock.table.files.UncommittedWarning"
+)
 
 
 def make_model(folder, optimizer="adam"):

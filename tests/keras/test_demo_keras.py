@@ -18,11 +18,11 @@ pytest.importorskip("tensorflow")
 pytest.importorskip("tqdm")
 
 from embedrock.bench.processes import child_environment
-from embedrock.cli.demo import course, keras_run
-from embedrock.cli.demo.keras_models import MODELS, make_model
-from embedrock.cli.demo.options import DIM_MULTIPLES
-from embedrock.cli.demo.plan import ModelPlan
 from embedrock.cli.main import FAILED, INTERRUPTED, main
+from embedrock.demo import course, keras_run
+from embedrock.demo.keras_models import MODELS, make_model
+from embedrock.demo.options import DIM_MULTIPLES
+from embedrock.demo.plan import ModelPlan
 
 TINY = ["--users", "3k", "--items", "500", "--steps", "40", "--batch-size", "256", "--dim", "8"]
 SMALL = ["--users", "20k", "--items", "2k", "--steps", "600", "--batch-size", "256", "--dim", "8", "--memory", "1MiB"]

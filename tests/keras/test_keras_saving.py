@@ -18,10 +18,10 @@ import workers
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.durability import UncommittedWarning
 from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
 from embedrock.keras import saving
 from embedrock.keras.loading import load_model
+from embedrock.table.files import UncommittedWarning
 
 ROWS, DIM = 50, 4
 IDS = np.random.default_rng(0).integers(0, ROWS, (64, 3))
@@ -30,7 +30,9 @@ ALL = np.arange(ROWS)
 
 
 # Tables end here as they are in the middle of things.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is closed with changes since:embedrock.durability.UncommittedWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is closed with changes since:embedrock.table.files.UncommittedWarning"
+)
 
 
 def make_model(optimizer="adam", **options):

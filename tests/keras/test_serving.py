@@ -12,14 +12,14 @@ import pytest
 import tensorflow as tf
 
 import embedrock as er
+from embedrock.batch.plan import make_plan
+from embedrock.batch.pooling import Bags, pool
 from embedrock.errors import IdTypeError, MemoryBudgetError, UnsupportedError
-from embedrock.fronts.pooling import Bags, pool
 from embedrock.initializers import Initializer
 from embedrock.keras import serving
 from embedrock.keras.first_values import first_values, philox, standard_normal
 from embedrock.keras.serving import ServingTable, pooled
 from embedrock.kernels.reference import generator
-from embedrock.plan import make_plan
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63), 2**32, 2**31, 2**32 - 1]
 INITIALIZERS = [

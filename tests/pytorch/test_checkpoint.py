@@ -16,8 +16,8 @@ from torch import nn
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.machine.vfs import OSSystem
 from embedrock.torch import checkpoint
-from embedrock.vfs import OSSystem
 
 
 def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: range) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients
 
 ROWS, DIM = 23, 5
 

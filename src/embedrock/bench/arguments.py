@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from embedrock.errors import ArgumentError
-from embedrock.sizes import parse_bytes
+from embedrock.machine.sizes import parse_bytes
 
 
 def size(text: str) -> int:

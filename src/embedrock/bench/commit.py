@@ -23,7 +23,7 @@ from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.raw_disk import write_rate
 from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts
 from embedrock.bench.workload import SCATTER, Workload
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 TOUCH_ROWS = 16_384  # stepped at a time
 SAMPLE_S = 0.002  # between two looks at the RAM of a commit under way
@@ -153,8 +153,8 @@ class Openings:
     def write_sparse(self, nbytes: int) -> dict[str, float]:
         """Make a compacted table of `nbytes` whose files have indexes, and holes where the records would be."""
         import embedrock as er
+        from embedrock.machine.vfs import OS_SYSTEM
         from embedrock.store import manifest as manifests
-        from embedrock.vfs import OS_SYSTEM
 
         folder, dim = self._job.folder / TABLE, self._job.workload.dim
         spans = max(1, round(nbytes / (dim * 4 * RECORD_COLUMNS) / (SPAN_IDS // 2)))
@@ -204,8 +204,8 @@ class Openings:
 
 def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
     """Make a chunk without records, half of whose ids seem to have them, and return its entry."""
+    from embedrock.machine.vfs import OS_SYSTEM
     from embedrock.store.runs import CRC_BYTES, Entry, Log
-    from embedrock.vfs import OS_SYSTEM
 
     name = f"base/{manifest.commit + 1:010d}/c{span:05d}.rows"
     (folder / name).parent.mkdir(exist_ok=True)

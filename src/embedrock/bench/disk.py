@@ -28,8 +28,8 @@ from embedrock.bench.report import Report, Verdict, format_number, format_table,
 from embedrock.bench.rounds import Effort
 from embedrock.bench.workload import Workload
 from embedrock.errors import EmbedrockError
-from embedrock.sizes import format_bytes
-from embedrock.vfs import OS_SYSTEM
+from embedrock.machine.sizes import format_bytes
+from embedrock.machine.vfs import OS_SYSTEM
 
 SPACE = 2.6  # times the bytes of all records that must be free: a table while it is compacted, and its log
 WARM_UP_TIMES = 2  # the untimed steps end after so many times the seconds of the timed ones

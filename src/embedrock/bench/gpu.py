@@ -19,8 +19,8 @@ from embedrock.bench.gpu_workloads import GpuWorkload
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts
 from embedrock.errors import EmbedrockError, UnsupportedError
-from embedrock.ram import available_bytes
-from embedrock.sizes import format_bytes
+from embedrock.machine.ram import available_bytes
+from embedrock.machine.sizes import format_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.9  # of what is free, that the processes alive together may take
 BASELINES = {"forum": SPARSE.name, "cache": OURS_A.name}

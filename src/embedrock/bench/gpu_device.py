@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from embedrock.bench.contenders import import_torch
 from embedrock.errors import UnsupportedError
-from embedrock.ram import available_bytes
-from embedrock.sizes import memory_limit
+from embedrock.machine.ram import available_bytes
+from embedrock.machine.sizes import memory_limit
 
 INTERPRETER = "TRITON_INTERPRET"  # the variable that Triton reads when it is imported
 

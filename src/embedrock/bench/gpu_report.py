@@ -12,7 +12,7 @@ from embedrock.bench.gpu_limits import RATE
 from embedrock.bench.gpu_rounds import GpuResult
 from embedrock.bench.gpu_workloads import GpuWorkload
 from embedrock.bench.report import Verdict, format_number, format_table
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 BUS_SHARE, NEAR_SHARE = 0.75, 0.45  # wanted of what the machine gives
 Limits = Mapping[str, float]  # rates by name, see `gpu_limits`

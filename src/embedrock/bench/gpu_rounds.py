@@ -24,7 +24,7 @@ from embedrock.bench.gpu_workloads import GpuWorkload
 from embedrock.bench.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.rounds import Effort
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time
 WARM_UP_PASSES = 4  # over all batches: rows get records, a cache fills, and counts who is used often

@@ -8,8 +8,8 @@ import resource
 import sys
 from importlib import metadata
 
-from embedrock.ram import ROOT, available_bytes, named_number, read_text
-from embedrock.sizes import memory_limit
+from embedrock.machine.ram import ROOT, available_bytes, named_number, read_text
+from embedrock.machine.sizes import memory_limit
 
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
 

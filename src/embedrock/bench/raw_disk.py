@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from embedrock.bench.processes import Child, ChildError
-from embedrock.vfs import BLOCK, O_DIRECT, OS_SYSTEM
+from embedrock.machine.vfs import BLOCK, O_DIRECT, OS_SYSTEM
 
 DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight
 REQUESTS = 8192  # of one call of our own reader
@@ -91,7 +91,7 @@ def own(paths: Sequence[Path], depth: int, seconds: float) -> float:
 
 
 class Reader:
-    """Reads random blocks by `embedrock.vfs`, in a process of its own.
+    """Reads random blocks by `embedrock.machine.vfs`, in a process of its own.
 
     Args:
         paths: files to read, each of one block at least.

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from embedrock.bench.rounds import FIRST_STEPS, Result
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 SCHEMA = 1  # of the JSON
 

@@ -16,8 +16,8 @@ from embedrock.bench.contenders import Contender
 from embedrock.bench.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.processes import Child, ChildError
 from embedrock.bench.workload import Workload
-from embedrock.ram import available_bytes
-from embedrock.sizes import format_bytes
+from embedrock.machine.ram import available_bytes
+from embedrock.machine.sizes import format_bytes
 
 RAM_SHARE = 0.9  # of the available RAM that the processes alive together may take, by their estimates
 SETTLE_STEPS = 3  # untimed steps at the start of a round: the others have used the caches meanwhile

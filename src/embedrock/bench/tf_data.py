@@ -24,7 +24,7 @@ from embedrock.bench.report import Report, format_number, format_table
 from embedrock.bench.rounds import Effort
 from embedrock.bench.tf_readings import READINGS, SHARDS, Log, records
 from embedrock.bench.workload import Workload
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 WORKLOAD = Workload(rows=1_000_000, features=8, batches=250)
 ROWS_AT_ONCE = 65_536

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.files import (
+from embedrock.cli.formats import (
     CHECKED_ROWS,
     PART,
     Format,

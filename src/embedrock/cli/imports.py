@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.files import Batch, Format, Reading, Source, fail, format_to_read, part_of
-from embedrock.cli.files.vocabulary import VocabularyWriter
+from embedrock.cli.formats import Batch, Format, Reading, Source, fail, format_to_read, part_of
+from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.cli.progress import progress
+from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
-from embedrock.vfs import OS_SYSTEM
 
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embedrock.cli.files import FileError, fail
-from embedrock.vfs import OS_SYSTEM
+from embedrock.cli.formats import FileError, fail
+from embedrock.machine.vfs import OS_SYSTEM
 
 MAX_BYTES = 1 << 20
 RESTART = "Begin anew: --restart."

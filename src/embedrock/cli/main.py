@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
     from embedrock.cli import tables
-    from embedrock.cli.demo import command as demo
+    from embedrock.demo import command as demo
 
     parser = argparse.ArgumentParser("embedrock", description=embedrock.__doc__)
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")

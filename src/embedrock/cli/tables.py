@@ -15,17 +15,17 @@ from typing import Any
 import embedrock as er
 from embedrock.bench.counts import count
 from embedrock.cli import exports, imports
-from embedrock.cli.files import FLOATS, FORMATS, NAMES, ROW_NUMBERS
-from embedrock.descriptions import describe_spec
-from embedrock.durability import now
+from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
 from embedrock.errors import CorruptTableError
-from embedrock.sizes import format_bytes, parse_bytes
+from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.store import Store
 from embedrock.store.verify import Verdict, verify
-from embedrock.vfs import OS_SYSTEM
+from embedrock.table.description import describe_spec
+from embedrock.table.files import now
 
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise

@@ -15,9 +15,9 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
-from embedrock.ram import available_bytes
-from embedrock.sizes import memory_limit
-from embedrock.table import Table
+from embedrock.machine.ram import available_bytes
+from embedrock.machine.sizes import memory_limit
+from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for

@@ -17,7 +17,7 @@ from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, Room, drawn_by
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.tiers.memory import Memory
 
 COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned

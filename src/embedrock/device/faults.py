@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Bringing, Near
 from embedrock.device.pinned import Pinned
@@ -19,8 +20,7 @@ from embedrock.device.side import DeviceSide, Room
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import FAR
-from embedrock.plan import Plan, make_plan
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.tier import Tier
 

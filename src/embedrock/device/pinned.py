@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from embedrock.errors import MemoryBudgetError
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PART_BYTES = 256 << 20  # a whole number of pages, so that parts do not share one

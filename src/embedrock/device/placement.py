@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from embedrock.kernels.gpu.cache import MOST_SLOTS
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 
 MAP_BYTES = 4  # for each row of the table: where it is

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from embedrock.batch.plan import Plan
 from embedrock.kernels.gpu import plan as kernels
-from embedrock.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.tiers.tier import Tier
 
 

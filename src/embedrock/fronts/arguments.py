@@ -14,7 +14,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.fronts.references import tell_resumed
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 
 class TableOptions(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 EXAMPLE = 'Pass, for example, {model.user: lambda batch: batch["user"]}.'
 
@@ -34,7 +34,7 @@ class Kinds(NamedTuple):
 def ids_by_table(
     function: str, ids_of: Mapping[Any, Callable[[Any], Any]], kinds: Kinds
 ) -> dict[Table, Callable[[Any], np.ndarray]]:
-    """Return the functions of a batch for `embedrock.prefetch`: ids (n,) of all layers on a table.
+    """Return the functions of a batch for `embedrock.table.prefetch`: ids (n,) of all layers on a table.
 
     Args:
         function: that has the argument `ids_of`, such as "ert.prefetch", for error messages.

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embedrock.table import Table
-from embedrock.vfs import OS_SYSTEM
+from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.table.table import Table
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
 

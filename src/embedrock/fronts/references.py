@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 Relocate = Mapping[str, str] | Callable[[str], str]
 KEYS = ("path", "uuid", "commit", "step")

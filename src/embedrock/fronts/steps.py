@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from embedrock.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 
 class Due(NamedTuple):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.handle import handle_behind
 from embedrock.keras.serving import WHOLE_BYTES, ServingTable, serving
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"
 HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")

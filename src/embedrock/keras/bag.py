@@ -11,7 +11,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.lookup import checked_ids, look_up
 from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.readings import Request
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 MODES = ("sum", "mean", "sqrtn", "max")
 

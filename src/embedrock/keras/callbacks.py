@@ -17,7 +17,7 @@ from embedrock.fronts.references import go_to
 from embedrock.keras.exchange import Crew
 from embedrock.keras.handle import Handle, handle_behind
 from embedrock.keras.saving import is_accumulating, with_commits
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 PLACE = "embedrock_epoch_and_batch"
 ENDINGS = Endings(file=".weights.h5", draft=".tmp.weights.h5")

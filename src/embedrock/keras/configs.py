@@ -17,7 +17,7 @@ from embedrock.keras.row_files import rule_of
 from embedrock.keras.saving import KEY
 from embedrock.keras.sharding import check_whole
 from embedrock.rules import Rule, describe_rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 
 def describe_initializer(init: Any, label: str) -> dict[str, Any]:

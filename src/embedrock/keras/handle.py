@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.gradients import RowGradients
 from embedrock.keras.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 

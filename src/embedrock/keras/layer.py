@@ -13,7 +13,7 @@ from embedrock.keras import configs, loading, saving, sharding
 from embedrock.keras.handle import Handle, handle_of
 from embedrock.keras.initializers import initializer_of
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 _OF_ROWS = "would touch every row at each step. Leave it out"

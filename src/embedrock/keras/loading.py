@@ -21,7 +21,7 @@ from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving import GO_BACK, KEY
-from embedrock.table import Table, open_table
+from embedrock.table.table import Table, open_table
 
 
 class _Loading(NamedTuple):

@@ -19,9 +19,9 @@ from embedrock.fronts.batch_ids import asked_by_table
 from embedrock.keras.layer import RowLayer
 from embedrock.keras.lookup import checked_ids
 from embedrock.keras.spans import span
-from embedrock.prefetch import Ticket
-from embedrock.sizes import format_bytes
-from embedrock.table import Table
+from embedrock.machine.sizes import format_bytes
+from embedrock.table.prefetch import Ticket
+from embedrock.table.table import Table
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
 # Global batches that `experimental_distribute_dataset`, and so `fit`, takes ahead of the step under a strategy of

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.gradients import RowGradients
 from embedrock.keras import host, sharding
 from embedrock.keras.handle import Handle, keeper_of
 from embedrock.keras.pending import SLOTS

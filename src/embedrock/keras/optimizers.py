@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.steps import Due, step_all
-from embedrock.gradients import RowGradients
 from embedrock.keras import host
 from embedrock.keras.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.exchange import Reader, gather, pack
@@ -21,7 +22,6 @@ from embedrock.keras.following import FOLLOWED, check_followed, follow
 from embedrock.keras.handle import Handle, handle_behind, keeper_of
 from embedrock.keras.sharding import own_part
 from embedrock.keras.spans import span
-from embedrock.plan import make_plan
 from embedrock.rules import Rule
 
 PACKAGE = "embedrock"

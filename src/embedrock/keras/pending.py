@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.gradients import RowGradients
-from embedrock.plan import make_plan
 
 # Backward passes of a table that one step may add up, over all replicas, micro-batches and lookups of each.
 SLOTS = 256

@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions, make_table
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.layer import REFUSED, TABLE_DTYPES
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 OF_WEIGHTS = {
     "input_dim": "it is that of the weights. Leave it out",

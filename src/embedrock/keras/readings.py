@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
+from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
 from embedrock.errors import ArgumentError
-from embedrock.fronts.pooling import Bags, pool, unpool, weight_grads
-from embedrock.gradients import RowGradients
 from embedrock.keras.handle import Handle
-from embedrock.plan import Plan
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 
 class Request(NamedTuple):

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.batch.ids import check_ids
+from embedrock.batch.plan import make_plan
 from embedrock.errors import CorruptTableError
-from embedrock.ids import check_ids
-from embedrock.interrupts import held_back
-from embedrock.plan import make_plan
+from embedrock.machine.interrupts import held_back
 from embedrock.rules import Rule, read_rule
 from embedrock.spec import Spec
-from embedrock.states import check_state
-from embedrock.table import Table
+from embedrock.table.saved import check_state
+from embedrock.table.table import Table
 
 BATCH_BYTES = 16 << 20
 SCALARS, IDS, RECORDS, HISTORY = "table.json", "ids.bin", "records.bin", "history_{}.npy"

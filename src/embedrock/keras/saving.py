@@ -34,7 +34,7 @@ from embedrock.fronts.references import Remedies, check_state, go_to, reference_
 from embedrock.keras.optimizers import rebind
 from embedrock.keras.row_files import are_in, read_rows, write_rows
 from embedrock.keras.sharding import check_whole
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores
 IN_ASSETS = "rows in assets"

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
-from embedrock.gradients import RowGradients
 from embedrock.keras import host
 from embedrock.keras.cluster import has_several_workers
 from embedrock.keras.exchange import Reader, gather, pack
 from embedrock.keras.handle import Handle, keeper_of
 from embedrock.keras.readings import Group, Request
-from embedrock.plan import make_plan
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)

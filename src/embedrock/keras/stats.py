@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError
 from embedrock.keras.layer import RowLayer
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 # What makes a number a scalar for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
 # install.)

@@ -6,8 +6,8 @@ import itertools
 import threading
 from collections import OrderedDict
 
+from embedrock.batch.plan import Plan
 from embedrock.errors import UnsupportedError
-from embedrock.plan import Plan
 
 # Of a lookup whose plans are no longer kept when its gradients come, they are made again.
 KEPT_BYTES = 1 << 27

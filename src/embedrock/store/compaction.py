@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.machine.vfs import retried
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, open_run
-from embedrock.vfs import retried
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended

@@ -17,10 +17,10 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
 )
+from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
 from embedrock.store.runs import uuid_of
-from embedrock.vfs import System, retried, write_whole
 
 FOLDERS = ("manifest", "base", "delta", "history")
 LOCK = "LOCK"

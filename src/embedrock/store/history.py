@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import EmbedrockError, MissingFileError
+from embedrock.machine.vfs import System, read_whole, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import HEADER_BYTES, REMEDY, damaged, make_header
-from embedrock.vfs import System, read_whole, write_whole
 
 MAX_BYTES = 1 << 32
 DTYPES = ("<f4", "<f8", "<i8")

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from embedrock.errors import MissingFileError, NewerFormatError
+from embedrock.machine.vfs import System, read_whole, write_whole
 from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, damaged, run_bytes
-from embedrock.vfs import System, read_whole, write_whole
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two

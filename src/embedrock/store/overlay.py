@@ -10,7 +10,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import MemoryBudgetError
-from embedrock.sizes import format_bytes
+from embedrock.machine.sizes import format_bytes
 
 ENTRY_BYTES = 16
 PAGE = 4096

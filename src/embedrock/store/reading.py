@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from embedrock import kernels
-from embedrock.arena import reserve
 from embedrock.errors import CorruptTableError
-from embedrock.vfs import System
+from embedrock.machine.arena import reserve
+from embedrock.machine.vfs import System
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10

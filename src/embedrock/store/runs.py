@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
-from embedrock.vfs import BLOCK, File, System, create, open_file, retried
+from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retried
 
 FORMAT = 1
 MAGIC = b"EMBROCK1"

@@ -13,6 +13,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CommitError
+from embedrock.machine.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
@@ -21,7 +22,6 @@ from embedrock.store.manifest import Entry, Manifest
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run
-from embedrock.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import EmbedrockError
+from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
 from embedrock.store.manifest import Manifest
 from embedrock.store.runs import Entry, Run
-from embedrock.vfs import System
 
 PIECE_BYTES = 4 << 20
 NAMED = 8  # ids that a problem names

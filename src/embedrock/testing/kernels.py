@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from embedrock.arena import reserve
 from embedrock.initializers import Zeros
 from embedrock.kernels import reference
 from embedrock.kernels.arguments import SGDStep
+from embedrock.machine.arena import reserve
 from embedrock.rules import RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule, StateColumn
 from embedrock.spec import STORAGES, Layout, Spec
 

@@ -12,7 +12,7 @@ import pytest
 from embedrock.initializers import Normal
 from embedrock.kernels import reference
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.testing.kernels import step_numbers
 
 ROWS, DIM, BATCH = 40, 9, 24

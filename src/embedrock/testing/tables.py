@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from embedrock.initializers import Uniform
 from embedrock.kernels import reference
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 DIM = 5
 FEW = 60  # ids up to here are drawn often, so that rows meet again

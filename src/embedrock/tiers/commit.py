@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.cache import DIRTY, FROZEN, WRITING
 from embedrock.store.runs import piece_rows
+from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
 
 if TYPE_CHECKING:
     from embedrock.tiers.disk import Disk

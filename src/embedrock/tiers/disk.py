@@ -12,15 +12,15 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from embedrock.arena import reserve
-from embedrock.cache import DIRTY, Cache, Whole
 from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
-from embedrock.interrupts import held_back
-from embedrock.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.machine.arena import reserve
+from embedrock.machine.interrupts import held_back
+from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
 from embedrock.store.manifest import MAX_RECORD_BYTES
 from embedrock.store.store import Located, Store
+from embedrock.tiers.cache import DIRTY, Cache, Whole
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Tier
@@ -113,7 +113,7 @@ class Disk(Tier):
         spec: of the table.
         store: its files.
         room: how it uses RAM.
-        policy: of eviction, a name in `embedrock.cache.POLICIES`.
+        policy: of eviction, a name in `embedrock.tiers.cache.POLICIES`.
         turn: who has the table.
         subject: the table, for error messages.
     """

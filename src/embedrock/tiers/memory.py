@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.arena import reserve
-from embedrock.directory import ID_BYTES, Direct, Directory, Hashed
 from embedrock.errors import ArgumentError, MemoryBudgetError
-from embedrock.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.machine.arena import reserve
+from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
+from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
 from embedrock.tiers.tier import Tier
 
 # Up to this size, about that of a last-level cache, a direct table is the faster one. Above it a hashed one is, besides

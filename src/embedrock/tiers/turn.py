@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from embedrock.interrupts import held_back
+from embedrock.machine.interrupts import held_back
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.runtime import Call

@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import is_number, make_table, refuse
 from embedrock.initializers import FromArray, Initializer
-from embedrock.table import Table
+from embedrock.table.table import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.pooling import Bags, index_of, pool
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
-from embedrock.fronts.pooling import Bags, index_of, pool
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer, outside_of_graphs

@@ -21,7 +21,7 @@ from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
 from embedrock.fronts.references import Relocate, check_state, go_to, tell_resumed
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.layer import REMEDIES, RowLayer
 from embedrock.torch.moved import open_moved, references
 from embedrock.torch.parameters import handles

@@ -12,7 +12,7 @@ from torch import Tensor
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.layer import RowLayer, outside_of_graphs
 from embedrock.torch.lookup import Lookup, deliver, host_ids

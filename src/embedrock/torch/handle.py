@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
-from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.pending import Pending
 from embedrock.torch.placing import attach
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference, reference_to
-from embedrock.plan import Plan
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.arguments import DTYPES, check_norm
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize

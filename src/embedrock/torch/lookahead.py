@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_table
-from embedrock.prefetch import prefetch as prefetch_rows
-from embedrock.table import Table
+from embedrock.table.prefetch import prefetch as prefetch_rows
+from embedrock.table.table import Table
 from embedrock.torch.layer import RowLayer
 from embedrock.torch.lookup import check_ids, host_ids
 

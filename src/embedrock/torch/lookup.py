@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.gradients import RowGradients
-from embedrock.plan import Plan
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.torch.handle import Handle
 
 ID_DTYPES = (torch.int32, torch.int64)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 import embedrock
-from embedrock.durability import UncommittedWarning
 from embedrock.errors import ArgumentError
 from embedrock.fronts.references import Relocate, is_reference, keep_rule, relocation
-from embedrock.table import Table
+from embedrock.table.files import UncommittedWarning
+from embedrock.table.table import Table
 from embedrock.torch.layer import RowLayer
 
 

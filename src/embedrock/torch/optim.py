@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from embedrock import rules
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.fronts.steps import Due, step_all
-from embedrock.gradients import RowGradients
 from embedrock.rules import Rule
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from embedrock.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

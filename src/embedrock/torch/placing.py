@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from embedrock.errors import UnsupportedError
-from embedrock.table import Table
+from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
 if TYPE_CHECKING:

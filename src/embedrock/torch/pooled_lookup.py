@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.fronts.pooling import Bags, pool, unpool, weight_grads
+from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
 from embedrock.torch.handle import Handle
 from embedrock.torch.lookup import Options, as_asked, deliver, host_grads
 

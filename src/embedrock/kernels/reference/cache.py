@@ -14,7 +14,7 @@ import numpy as np
 
 from embedrock.kernels.reference.directory import EMPTY, _entry, mix
 
-PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.cache`
+PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.tiers.cache`
 FREE = 0xFFFF  # as a number of pins: a slot without a row
 NO_SLOT = -1
 LEVEL_BITS = 5

@@ -1,0 +1,90 @@
+"""`RowGradients`: the gradients of a batch, summed to one for each row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.errors import ArgumentError
+
+
+@dataclass(frozen=True, eq=False)
+class RowGradients:
+    """One gradient for each unique row of a plan.
+
+    Attributes:
+        plan: its ``ids`` are the rows.
+        values: float32 (unique, dim).
+        square_norm: of all values together, in float64; NaN or Inf exactly where a value is.
+    """
+
+    plan: Plan
+    values: np.ndarray
+    square_norm: float
+
+    @staticmethod
+    def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
+        """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence."""
+        values, squares = (
+            np.empty((len(plan.ids), grads.shape[1]), np.float32),
+            np.empty(len(plan.ids), np.float64),
+        )
+        cpu = kernels.cpu
+        args = grads, plan.starts, plan.order, values, squares
+        cpu.runtime.run(cpu.rows.sum_segments, len(values), *args)
+        return RowGradients(plan, values, float(squares.sum()))
+
+    @staticmethod
+    def of_rows(plan: Plan, values: np.ndarray) -> RowGradients:
+        """Take gradients float32 (unique, dim) that are summed already."""
+        squares = np.empty(len(values), np.float64)
+        kernels.cpu.runtime.run(kernels.cpu.rows.row_squares, len(values), values, squares)
+        return RowGradients(plan, values, float(squares.sum()))
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of all values together."""
+        return math.sqrt(self.square_norm)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or Inf."""
+        return math.isfinite(self.square_norm)
+
+    def nonfinite_ids(self) -> np.ndarray:
+        """Return the ids of rows with NaN or Inf."""
+        return self.plan.ids[~np.isfinite(self.values).all(axis=1)]
+
+    def merge(self, other: RowGradients) -> RowGradients:
+        """Return the sum of both; in a row that both have, this one's gradient comes first."""
+        plan = make_plan(np.concatenate([self.plan.ids, other.plan.ids]))
+        return RowGradients.sum(plan, np.concatenate([self.values, other.values]))
+
+    def scaled(self, factor: float, clip_value: float | None = None) -> RowGradients:
+        """Return all values times `factor`, then clamped to ``[-clip_value, clip_value]``."""
+        if factor == 1.0 and clip_value is None:
+            return self
+        if clip_value is not None and not clip_value > 0:
+            raise ArgumentError(f"`clip_value` must be a number > 0, or None: got {clip_value!r}.")
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.values * np.float32(factor)
+        if clip_value is not None:
+            np.clip(values, -clip_value, clip_value, out=values)
+        return RowGradients.of_rows(self.plan, values)
+
+    def without(self, row_id: int) -> RowGradients:
+        """Return them without the row `row_id`."""
+        keep = self.plan.ids != row_id
+        if keep.all():
+            return self
+        return RowGradients.sum(
+            make_plan(self.plan.ids[keep]), self.values[keep]
+        )  # the new plan has an order of its own
+
+    def with_values(self, values: np.ndarray) -> RowGradients:
+        """Return other values for the same rows."""
+        return RowGradients.of_rows(self.plan, values)

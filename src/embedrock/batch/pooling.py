@@ -1,0 +1,98 @@
+"""Rows pooled into bags, and the gradients of the rows and of the positions' weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
+
+
+class Bags(NamedTuple):
+    """A batch of bags.
+
+    Attributes:
+        plan: of the n positions of all bags.
+        offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
+        skip: index in ``plan.ids`` of the id that counts in no bag, -1 for none.
+        mode: "sum", "mean" or "max".
+    """
+
+    plan: Plan
+    offsets: np.ndarray
+    skip: int
+    mode: str
+
+    def bag_of_position(self) -> np.ndarray:
+        """Return the bag of each position: int32 (n,)."""
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int32), np.diff(self.offsets))
+
+
+def index_of(plan: Plan, padding: int | None) -> int:
+    """Return the index in ``plan.ids`` of an id, -1 if it is not there or None."""
+    if padding is None:
+        return -1
+    found = np.flatnonzero(plan.ids == padding)
+    return int(found[0]) if len(found) else -1
+
+
+def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.ndarray, np.ndarray]:
+    """Pool unique rows float32 (unique, dim).
+
+    Args:
+        rows: of ``bags.plan``.
+        weights: of the positions, float32 (n,), by which rows are multiplied; None for ones.
+        bags: what belongs together.
+
+    Returns:
+        The bags float32 (bags, dim), and what `unpool` needs: the factors of sums, or the places of maxima.
+    """
+    count, dim = len(bags.offsets) - 1, rows.shape[1]
+    out = np.empty((count, dim), np.float32)
+    cpu, inverse = kernels.cpu, bags.plan.inverse
+    if bags.mode == "max":
+        trace = np.empty((count, dim), np.int32)
+        cpu.runtime.run(cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256)
+    else:
+        trace = np.empty(count, np.float32)
+        args = rows, inverse, bags.offsets, _factors(weights), bags.skip, bags.mode == "mean", out, trace
+        cpu.runtime.run(cpu.pooling.pool_sum, count, *args, grain=256)
+    return out, trace
+
+
+def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
+    """Return the gradients of the rows from those of the bags, float32 (bags, dim)."""
+    plan = bags.plan
+    values, squares = (
+        np.empty((len(plan.ids), grads.shape[1]), np.float32),
+        np.empty(len(plan.ids), np.float64),
+    )
+    cpu, segments = kernels.cpu, (grads, bags.bag_of_position(), plan.starts, plan.order)
+    if bags.mode == "max":
+        args = *segments, trace, values, squares
+        cpu.runtime.run(cpu.pooling.pool_max_backward, len(values), *args, grain=256)
+    else:
+        args = *segments, _factors(weights), trace, bags.skip, values, squares
+        cpu.runtime.run(cpu.pooling.pool_sum_backward, len(values), *args, grain=256)
+    return RowGradients(plan, values, float(squares.sum()))
+
+
+def _factors(weights: np.ndarray | None) -> np.ndarray:
+    return np.empty(0, np.float32) if weights is None else weights  # as the kernels want it: (0,) for ones
+
+
+def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
+    """Return the gradients of the positions' weights float32 (n,), in mode "sum".
+
+    Args:
+        grads: of the bags, float32 (bags, dim).
+        rows: that were pooled, float32 (unique, dim).
+        bags: what belongs together.
+    """
+    out = np.empty(len(bags.plan.inverse), np.float32)
+    args = grads, rows, bags.plan.inverse, bags.bag_of_position(), bags.skip, out
+    kernels.cpu.runtime.run(kernels.cpu.pooling.weight_grads, len(out), *args)
+    return out

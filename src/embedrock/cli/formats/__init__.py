@@ -1,0 +1,108 @@
+"""Files of vectors. A new format is a file here, and a row in `FORMATS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from embedrock.cli.formats import npy, npz, parquet, raw, safetensors, text, word2vec_binary
+from embedrock.cli.formats._arrays import FLOATS
+from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Sink, Writing, part_of, publish
+from embedrock.cli.formats._source import (
+    ROW_NUMBERS,
+    Batch,
+    FileError,
+    MissingPackageError,
+    Reading,
+    Source,
+    fail,
+    rows_at_once,
+)
+
+
+class Format(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        name: on the command line.
+        suffix: of files of this kind.
+        read: opens one.
+        sink: writes one; None: it is only read.
+        has_words: rows have words.
+    """
+
+    name: str
+    suffix: str
+    read: Callable[[Path, Reading], Source]
+    sink: Callable[[Writing, int], Sink] | None
+    has_words: bool = False
+
+
+FORMATS = (
+    Format("npy", ".npy", npy.read, npy.NpySink),
+    Format("npz", ".npz", npz.read, npz.NpzSink),
+    Format("raw", ".raw", raw.read, raw.RawSink),
+    Format("parquet", ".parquet", parquet.read, parquet.ParquetSink),
+    Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink),
+    Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True),
+    Format("word2vec", ".vec", text.read_word2vec, text.Word2vecSink, has_words=True),
+    Format("word2vec-binary", ".bin", word2vec_binary.read, None, has_words=True),
+)
+NAMES = {one.name: one for one in FORMATS}
+TEXTS = ("glove", "word2vec")  # told apart by the first line, whatever the suffix
+
+
+def format_to_read(path: Path, name: str | None) -> Format:
+    """Return the format of a file: the one of that name, or what its suffix and first line say."""
+    if name is not None:
+        return NAMES[name]
+    found = _by_suffix(path)
+    if found is None:
+        _refuse(path, FORMATS)
+    if found.name in TEXTS:
+        return NAMES["word2vec" if text.has_counts(path) else "glove"]
+    return found
+
+
+def format_to_write(path: Path, name: str | None) -> Format:
+    """Return the format to write a file in: the one of that name, or what its suffix says."""
+    found = _by_suffix(path) if name is None else NAMES[name]
+    if found is None or found.sink is None:
+        _refuse(path, [one for one in FORMATS if one.sink is not None])
+    return found
+
+
+def _by_suffix(path: Path) -> Format | None:
+    return next((one for one in FORMATS if one.suffix == path.suffix.lower()), None)
+
+
+def _refuse(path: Path, formats: list[Format] | tuple[Format, ...]) -> NoReturn:
+    listed = ", ".join(f"{one.suffix} ({one.name})" for one in formats)
+    packed = path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst")
+    remedy = "Unpack it." if packed else "Pass --format NAME."
+    fail(path, f"one of {listed}", repr(path.suffix), remedy)
+
+
+__all__ = [
+    "CHECKED_ROWS",
+    "FLOATS",
+    "FORMATS",
+    "NAMES",
+    "PART",
+    "ROW_NUMBERS",
+    "Batch",
+    "FileError",
+    "Format",
+    "MissingPackageError",
+    "Reading",
+    "Sink",
+    "Source",
+    "Writing",
+    "fail",
+    "format_to_read",
+    "format_to_write",
+    "part_of",
+    "publish",
+    "rows_at_once",
+]

@@ -1,0 +1,239 @@
+"""Text of one word and its numbers per line: GloVe's, and word2vec's (and fastText's), which begins with a count."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO, NoReturn
+
+import numpy as np
+
+from embedrock.cli.formats._arrays import file_size
+from embedrock.cli.formats._sink import Sink, Writing, part_of, publish
+from embedrock.cli.formats._source import Batch, FileError, Reading, Source, fail
+from embedrock.cli.formats.vocabulary import Vocabulary, keep_lines
+
+MAX_LINE_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 20
+PIECE_NUMBERS = 1 << 16  # written at a time: Python's own floats take 32 bytes each
+COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
+NUMBER_BYTES = b"0123456789+-.eE "
+WORDS = "word"  # in place of the name of ids: words are ids
+REMEDY = "Fix or remove the line."
+
+
+def read_glove(path: Path, reading: Reading) -> Text:
+    """Open GloVe's text."""
+    with open(path, "rb") as file:
+        first = file.readline(MAX_LINE_BYTES)
+    dim = reading.dim or len(first.split()) - 1
+    if dim < 1:
+        fail(path, "a word and its numbers", repr(first[:60]), "Check that it is the right file.", "line 1")
+    return Text(path, count_lines(path), dim, header=False, ids=reading.ids)
+
+
+def read_word2vec(path: Path, reading: Reading) -> Text:
+    """Open word2vec's text."""
+    with open(path, "rb") as file:
+        rows, dim = read_counts(file, path, least_bytes=2)
+    return Text(path, rows, dim, header=True, ids=reading.ids)
+
+
+def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
+    """Read the first line of word2vec's formats, whose numbers have at least so many bytes each."""
+    first = file.readline(64)
+    match = COUNTS.fullmatch(first)
+    if match is None:
+        remedy = "Check that it is the right file, and its --format."
+        fail(path, 'the numbers of rows and columns, such as "400000 300"', repr(first[:60]), remedy, "line 1")
+    rows, dim = int(match[1]), int(match[2])
+    if rows < 1 or dim < 1 or rows * dim * least_bytes > file_size(path):
+        got = f"{rows} and {dim} in a file of {file_size(path)} bytes"
+        fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
+    return rows, dim
+
+
+def has_counts(path: Path) -> bool:
+    """Tell whether a file begins as word2vec's do."""
+    with open(path, "rb") as file:
+        return COUNTS.fullmatch(file.readline(64)) is not None
+
+
+def count_lines(path: Path) -> int:
+    """Return the lines of a file; the last one may lack its end."""
+    lines, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
+
+
+class Text(Source):
+    """Lines of a word and its numbers."""
+
+    has_words = True
+
+    def __init__(self, path: Path, rows: int, dim: int, header: bool, ids: str | None) -> None:
+        self.path, self.rows, self.dim = path, rows, dim
+        self._header = int(header)
+        self.has_ids = wants_words_as_ids(path, ids)
+        self.has_words = not self.has_ids
+
+    def place(self, row: int) -> str:
+        return f"line {row + self._header + 1}"
+
+    def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
+        with open(self.path, "rb") as file:
+            lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
+            self._skip(lines, start)
+            for first in range(start, self.rows, batch_rows):
+                wanted = min(batch_rows, self.rows - first)
+                part = list(islice(lines, wanted))
+                yield named_batch(self, *self._parse(part, first), first)
+                if len(part) < wanted:
+                    self._refuse_end(first + len(part))
+            if next(lines, b""):
+                self.fail(f"{self.rows} rows, as line 1 says", "more", "Correct line 1.", self.place(self.rows))
+
+    def _skip(self, lines: Iterator[bytes], start: int) -> None:
+        skipped = sum(1 for _ in islice(lines, start + self._header))
+        if skipped < start + self._header:
+            self._refuse_end(skipped - self._header)
+
+    def _refuse_end(self, rows: int) -> NoReturn:
+        self.fail(f"{self.rows} rows", f"the end of the file after {rows}", "Get the file again.", self.place(rows))
+
+    def _parse(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
+        words, numbers = [], []
+        for line in lines:
+            word, _, rest = line.rstrip().partition(b" ")
+            words.append(word)
+            numbers.append(rest)
+        vectors = self._fast(words, numbers)
+        return (words, vectors) if vectors is not None else self._slow(lines, first)
+
+    def _fast(self, words: list[bytes], numbers: list[bytes]) -> np.ndarray | None:
+        """Return the numbers of ordinary lines; None where there is any other.
+
+        Each line then has `dim` texts between single spaces. Should one read as two numbers ("1-2"), the sum is wrong.
+        """
+        text = b" ".join(numbers)
+        if b"  " in text or not all(words) or text.translate(None, NUMBER_BYTES):
+            return None
+        if any(one.count(b" ") != self.dim - 1 for one in numbers):
+            return None
+        try:
+            values = np.fromstring(text, np.float32, sep=" ")
+        except ValueError:
+            return None
+        return values.reshape(-1, self.dim) if values.size == len(words) * self.dim else None
+
+    def _slow(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
+        """Read lines one by one: words may have spaces, and what is wrong is named."""
+        words, vectors = [], np.empty((len(lines), self.dim), np.float32)
+        for number, line in enumerate(lines):
+            fields = line.split()
+            word = b" ".join(fields[: -self.dim])
+            try:
+                if not word or (len(fields) > self.dim + 1 and _is_number(fields[-self.dim - 1])):
+                    raise ValueError(f"{len(fields)} fields")
+                with np.errstate(over="ignore"):
+                    vectors[number] = [float(field) for field in fields[-self.dim :]]
+            except ValueError as error:
+                got = f"{error}: {line[:60]!r}"
+                self.fail(f"a word and {self.dim} numbers between spaces", got, REMEDY, self.place(first + number))
+            words.append(word)
+        return words, vectors
+
+
+def wants_words_as_ids(path: Path, ids: str | None) -> bool:
+    """Tell whether the user says that words are ids."""
+    if ids not in (None, WORDS, "row-number"):
+        fail(path, f"--ids {WORDS} or --ids row-number", f"--ids {ids}", "Text has words, and no other ids.")
+    return ids == WORDS
+
+
+def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: int) -> Batch:
+    """Return a batch of rows with words, which are ids where the source says so."""
+    if not source.has_ids:
+        return Batch(np.arange(first, first + len(words)), vectors, words)
+    ids = np.empty(len(words), np.int64)
+    for row, word in enumerate(words):
+        try:
+            ids[row] = int(word)
+        except (ValueError, OverflowError) as error:
+            remedy = f"Leave --ids {WORDS} out: rows are then numbered."
+            raise FileError(
+                f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "
+                f"got {word[:60]!r}. {remedy}"
+            ) from error
+    return Batch(ids, vectors)
+
+
+def _is_number(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+class GloveSink(Sink):
+    """Writes a line for each row: its word, or id, and its numbers with the 9 digits that tell any float32."""
+
+    def __init__(self, writing: Writing, done: int) -> None:
+        super().__init__(writing, done)
+        self._words = Vocabulary(writing.words) if writing.words else None
+        self._format = " ".join(["%.9g"] * writing.dim).join((" ", "\n"))
+        part = part_of(writing.path)
+        header = self._header()
+        if done:
+            keep_lines(part, done + header.count(b"\n"))
+        self._file = open(part, "r+b" if done else "w+b")  # noqa: SIM115  (closed by `close`)
+        self._file.seek(0, os.SEEK_END)
+        if not done:
+            self._file.write(header)
+
+    def _header(self) -> bytes:
+        return b""
+
+    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
+        piece = max(1, PIECE_NUMBERS // self.writing.dim)
+        for start in range(0, len(ids), piece):
+            self._file.write(self._lines(ids[start : start + piece], vectors[start : start + piece]))
+        self.done += len(ids)
+
+    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
+        wanted = self._lines(ids, vectors)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - len(wanted)))
+        return self._file.read() == wanted
+
+    def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
+        words = self._words.of(ids) if self._words is not None else [b"%d" % one for one in ids.tolist()]
+        rows = vectors.tolist()
+        return b"".join([word + (self._format % tuple(row)).encode() for word, row in zip(words, rows, strict=True)])
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> list[Path]:
+        self.sync()
+        return [publish(part_of(self.writing.path), self.writing.path)]
+
+    def close(self) -> None:
+        self._file.close()
+        if self._words is not None:
+            self._words.close()
+
+
+class Word2vecSink(GloveSink):
+    """Writes a line with rows and columns first."""
+
+    def _header(self) -> bytes:
+        return b"%d %d\n" % (self.writing.rows, self.writing.dim)

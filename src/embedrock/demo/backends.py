@@ -1,0 +1,91 @@
+"""What keeps and steps the embeddings of a model: Embedrock, or PyTorch with sparse or dense gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.demo.plan import TableSize
+
+COPY_ROWS = 1 << 18  # rows whose first values are drawn at a time
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to keep and step embeddings.
+
+    Args:
+        name: as in the tables that people read.
+        needs: what its RAM goes to, for people.
+        copies: RAM at the peak, in float32 copies of all rows; 0: it follows the rows touched.
+        embedding: makes a layer.
+        optimizers: makes what steps a model with such layers, at a learning rate.
+    """
+
+    name: str
+    needs: str
+    copies: int
+    embedding: Callable[[TableSize], nn.Module]
+    optimizers: Callable[[nn.Module, float], list[Optimizer]]
+
+
+def first_values(size: TableSize) -> torch.Tensor:
+    """Return what rows of `er.Table` start with, for all rows: float32 (rows, dim)."""
+    weights = torch.empty(size.rows, size.dim)
+    with er.Table(size.rows, size.dim, init=size.first_values, seed=size.seed, directory="hashed") as table:
+        for start in range(0, size.rows, COPY_ROWS):
+            ids = np.arange(start, min(start + COPY_ROWS, size.rows))
+            weights[start : start + len(ids)] = torch.from_numpy(table.lookup(ids))
+    return weights
+
+
+def _our_embedding(size: TableSize) -> nn.Module:
+    return ert.Embedding(size.rows, size.dim, init=size.first_values, seed=size.seed, **size.where)
+
+
+def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
+    return [ert.Adam(model, lr=lr), torch.optim.Adam(ert.dense_parameters(model), lr=lr)]
+
+
+def _sparse_embedding(size: TableSize) -> nn.Module:
+    return nn.Embedding.from_pretrained(first_values(size), freeze=False, sparse=True)
+
+
+def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
+    layers = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sparse = [layer.weight for layer in layers]
+    rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in sparse)]
+    return [torch.optim.SparseAdam(sparse, lr=lr), torch.optim.Adam(rest, lr=lr)]
+
+
+def _dense_embedding(size: TableSize) -> nn.Module:
+    return nn.Embedding.from_pretrained(first_values(size), freeze=False)
+
+
+def _dense_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
+    return [torch.optim.Adam(model.parameters(), lr=lr)]
+
+
+EMBEDROCK = Backend("Embedrock", "the rows touched, with two states", 0, _our_embedding, _our_optimizers)
+SPARSE = Backend(
+    "nn.Embedding + SparseAdam",
+    "weights and two states of all rows",
+    3,
+    _sparse_embedding,
+    _sparse_optimizers,
+)
+DENSE = Backend(
+    "nn.Embedding + Adam",
+    "weights, gradient, two states and a temporary of all rows",
+    5,
+    _dense_embedding,
+    _dense_optimizers,
+)
+BACKENDS = {"embedrock": EMBEDROCK, "sparse": SPARSE, "dense": DENSE}

@@ -1,0 +1,121 @@
+"""A few steps of one model on several backends, each in a process of its own, whose memory ends with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from embedrock.bench.machine import rss_bytes
+from embedrock.bench.processes import Child, ChildError
+from embedrock.demo.backends import BACKENDS
+from embedrock.demo.plan import ModelPlan
+from embedrock.demo.synthetic import Clicks, PlantedLog
+from embedrock.demo.train import Trainer, use_threads, warm_up
+from embedrock.machine.ram import available_bytes
+from embedrock.machine.sizes import format_bytes
+
+BATCHES = 15
+PASSES = 3  # over the same batches: in the first one, most rows are new
+PASSES_TIME_S = 10  # slow contenders make fewer steps
+TIMEOUT_S = 300
+PROCESS_BYTES = 600 << 20  # an interpreter with torch, and the activations of a batch
+STREAM = 2  # of random numbers; training and test have others
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one contender.
+
+    Attributes:
+        name: of its backend.
+        need_bytes: RAM that its tables take; 0: it follows the rows touched.
+        step_s: median seconds of a step on a batch that was seen before; None if it was not run.
+        new_step_s: median seconds of a step on a batch that was not, most of whose rows are new.
+        setup_s: seconds to make the tables and the first step.
+        rss_bytes: RAM of its process at the end.
+        reason: why it was not run.
+    """
+
+    name: str
+    need_bytes: int
+    step_s: float | None = None
+    new_step_s: float = 0.0
+    setup_s: float = 0.0
+    rss_bytes: int = 0
+    reason: str = ""
+
+
+def contest(plan: ModelPlan, batch_size: int, threads: int | None) -> Iterator[Outcome]:
+    """Run every backend on the same batches of planted clicks, one after the other.
+
+    One that would not fit in the RAM available is skipped, with the reason.
+    """
+    for key, backend in BACKENDS.items():
+        need = backend.copies * sum(size.weight_bytes for size in plan.sizes)
+        available = available_bytes()
+        if need + PROCESS_BYTES > available:
+            reason = f"needs {format_bytes(need)} for {backend.needs}; {format_bytes(available)} of RAM available"
+            yield Outcome(backend.name, need, reason=reason)
+            continue
+        try:
+            with Child(Contender, key, plan, threads, environment={}, timeout_s=TIMEOUT_S) as child:
+                yield Outcome(backend.name, need, **child.call("run", batch_size))
+        except ChildError as error:
+            yield Outcome(backend.name, need, reason=f"failed: {error}")
+
+
+class Contender:
+    """One backend's part, in its own process."""
+
+    def __init__(self, backend: str, plan: ModelPlan, threads: int | None) -> None:
+        _die_first()
+        use_threads(threads)
+        self._plan, self._backend = plan, BACKENDS[backend]
+
+    def run(self, batch_size: int) -> dict[str, Any]:
+        """Make the tables, train some steps, and return the measured fields of `Outcome`."""
+        warm_up(self._plan, self._backend)
+        log = PlantedLog(self._plan.users, self._plan.items, self._plan.seed)
+        random = np.random.default_rng((self._plan.seed, STREAM))
+        first, *batches = [log.clicks(random, batch_size) for _ in range(1 + BATCHES)]
+        start = time.perf_counter()
+        trainer = Trainer(self._plan, self._backend)
+        _step(trainer, first)  # optimizers make their state in the first step
+        setup_s = time.perf_counter() - start
+        new = _timed(trainer, batches)
+        again = _timed(trainer, batches[: len(new)] * (PASSES - 1))
+        return {
+            "step_s": median(again),
+            "new_step_s": median(new),
+            "setup_s": setup_s,
+            "rss_bytes": rss_bytes(),
+        }
+
+
+def _timed(trainer: Trainer, batches: Iterable[Clicks]) -> list[float]:
+    """Return the seconds of a step on each batch, until there are enough of them."""
+    times: list[float] = []
+    for clicks in batches:
+        if sum(times) > PASSES_TIME_S:
+            break
+        start = time.perf_counter()
+        _step(trainer, clicks)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _step(trainer: Trainer, clicks: Clicks) -> None:
+    trainer.step(clicks.users, clicks.items, clicks.labels)
+
+
+def _die_first() -> None:
+    """Ask the system to end this process before any other if RAM runs out after all."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

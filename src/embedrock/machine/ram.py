@@ -1,0 +1,60 @@
+"""How much RAM is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from embedrock.machine.sizes import memory_limit
+
+ROOT = Path("/")
+# How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
+_CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def available_bytes(root: Path = ROOT) -> int:
+    """Return the RAM that new processes can take.
+
+    What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
+    """
+    return max(0, min([_machine_available(root), *_cgroups_available(root)]))
+
+
+def _machine_available(root: Path) -> int:
+    kilobytes = named_number(root / "proc/meminfo", "MemAvailable:")
+    return memory_limit() if kilobytes is None else kilobytes * 1024
+
+
+def _cgroups_available(root: Path) -> Iterator[int]:
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield from _chain_available(root / "sys/fs/cgroup/memory", path, version=1)
+        elif not controllers:
+            yield from _chain_available(root / "sys/fs/cgroup", path, version=2)
+
+
+def _chain_available(base: Path, path: str, version: int) -> Iterator[int]:
+    limit_file, use_file, cache_key = _CGROUP_FILES[version]
+    relative = PurePosixPath(path.lstrip("/"))
+    for folder in (base / relative, *(base / parent for parent in relative.parents)):
+        limit, used = read_text(folder / limit_file), read_text(folder / use_file)
+        if limit.isdigit() and used.isdigit():
+            yield int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0)
+
+
+def named_number(path: Path, name: str) -> int | None:
+    """Return the number beside `name` in a file of lines "name number", or None."""
+    lines = (line.split() for line in read_text(path).splitlines())
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
+
+
+def read_text(path: Path) -> str:
+    """Return what a file of the system says, nothing where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,635 @@
+"""All input and output of tables on disk: the system calls that tests can replace, and files that only grow.
+
+`System` is the seam: the primitive calls, one method each. `OS_SYSTEM` is the real one; `embedrock.testing.FaultFS`
+is one in memory, which fails and crashes on demand. Everything above uses `File`, `write_whole` and `read_whole`,
+which do what every caller would otherwise have to remember: repeat short and interrupted calls, never sync a file
+again after an error, and say which file it was and how many bytes were missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import resource
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embedrock.errors import CorruptTableError
+from embedrock.machine import readers
+from embedrock.machine.sizes import format_bytes
+
+DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
+BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
+BOUNCE_BYTES = 4 << 20  # ... and at most
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+Data = bytes | bytearray | memoryview
+Int64 = npt.NDArray[np.int64]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def retried(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return ``call(...)``, made again for as long as a signal interrupts it (EINTR)."""
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except InterruptedError:
+            continue
+
+
+class System(ABC):
+    """The system calls that tables need. Each raises `OSError` as the system does, and may be interrupted."""
+
+    @abstractmethod
+    def open(self, path: str, flags: int) -> int:
+        """Open a file as `os.open` does, and return its descriptor. O_DIRECT is a wish, dropped where refused."""
+
+    @abstractmethod
+    def close(self, fd: int) -> None:
+        """Close a descriptor, whatever it was opened for."""
+
+    @abstractmethod
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        """Return at most `size` bytes at `offset`; fewer at the end of the file, or for no reason."""
+
+    @abstractmethod
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of `data` at `offset`; return how many bytes."""
+
+    @abstractmethod
+    def fdatasync(self, fd: int) -> None:
+        """Return once all that was written to the file would survive a loss of power. Call it once per error."""
+
+    @abstractmethod
+    def size(self, fd: int) -> int:
+        """Return the size of an open file in bytes."""
+
+    @abstractmethod
+    def fsync_folder(self, path: str) -> None:
+        """Return once the entries of a folder would survive a loss of power."""
+
+    @abstractmethod
+    def mkdir(self, path: str) -> None:
+        """Make a folder in an existing one."""
+
+    @abstractmethod
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+
+    @abstractmethod
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name. FileExistsError where the name is taken: this is what publishes a manifest."""
+
+    @abstractmethod
+    def unlink(self, path: str) -> None:
+        """Remove a name of a file."""
+
+    @abstractmethod
+    def listdir(self, path: str) -> list[str]:
+        """Return the names in a folder, in any order."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file or folder of that name."""
+
+    @abstractmethod
+    def free_bytes(self, path: str) -> int:
+        """Return how many bytes can still be written to the file system that `path` lies in."""
+
+    @abstractmethod
+    def lock(self, path: str, text: str) -> int:
+        """Lock a file for as long as the descriptor returned is open, and write `text` to it.
+
+        Raises:
+            BlockingIOError: it is locked, by this process or another.
+            OSError: ENOLCK or EOPNOTSUPP, where the file system has no locks.
+        """
+
+    def is_at(self, fd: int, path: str) -> bool:
+        """Return whether an open file is the one that is found at `path` now."""
+        return True
+
+    def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
+        """Read pieces of files: piece i goes to ``out[starts[i]:starts[i] + sizes[i]]``.
+
+        Args:
+            fds: descriptors of the pieces, (n,) int64, as are the next three; they may repeat.
+            offsets: where each begins in its file, a multiple of `BLOCK`.
+            sizes: bytes of each, a multiple of `BLOCK`.
+            out: flat memory whose address is a multiple of `BLOCK`.
+            starts: where each goes, a multiple of `BLOCK`; what lies behind the end of a file is zeroed.
+        """
+        memory, columns = out.data, (fds, offsets, sizes, starts)
+        for fd, offset, size, start in zip(*(column.tolist() for column in columns), strict=True):
+            data = _read_fully(self, fd, size, offset)
+            memory[start : start + len(data)] = data
+            out[start + len(data) : start + size] = 0
+
+    def behind(self, fd: int, start: int, end: int) -> None:
+        """Have bytes that were appended written soon, so that dirty memory is bounded and a later sync short."""
+        return None
+
+    def drop(self, fd: int) -> None:
+        """Say that what the system keeps of a file in its page cache is not worth keeping."""
+        return None
+
+
+def _read_fully(system: System, fd: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes, or what there is up to the end of the file."""
+    pieces: list[bytes] = []
+    while size > 0 and (piece := retried(system.pread, fd, size, offset)):
+        pieces.append(piece)
+        size -= len(piece)
+        offset += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class File:
+    """A file that only grows. `create` and `open_file` make it; one thread at a time may append.
+
+    Attributes:
+        path: its name.
+        fd: a descriptor for `System.read_many`.
+        size: bytes that were written or found.
+    """
+
+    def __init__(self, system: System, path: str, fd: int, size: int) -> None:
+        self.path, self.fd, self.size = path, fd, size
+        self._system = system
+        self._writing_fd = fd
+        self._failure: OSError | None = None
+
+    def append(self, data: Data) -> int:
+        """Write `data` at the end; return where it begins. When it fails, the file has the size that it had."""
+        start, view = self.size, memoryview(data).cast("B")
+        end, at = start + len(view), start
+        while at < end:
+            try:
+                at += retried(self._system.pwrite, self._writing_fd, view[at - start :], at)
+            except OSError as error:
+                raise self._named(error, end - at) from error
+        self.size = end
+        if end >= DIRECT_BYTES and self.fd == self._writing_fd:
+            self._read_directly()
+        return start
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return exactly `size` bytes.
+
+        Raises:
+            CorruptTableError: the file ends before.
+        """
+        try:
+            data = _read_fully(self._system, self.fd, size, offset)
+        except OSError as error:
+            raise self._named(error) from error
+        if len(data) < size:
+            raise CorruptTableError(
+                f"{self.path} is truncated: {size} bytes were expected at {offset}, and {len(data)} are there. "
+                "Restore the file, or open an older commit."
+            )
+        return data
+
+    def sync(self) -> None:
+        """Return once all that was appended would survive a loss of power.
+
+        After an error, every further call raises it again: the system may have dropped what it could not write, and
+        would then report success.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            retried(self._system.fdatasync, self._writing_fd)
+        except OSError as error:
+            self._failure = self._named(error)
+            raise self._failure from error
+
+    def behind(self, start: int) -> None:
+        """Have what was appended from `start` on written soon. An error is one of every later `sync` too."""
+        try:
+            self._system.behind(self._writing_fd, start, self.size)
+        except OSError as error:
+            self._failure = self._named(error)
+            raise self._failure from error
+
+    def close(self) -> None:
+        """Close the file; nothing happens when it is closed already."""
+        fds, self.fd, self._writing_fd = {self.fd, self._writing_fd}, -1, -1
+        for fd in fds - {-1}:
+            # The descriptor is gone even after an error, which says nothing that a sync did not.
+            with contextlib.suppress(OSError):
+                self._system.close(fd)
+
+    def __del__(self) -> None:
+        # A run that was folded or dropped is read until the last thread that found it there has done so.
+        self.close()
+
+    def _read_directly(self) -> None:
+        """Have `fd` read past the page cache, where the file system can; appending goes on as before."""
+        with contextlib.suppress(OSError):
+            self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
+
+    def _named(self, error: OSError, needed: int = 0) -> OSError:
+        """Return the error with the path, and with what is missing on a full disk."""
+        text = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno in NO_SPACE:
+            text += f": {_told(needed, self._system, self.path)}. Free some space, and do it again"
+        return OSError(error.errno, text, self.path)
+
+
+def _told(needed: int, system: System, path: str) -> str:
+    wanted = f"{format_bytes(needed)} ({needed} bytes) more are needed" if needed else "more is needed"
+    try:
+        free = system.free_bytes(_folder_of(path))
+    except OSError:
+        return wanted
+    return f"{wanted}, and {format_bytes(free)} ({free} bytes) are free"
+
+
+def _folder_of(path: str) -> str:
+    return os.path.dirname(path) or "."
+
+
+def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory that can be written to disk without a copy."""
+    memory = np.empty(nbytes + BLOCK, np.uint8)
+    start = -memory.ctypes.data % BLOCK
+    return memory[start : start + nbytes]
+
+
+def create(system: System, path: str) -> File:
+    """Make an empty file.
+
+    Raises:
+        FileExistsError: there is one of that name.
+    """
+    return File(system, path, retried(system.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL), 0)
+
+
+def open_file(system: System, path: str, direct: bool = False) -> File:
+    """Open a file to be read.
+
+    Args:
+        system: where it lies.
+        path: its name.
+        direct: have it read past the page cache where the file system can: for random pieces of files larger than RAM.
+    """
+    fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
+    try:
+        return File(system, path, fd, retried(system.size, fd))
+    except BaseException:
+        system.close(fd)
+        raise
+
+
+def write_whole(system: System, path: str, data: Data, link_to: str | None = None) -> None:
+    """Write a small file that is there as a whole, after a crash too, or not at all.
+
+    Args:
+        system: where it goes.
+        path: its name; with `link_to`, a temporary one in the same folder, which an older attempt may have left.
+        data: all its bytes.
+        link_to: the name that it gets once its bytes are safe.
+
+    Raises:
+        FileExistsError: the name is taken. Nothing has changed.
+        OSError: anything else. Where making the name durable failed, a file of that name may be there, and whole.
+    """
+    if link_to is not None and system.exists(path):
+        system.unlink(path)
+    file = create(system, path)
+    try:
+        file.append(data)
+        file.sync()
+        file.close()
+        if link_to is not None:
+            system.link(path, link_to)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
+            system.unlink(path)
+        raise
+    retried(system.fsync_folder, _folder_of(path))
+    if link_to is not None:
+        with contextlib.suppress(OSError):  # the file is safe under its name; the next attempt removes this one
+            system.unlink(path)
+
+
+def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
+    """Return all bytes of a small file.
+
+    Raises:
+        CorruptTableError: it is larger than `limit_bytes`. It was not read.
+    """
+    file = open_file(system, path)
+    try:
+        if file.size > limit_bytes:
+            raise CorruptTableError(
+                f"{path} is too large: at most {limit_bytes} bytes were expected, and it has {file.size}. "
+                "Restore the file, or open an older commit."
+            )
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
+WRITE_BEHIND_BYTES = 4 << 20  # write-back begins whenever so many bytes were appended ...
+DIRTY_BYTES = 32 << 20  # ... and an append waits when so many have not reached the disk
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    function.restype = ctypes.c_int
+
+    def sync_file_range(fd: int, start: int, end: int, flags: int) -> None:
+        while function(fd, start, end - start, flags):
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    return sync_file_range
+
+
+class _Tail:
+    """What of a growing file has not been written back yet: [done, started) is on its way, [started, ...) is not."""
+
+    __slots__ = ("done", "failure", "started")
+
+    def __init__(self, start: int) -> None:
+        self.done = self.started = start
+        self.failure: OSError | None = None
+
+
+class _Bounce(threading.local):
+    """Memory of a thread, aligned as direct writes need it."""
+
+    @functools.cached_property
+    def memory(self) -> memoryview:
+        return memoryview(_pages(BOUNCE_BYTES))
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    # Private: by default children would share it.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class OSSystem(System):
+    """The real system calls."""
+
+    def __init__(self) -> None:
+        self._direct: set[int] = set()
+        self._writers: dict[int, int] = {}  # for descriptors that are written: others of the same files, for O_DIRECT
+        self._bounce = _Bounce()
+        self._paths: dict[int, str] = {}
+        self._tails: dict[int, _Tail] = {}
+        self._sync_file_range = _find_sync_file_range()
+
+    def open(self, path: str, flags: int) -> int:
+        flags |= getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file would block for ever; files do not care
+        try:
+            fd = os.open(path, flags, 0o666)
+        except OSError as error:
+            if not flags & O_DIRECT or error.errno != errno.EINVAL:
+                raise
+            fd = os.open(path, flags & ~O_DIRECT, 0o666)
+        self._paths[fd] = path
+        _allow_more_than(fd)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
+            self._direct.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._direct.discard(fd)
+        self._give_up_writer(fd)
+        self._writers.pop(fd, None)
+        self._tails.pop(fd, None)
+        self._paths.pop(fd, None)
+        if fd in _locks:
+            _locks.discard(fd)  # its number is soon that of another file
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was just forked may have the descriptor still
+        os.close(fd)
+
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        if fd not in self._direct:
+            return os.pread(fd, size, offset)
+        skipped = offset % BLOCK
+        with _pages(max(-(-(skipped + size) // BLOCK), 1) * BLOCK) as memory:
+            got = self._read_again(fd, memoryview(memory), offset - skipped)
+            return memory[skipped : min(got, skipped + size)]
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        if len(data) < DIRECT_WRITE_BYTES or not O_DIRECT:
+            return os.pwrite(fd, data, offset)
+        if offset % BLOCK:  # a short write, up to where the next can be direct
+            return os.pwrite(fd, data[: -offset % BLOCK], offset)
+        try:
+            return self._write_directly(fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._give_up_writer(fd)  # some file systems take O_DIRECT at open, and refuse to write
+            return os.pwrite(fd, data, offset)
+
+    def _write_directly(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write past the page cache: that takes a tenth of the CPU time, and leaves no pages to be written back."""
+        if fd not in self._writers:
+            self._writers[fd] = self._open_writer(fd)
+        writer = self._writers[fd]
+        if writer < 0:
+            return os.pwrite(fd, data, offset)
+        size = len(data) // BLOCK * BLOCK
+        if np.frombuffer(data, np.uint8).ctypes.data % BLOCK == 0:
+            return os.pwrite(writer, data[:size], offset)
+        memory = self._bounce.memory[: min(size, BOUNCE_BYTES)]
+        memory[:] = data[: len(memory)]
+        return os.pwrite(writer, memory, offset)
+
+    def _open_writer(self, fd: int) -> int:
+        """Return another descriptor of the same file, which writes directly, or -1."""
+        with contextlib.suppress(OSError, KeyError):
+            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT | os.O_NONBLOCK)
+            _allow_more_than(writer)
+            if os.path.samestat(os.fstat(fd), os.fstat(writer)):
+                return writer
+            os.close(writer)  # the file was moved, and another is in its place
+        return -1
+
+    def _give_up_writer(self, fd: int) -> None:
+        writer = self._writers.get(fd, -1)
+        if writer >= 0:
+            self._writers[fd] = -1
+            with contextlib.suppress(OSError):  # it says nothing that a sync does not
+                os.close(writer)
+
+    def fdatasync(self, fd: int) -> None:
+        tail = self._tails.pop(fd, None)
+        if tail is not None and tail.failure is not None:
+            self._tails[fd] = tail
+            raise tail.failure
+        os.fdatasync(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def fsync_folder(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def exists(self, path: str) -> bool:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):  # and nothing else: no permission is no answer
+            return False
+        return True
+
+    def free_bytes(self, path: str) -> int:
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self, path: str, text: str) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.
+            os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
+        except BaseException:
+            os.close(fd)
+            raise
+        _locks.add(fd)
+        return fd
+
+    def is_at(self, fd: int, path: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def read_many(self, fds: Int64, offsets: Int64, sizes: Int64, out: npt.NDArray[np.uint8], starts: Int64) -> None:
+        got = np.empty(len(fds), np.int64)
+        readers.read((fds, offsets, sizes, out, starts, got), self._direct)
+        for i in np.flatnonzero(got != sizes).tolist():
+            start, end = int(starts[i]), int(starts[i] + sizes[i])
+            found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))
+            out[start + found : end] = 0
+
+    def _read_again(self, fd: int, memory: memoryview, offset: int) -> int:
+        """Fill `memory` from a file up to its end, and return how far; errors carry their number and the path."""
+        done, is_refused = 0, False
+        while done < len(memory):
+            try:
+                found = done + os.preadv(fd, [memory[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and not is_refused:
+                    is_refused = True
+                    self._give_up_direct(fd)
+                    continue
+                raise OSError(error.errno, os.strerror(error.errno or 0), self._paths.get(fd)) from error
+            if found == done or offset + found >= os.fstat(fd).st_size:
+                return found
+            # A file that has grown since: direct reads go on from a whole block.
+            done = found // BLOCK * BLOCK if fd in self._direct else found
+        return done
+
+    def _give_up_direct(self, fd: int) -> None:
+        """Go on through the page cache: some file systems take O_DIRECT at open, and refuse to read."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
+        self._direct.discard(fd)
+
+    def behind(self, fd: int, start: int, end: int) -> None:
+        tail = self._tails.setdefault(fd, _Tail(start))
+        try:
+            if end - tail.started >= WRITE_BEHIND_BYTES:
+                self._start_writing(fd, tail, end)
+            if end - tail.done >= DIRTY_BYTES:
+                self._finish_writing(fd, tail, end - DIRTY_BYTES // 2)
+        except OSError as error:
+            tail.failure = error
+            raise
+
+    def _start_writing(self, fd: int, tail: _Tail, end: int) -> None:
+        if self._sync_file_range is not None:
+            self._sync_file_range(fd, tail.started, end, _WRITE)
+        tail.started = end
+
+    def _finish_writing(self, fd: int, tail: _Tail, end: int) -> None:
+        if self._sync_file_range is not None:
+            self._sync_file_range(fd, tail.done, end, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+        else:
+            os.fdatasync(fd)
+        _forget_pages(fd, tail.done, end)
+        tail.done = end
+
+    def drop(self, fd: int) -> None:
+        self._give_up_writer(fd)
+        _forget_pages(fd, 0, 0)
+
+
+def _allow_more_than(fd: int) -> None:
+    """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = soft * 4 if hard == resource.RLIM_INFINITY else min(soft * 4, hard)
+    if fd >= soft // 2 and more > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
+def _forget_pages(fd: int, start: int, end: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+_locks: set[int] = set()
+
+
+def _after_fork() -> None:
+    # A forked child must not keep the locks of its parent, which could otherwise not open the table again; the
+    # descriptors stay valid, as somebody in the child may close them.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in _locks:
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+OS_SYSTEM = OSSystem()

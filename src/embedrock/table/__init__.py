@@ -1,0 +1,1 @@
+"""`Table`, its rows, its files, its options."""

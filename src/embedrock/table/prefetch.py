@@ -1,0 +1,261 @@
+"""`prefetch`: brings up the rows of the next items of a source while the current one is worked on.
+
+Items are pulled from the source, and asked for their ids, in the caller's thread and at fixed moments, so that random
+numbers are drawn in an order that no timing changes. One thread does nothing but bring rows up, item by item. A row
+that was brought stays until its item has been worked on: so within the window the cache evicts only what nothing
+in the window uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, CacheTooSmallError
+from embedrock.machine.interrupts import held_back
+from embedrock.machine.sizes import format_bytes
+
+# How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
+# may close an iterator inside of a call that holds the very table that the thread waits for.
+CLOSING_SECONDS = 2.0
+
+T = TypeVar("T")
+B = TypeVar("B", bound="Bringer")
+
+
+class Ticket(Protocol):
+    """Rows that were brought up, and stay until they are released."""
+
+    def release(self) -> None:
+        """Let the rows go. Doing so twice is allowed."""
+        ...
+
+
+class Bringer(Protocol):
+    """What rows are brought up by: a `Table`."""
+
+    def bring(self, ids: Any) -> Ticket:
+        """Bring up the rows of ids, and keep them."""
+        ...
+
+    def memory_for(self, rows: int) -> int:
+        """Return the smallest `memory` that holds so many rows at once."""
+        ...
+
+
+Wanted = list[tuple[Bringer, Any]]  # ids, by table
+
+
+def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
+    """Go through the items of `source` while the rows that the next items need are brought up from disk.
+
+    Results are those of a loop without it, bit by bit. When an item is handed out, `depth` more have been pulled from
+    the source; a loop that is left early leaves them unused. Errors of the source, and those of bringing rows up, are
+    raised in the place of the item that they belong to. Tables in RAM are allowed, and need no bringing.
+
+    Args:
+        source: any iterable, gone through once. Its items must not change while they wait.
+        ids_of: for each table, a function that returns the ids that an item needs of it, integers of any shape. Ids
+            that it leaves out are read when they are looked up.
+        depth: how many items to look ahead; the cache must hold the rows of ``depth + 1`` items. 0: not at all.
+
+    Raises:
+        ArgumentError: an argument that cannot work.
+        CacheTooSmallError: (from the loop) the tables' `memory` cannot hold the rows of ``depth + 1`` items.
+
+    Example:
+        >>> import embedrock as er
+        >>> from embedrock.table.prefetch import prefetch
+        >>> users = er.Table(rows=None, dim=4, rule=er.SGD(lr=0.1))
+        >>> batches = [{"user": [3, 1]}, {"user": [1, 4]}]
+        >>> for batch in prefetch(batches, {users: lambda batch: batch["user"]}, depth=1):
+        ...     users.update(batch["user"], users.lookup(batch["user"]))
+    """
+    if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        raise ArgumentError(f"`source` of prefetch must be something to loop over: got {source!r}.")
+    _check_ids_of(ids_of)
+    return _look_ahead(source, dict(ids_of), _checked_depth(depth))
+
+
+def _check_ids_of(ids_of: Mapping[Any, Any]) -> None:
+    example = 'Pass, for example, {table: lambda batch: batch["user"]}.'
+    if not isinstance(ids_of, Mapping) or not ids_of:
+        raise ArgumentError(f"`ids_of` of prefetch must be a dict from tables to functions: got {ids_of!r}. {example}")
+    for table, function in ids_of.items():
+        if not callable(getattr(table, "bring", None)):
+            raise ArgumentError(f"`ids_of` of prefetch must have tables as its keys: got {table!r}. {example}")
+        if not callable(function):
+            raise ArgumentError(
+                f"`ids_of` of prefetch must have functions of an item as its values: got {function!r} for {table!r}. "
+                f"{example}"
+            )
+
+
+def _checked_depth(depth: Any) -> int:
+    if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
+        raise ArgumentError(f"`depth` of prefetch must be a whole number of items, 0 or more: got {depth!r}.")
+    return operator.index(depth)
+
+
+def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> Iterator[T]:
+    if depth == 0:
+        yield from source
+        return
+    window = _Window(iter(source), ids_of, depth)
+    try:
+        with held_back():  # or an interrupt may leave a thread that counts as one and never runs
+            window.thread.start()
+        while window.advance():
+            yield window.items[0].value
+    finally:
+        # Nothing can come between these two, not even Ctrl-C: the thread will end, and release what was brought.
+        window.is_closing = True
+        window.requests.put(None)
+        window.join()
+
+
+def _count_rows(table: Bringer, several: list[Wanted]) -> int:
+    """Return how many different ids of a table are wanted in all."""
+    ids = [np.ravel(ids) for wanted in several for owner, ids in wanted if owner is table]
+    return len(np.unique(np.concatenate(ids)))
+
+
+class _Item(Generic[T]):
+    """An item of the source on its way to the caller.
+
+    Attributes:
+        value: the item.
+        wanted: the ids that it needs, by table.
+        tickets: of the rows that were brought for it.
+        error: what is raised in its place.
+    """
+
+    value: T
+
+    def __init__(self) -> None:
+        self.wanted: Wanted = []
+        self.tickets: list[Ticket] = []
+        self.error: BaseException | None = None
+        # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
+        # while the lock inside of it is let go, and is then replaced by a RuntimeError of that lock.
+        self._unready = threading.Lock()
+        self._unready.acquire()
+
+    def bring(self) -> None:
+        try:
+            for table, ids in self.wanted:
+                self.tickets.append(table.bring(ids))
+        except BaseException as error:
+            self.error = error
+        self._unready.release()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._unready.release()
+
+    def wait(self) -> None:
+        """Return when it can be handed out, or its error raised."""
+        with self._unready:
+            pass
+
+    def release(self) -> None:
+        for ticket in self.tickets:
+            ticket.release()
+
+
+class _Window(Generic[T]):
+    """The items between the source and the caller: the one that was handed out last, and those after it.
+
+    Attributes:
+        items: them, in order.
+        requests: what the thread is to do, in order; None ends it.
+        thread: brings and releases rows, and when it ends releases all that is left.
+        is_closing: rows not yet brought are no longer wanted.
+    """
+
+    def __init__(self, source: Iterator[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> None:
+        self._source, self._ids_of, self._depth = source, ids_of, depth
+        self._is_exhausted = False
+        self.items: deque[_Item[T]] = deque()
+        self.requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
+        self.is_closing = False
+        self._done: deque[Wanted] = deque(maxlen=depth)  # what the items before the first one wanted
+
+    def advance(self) -> bool:
+        """Make the next item the first one, with its rows there. Return False when there is none."""
+        if self.items:
+            # Released by the thread too, and in order: what is kept when an item is brought, and so whether the cache
+            # is large enough, then depends on no timing.
+            self.requests.put(self.items[0].release)
+            self._done.append(self.items.popleft().wanted)
+        while len(self.items) <= self._depth and not self._is_exhausted:
+            self._pull()
+        if not self.items:
+            return False
+        self.items[0].wait()
+        error = self.items[0].error
+        if isinstance(error, CacheTooSmallError):
+            raise self._explained(error) from error
+        if error is not None:
+            raise error
+        return True
+
+    def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
+        """Say what the table, which knows of no window, cannot: how much memory its items at once need of it."""
+        failed = self.items[0]
+        table, _ = failed.wanted[len(failed.tickets)]
+        # Those that were kept when it failed; and those after it, of which there may be more (at the beginning).
+        before, after = [*self._done, failed.wanted], [item.wanted for item in self.items]
+        rows = max(_count_rows(table, before), _count_rows(table, after))
+        memory = table.memory_for(rows)
+        return CacheTooSmallError(
+            f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
+            f"once, here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a lower "
+            "`depth` needs less."
+        )
+
+    def _pull(self) -> None:
+        item: _Item[T] = _Item()
+        try:
+            item.value = next(self._source)
+        except StopIteration:
+            self._is_exhausted = True
+            return
+        except Exception as error:
+            item.fail(error)
+        else:
+            self._ask(item)
+        self._is_exhausted = item.error is not None  # after its error, nothing will be handed out
+        self.items.append(item)
+        if item.error is None:
+            self.requests.put(functools.partial(self._bring, item))
+
+    def _ask(self, item: _Item[T]) -> None:
+        try:
+            item.wanted = [(table, function(item.value)) for table, function in self._ids_of.items()]
+        except Exception as error:
+            item.fail(error)
+
+    def _bring(self, item: _Item[T]) -> None:
+        if not self.is_closing:
+            item.bring()
+
+    def _serve(self) -> None:
+        while (request := self.requests.get()) is not None:
+            request()
+        for item in self.items:
+            item.release()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, but not for ever, nor where threads never end: as Python itself ends."""
+        if self.thread.is_alive() and self.thread is not threading.current_thread() and not sys.is_finalizing():
+            self.thread.join(CLOSING_SECONDS)

@@ -1,0 +1,386 @@
+"""`Cache`: which rows sit in a bounded number of slots in RAM, and which of them leave when others come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import ArgumentError
+from embedrock.machine.arena import reserve
+from embedrock.tiers.directory import ENTRY_BYTES, ID_BYTES, Direct, _find, _look_up
+
+DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, which belong to the table; the last two keep a row from leaving
+FULLEST = 0.8  # share of the hash table's entries in use
+SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
+SCORES = 256
+BUCKET_BYTES = 64  # of ghosts, see the kernels
+SCAN_SLOTS = 1 << 20  # looked through at a time
+TRIAL_SLOTS = 1 << 14  # of the caches that try a policy's epochs
+DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which rows leave, as data. Every slot has a score from 0 to 255; a hand goes round and takes low ones.
+
+    Args:
+        rises: uint8 (256,), the score after a use, by the score before it.
+        chances: int64 (256,), how often, in 2**32 uses, it rises by one more.
+        epochs: after so many uses for each slot, all scores fall by one. Of several lengths, the one is used that
+            misses least on a sample of the ids; the first one at first. None given: they never fall.
+        loss: what a row loses when the hand passes it: 0 or 1.
+        candidates: the hand takes scores so low that at least this share of the slots has them.
+        ghost_bytes: for each slot, to remember the scores of rows that left.
+    """
+
+    rises: np.ndarray
+    chances: np.ndarray
+    epochs: tuple[float, ...] = ()
+    loss: int = 0
+    candidates: float = 0.0
+    ghost_bytes: int = 0
+
+
+def _same(score: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.full(SCORES, score, np.uint8), np.zeros(SCORES, np.int64)
+
+
+def _logarithmic(one: int, octave: int) -> tuple[np.ndarray, np.ndarray]:
+    """Count on a logarithmic scale: score `one` is one use, and `octave` more are twice as many."""
+    uses = 2.0 ** ((np.arange(SCORES) - one) / octave)
+    uses[0] = 0
+    after = np.minimum(one + octave * np.log2(uses + 1), SCORES - 1)
+    rises = after.astype(np.uint8)
+    return rises, ((after - rises) * 2**32).astype(np.int64)
+
+
+POLICIES = {
+    # Least recently used, to a sixteenth of the capacity in uses.
+    "lru": Policy(*_same(SCORES - 1), epochs=(1 / 16,), candidates=1 / 64),
+    # One bit tells whether a row was used since the hand passed it.
+    "clock": Policy(*_same(1), loss=1),
+    # Least frequently used. Scores are logarithms of numbers of uses: to fall by one is to lose a fixed share of them.
+    # Long epochs tell rows apart that are used about equally often; short ones are for rows that come and go.
+    "lfu": Policy(*_logarithmic(12, 4), epochs=(6, 1.5, 1 / 4), candidates=1 / 64, ghost_bytes=4),
+}
+
+
+class Cache:
+    """Slots for the rows in use: finds them, hands out slots and says which rows may leave. It holds no records.
+
+    Ids are int64 arrays that the table has checked; slots are int64 arrays. What it does is a function of the calls
+    made so far. It has no lock: the table's covers it.
+
+    Args:
+        capacity: number of slots.
+        policy: a name of `POLICIES`, or one that is not listed there.
+
+    Attributes:
+        ids: int64 (capacity,), the id in each slot; meaningless for free slots.
+        flags: uint8 (capacity,), the table's: DIRTY, FROZEN, WRITING. Those of a new row are 0.
+        count: rows that have a slot.
+
+    Example:
+        >>> cache = Cache(2)
+        >>> slots = cache.insert(np.array([7, 9]))
+        >>> cache.touch(slots[:1])
+        >>> cache.ids[cache.victims(2)].tolist()
+        [9]
+    """
+
+    def __init__(self, capacity: int, policy: str | Policy = "lfu") -> None:
+        self.capacity, self.count = capacity, 0
+        self._policy = _policy(policy)
+        subject = "the directory of a cache"
+        self._entries = reserve(_entries_for(capacity) * ENTRY_BYTES, subject).view(np.int64).reshape(-1, 2)
+        self.ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
+        self.flags, self._scores = reserve(capacity, subject), reserve(capacity, subject)
+        self._pins = reserve(capacity * 2, subject).view(np.uint16)
+        buckets = _buckets_for(capacity, self._policy)
+        self._ghosts = reserve(buckets * BUCKET_BYTES, subject).view(np.uint16).reshape(buckets, BUCKET_BYTES // 2)
+        self._histogram, self._candidates = np.zeros(SCORES, np.int64), self._policy.candidates
+        self._first_free, self._used, self._hand = -1, 0, 0
+        self._random, self._touches, self._epoch = np.uint64(0), 0, 0
+        self._trials = _Trials(capacity, self._policy)
+        self._current = np.empty(0, np.int64)
+
+    @staticmethod
+    def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
+        """Return the bytes that a cache of `capacity` slots takes, records not included."""
+        policy = _policy(policy)
+        ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
+        trials = sum(Cache.bytes_for(*trial) for trial in _trials(capacity, policy))
+        return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a row."""
+        return self.capacity - self.count
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
+        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
+        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
+    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
+        """Return new slots for ids (without repeats) that have none; at most `free` of them.
+
+        Args:
+            ids: (n,).
+            used: whether they belong to the current batch: this is a touch, too. Else they are there for later,
+                and should be pinned.
+        """
+        assert len(ids) <= self.free
+        cpu, ids = kernels.cpu.cache, kernels.cpu.runtime.read_only(ids)
+        slots, levels = np.empty(len(ids), np.int64), np.zeros(len(ids), np.uint8)
+        if len(self._ghosts):
+            cpu.recall(self._ghosts, ids, self._epoch, levels)
+        self._first_free, self._used = cpu.take_slots(self.ids, self._pins, self._first_free, self._used, slots)
+        cpu.enter(self._entries, ids, slots, self.ids)
+        cpu.score(self._scores, self._histogram, slots, levels)
+        self.flags[slots] = 0
+        self.count += len(ids)
+        if used:
+            self._use(slots)
+        return slots
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free slots (without repeats) that hold rows without pins; rows of the current batch may be among them."""
+        cpu, slots = kernels.cpu.cache, kernels.cpu.runtime.read_only(slots)
+        if self._pins[slots].any():
+            mine = np.isin(self._current, slots)
+            self.unpin(self._current[mine])
+            self._current = self._current[~mine]
+            assert not self._pins[slots].any()
+        levels, ids = np.empty(len(slots), np.uint8), kernels.cpu.runtime.read_only(self.ids[slots])
+        cpu.forget(self._scores, self._histogram, slots, levels)
+        if len(self._ghosts):
+            cpu.remember(self._ghosts, ids, levels, self._epoch)
+        cpu.erase(self._entries, ids)
+        self._first_free = cpu.give_slots(self.ids, self._pins, self._first_free, slots)
+        self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
+        self.count -= len(slots)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags[: self._used] & flag)
+
+    def touch(self, slots: np.ndarray) -> None:
+        """Tell that a new batch uses these rows. They stay until the next touch, or `release_current`."""
+        self.release_current()
+        self._use(slots)
+
+    def release_current(self) -> None:
+        """Let the rows of the current batch go when others need their slots."""
+        self.unpin(self._current)
+        self._current = np.empty(0, np.int64)
+
+    def _use(self, slots: np.ndarray) -> None:
+        cpu, policy, slots = kernels.cpu.cache, self._policy, kernels.cpu.runtime.read_only(slots)
+        self.pin(slots)
+        self._current = np.concatenate([self._current, slots])
+        self._random = np.uint64(cpu.touch(self._scores, slots, policy.rises, policy.chances, self._random))
+        self._touches += len(slots)
+        self._trials.see(self.ids, slots)
+        if self._touches >= self._trials.epoch * self.capacity:
+            self._touches, self._epoch = 0, self._epoch + 1
+            cpu.age(self._scores[: self._used], self._histogram)
+
+    def pin(self, slots: np.ndarray) -> None:
+        """Keep rows until they are unpinned as often as they were pinned."""
+        slots = kernels.cpu.runtime.read_only(slots)
+        kernels.cpu.cache.pin(self._scores, self._pins, self._histogram, slots)
+
+    def unpin(self, slots: np.ndarray) -> None:
+        """Take back one pin of each."""
+        slots = kernels.cpu.runtime.read_only(slots)
+        kernels.cpu.cache.unpin(self._scores, self._pins, self._histogram, slots)
+
+    def victims(self, count: int) -> np.ndarray:
+        """Return `count` slots whose rows should leave first, or fewer where no more may leave.
+
+        None of them is pinned, frozen, being written, or used by the current batch. They stay as they are: remove or
+        pin them before the next call, which else may return them again.
+        """
+        slots, found, threshold = np.empty(count, np.int64), 0, -1
+        while found < count and threshold < SCORES - 1:
+            threshold = self._threshold(threshold + 1, count - found)
+            args = self._scores, self._pins, self.flags, self._used, self._hand, threshold, self._policy.loss
+            self._hand, more = kernels.cpu.cache.sweep(*args, self._histogram, slots[found:])
+            found += more
+            self._candidates = max(self._candidates * 0.98, self._policy.candidates)
+            if found < count:  # the histogram does not know of flags: those of a commit can protect most low scores
+                self._candidates = min(self._candidates * 4 + 0.01, 1.0)
+        self.unpin(slots[:found])
+        return slots[:found]
+
+    def _threshold(self, least: int, count: int) -> int:
+        if self._policy.loss and least == 0:
+            return 0  # the hand lowers what it passes, and takes it when it comes round again
+        enough = max(count, int(self._candidates * self.count))
+        return max(least, min(int(np.searchsorted(np.cumsum(self._histogram), enough)), SCORES - 1))
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time. Meanwhile no row may come or leave."""
+        for start in range(0, self._used, SCAN_SLOTS):
+            pins = self._pins[start : min(start + SCAN_SLOTS, self._used)]
+            slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
+            for first in range(0, len(slots), size):
+                part = slots[first : first + size]
+                yield self.ids[part], part
+
+
+class _Trials:
+    """Finds out which of a policy's epochs misses least: small caches try them all on a sample of the ids."""
+
+    def __init__(self, capacity: int, policy: Policy) -> None:
+        self.epoch = policy.epochs[0] if policy.epochs else np.inf
+        self._policy = policy
+        self._caches = [Cache(*trial) for trial in _trials(capacity, policy)]
+        if self._caches:
+            slots = self._caches[0].capacity
+            self._share, self._misses = -(-capacity // slots), np.zeros(len(self._caches))
+            self._ids, self._waiting, self._seen = np.empty(slots // 8, np.int64), 0, 0
+
+    def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Take a sample of the ids in slots that are used now."""
+        done = 0
+        while self._caches and done < len(slots):
+            args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
+            seen, more = kernels.cpu.cache.sample(*args)
+            done, self._waiting = done + seen, self._waiting + more
+            if self._waiting == len(self._ids):
+                self._try(np.unique(self._ids))
+                self._waiting = 0
+
+    def _try(self, ids: np.ndarray) -> None:
+        self._misses += [_feed(cache, ids) for cache in self._caches]
+        self._seen += len(ids)
+        if self._seen >= self._caches[0].capacity:
+            doubts = 1 + DOUBT * np.arange(len(self._misses))
+            self.epoch = self._policy.epochs[int(np.argmin(self._misses * doubts))]
+            self._misses, self._seen = self._misses * 0.75, 0
+
+
+def _feed(cache: Cache, ids: np.ndarray) -> int:
+    """Have a batch use ids (sorted, without repeats), and return how many were missing."""
+    slots = cache.find(ids)
+    missing = ids[slots < 0]
+    cache.touch(slots[slots >= 0])
+    cache.remove(cache.victims(max(0, len(missing) - cache.free)))
+    cache.insert(missing)
+    return len(missing)
+
+
+def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
+    """Return the capacities and policies of the caches that try its epochs."""
+    slots = min(capacity // 8, TRIAL_SLOTS)
+    if len(policy.epochs) < 2 or slots < 64:
+        return []
+    return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
+
+
+class Whole:
+    """What `Cache` is, for a table that fits its budget: the slot of a row is its id, and no row ever has to leave.
+
+    Args:
+        rows: of the table.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.capacity, self._rows = rows, _Rows(rows)
+        subject = "the directory of a cache"
+        self.flags, self.ids = reserve(rows, subject), reserve(rows * ID_BYTES, subject).view(np.int64)
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Return the bytes that it takes, records not included."""
+        return Direct.bytes_for(rows) + rows * (1 + ID_BYTES)
+
+    @property
+    def count(self) -> int:
+        """The number of rows that have a slot."""
+        return self._rows.count
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a row."""
+        return self.capacity - self.count
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
+        return self._rows.find(ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
+        return self._rows.look_up(ids, weights, positions, out)
+
+    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
+        """Return new slots for ids (without repeats) that have none."""
+        slots = np.full(len(ids), -1, np.int64)
+        self._rows.insert(ids, slots)
+        self.ids[slots], self.flags[slots] = slots, 0
+        return slots
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free slots (without repeats) that hold rows."""
+        self._rows.remove(slots)
+        self.flags[slots] = 0
+
+    def victims(self, count: int) -> np.ndarray:
+        """Return no slots: all rows may stay."""
+        return np.empty(0, np.int64)
+
+    def flagged(self, flag: int) -> np.ndarray:
+        """Return the slots that have a flag, ascending."""
+        return np.flatnonzero(self.flags & flag)
+
+    def touch(self, slots: np.ndarray) -> None:
+        """Do nothing, as the next three: there is nothing to choose."""
+
+    def release_current(self) -> None:
+        """Do nothing."""
+
+    def pin(self, slots: np.ndarray) -> None:
+        """Do nothing."""
+
+    def unpin(self, slots: np.ndarray) -> None:
+        """Do nothing."""
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time."""
+        return self._rows.batches(size)
+
+
+class _Rows(Direct):
+    """A direct directory whose rows may leave."""
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Free the slots of rows that have one."""
+        kernels.cpu.cache.erase_direct(self._present, kernels.cpu.runtime.read_only(slots))
+        self.count -= len(slots)
+
+
+def _policy(policy: str | Policy) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {policy!r}.")
+    return POLICIES[policy]
+
+
+def _entries_for(capacity: int) -> int:
+    entries = 2
+    while capacity > FULLEST * entries:
+        entries *= 2
+    return entries
+
+
+def _buckets_for(capacity: int, policy: Policy) -> int:
+    return -(-capacity * policy.ghost_bytes // BUCKET_BYTES)

@@ -1,0 +1,154 @@
+"""`Directory`: id -> slot, where a record sits. Slots never move while their directory lives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.machine.arena import reserve
+
+ENTRY_BYTES = 16  # id and slot + 1
+ID_BYTES = 8
+FIRST_ENTRIES = 1024
+FULLEST = 0.625  # share of entries in use at which the hash table doubles
+SCAN_BYTES = 1 << 20  # of the bitmap of a direct directory, looked through at a time
+
+
+class Directory(ABC):
+    """Tells where the record of an id is. Ids are int64 arrays that the table has checked."""
+
+    count: int
+
+    @abstractmethod
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
+
+    @abstractmethod
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
+
+    @abstractmethod
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat."""
+
+    @abstractmethod
+    def bytes_with(self, more: int) -> int:
+        """Return the most RAM that it takes while `more` ids are inserted."""
+
+    @abstractmethod
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, slots), at most `size` at a time."""
+
+
+class Direct(Directory):
+    """The slot of a row is its id; one bit a row tells whether it has a record."""
+
+    def __init__(self, rows: int) -> None:
+        self.count = 0
+        self._present = np.zeros(self.bytes_for(rows), np.uint8)
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Return the bytes that a directory of `rows` rows takes."""
+        return (rows + 7) // 8
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return _find(kernels.cpu.directory.find_direct, self._present, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_direct, self._present, ids, (weights, positions), out)
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        self.count += int(np.count_nonzero(slots < 0))
+        kernels.cpu.directory.insert_direct(self._present, kernels.cpu.runtime.read_only(ids), slots)
+
+    def bytes_with(self, more: int) -> int:
+        return self._present.nbytes
+
+    @property
+    def bits(self) -> np.ndarray:
+        """Which rows have a record: uint8, a bit for each row, lowest bit first."""
+        return self._present
+
+    def replace(self, bits: np.ndarray, count: int) -> None:
+        """Take other `bits`, `count` of which are set."""
+        self._present[:] = bits
+        self.count = count
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, len(self._present), SCAN_BYTES):
+            bits = np.unpackbits(self._present[start : start + SCAN_BYTES], bitorder="little")
+            ids = np.flatnonzero(bits) + start * 8
+            for first in range(0, len(ids), size):
+                part = ids[first : first + size]
+                yield part, part
+
+
+class Hashed(Directory):
+    """A hash table of the ids touched; slots are given in order of arrival, so records lie densely."""
+
+    def __init__(self, capacity: int) -> None:
+        self.count = 0
+        self._entries = np.zeros((FIRST_ENTRIES, 2), np.int64)
+        self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
+
+    @staticmethod
+    def entries_for(count: int) -> int:
+        """Return the size of the hash table for `count` ids."""
+        entries = FIRST_ENTRIES
+        while count > FULLEST * entries:
+            entries *= 2
+        return entries
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
+
+    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
+    def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        cpu = kernels.cpu
+        needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
+        if needed > len(self._entries):
+            entries = np.zeros((needed, 2), np.int64)
+            cpu.directory.rehash(self._entries, entries)
+            self._entries = entries
+        self.count = kernels.cpu.directory.insert_hashed(self._entries, ids, slots, self.count, self._slot_ids)
+
+    @staticmethod
+    def bytes_for(count: int) -> int:
+        """Return the most bytes that a directory takes while it grows to `count` ids."""
+        return Hashed.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+
+    def bytes_with(self, more: int) -> int:
+        entries = self.entries_for(self.count + more)
+        growing = len(self._entries) if entries > len(self._entries) else 0
+        return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + (self.count + more) * ID_BYTES
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, self.count, size):
+            slots = np.arange(start, min(start + size, self.count))
+            yield self._slot_ids[slots], slots
+
+
+def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    slots, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
+    runtime.run(function, len(ids), where, runtime.read_only(ids), slots, grain=4096)
+    return slots
+
+
+def _look_up(
+    function: Callable[..., object],
+    where: np.ndarray,
+    ids: np.ndarray,
+    source: tuple[np.ndarray, np.ndarray],
+    out: np.ndarray,
+) -> np.ndarray:
+    slots, runtime, (weights, positions) = np.empty(len(ids), np.int64), kernels.cpu.runtime, source
+    nothing = np.zeros((1, out.shape[1]), np.float32)
+    args = where, runtime.read_only(ids), slots, weights, runtime.read_only(positions), nothing, out
+    runtime.run(function, len(ids), *args, grain=2048)
+    return slots

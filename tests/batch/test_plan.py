@@ -1,0 +1,352 @@
+"""Plans: the kernels against their reference on poisoned memory, and whole plans against a dict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedrock import kernels
+from embedrock.batch import plan as planning
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.errors import ArgumentError
+
+INT64 = np.iinfo(np.int64)
+WORD = 1 << 64
+MULTIPLIERS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
+LARGE = planning.SMALL_BATCH + 5_000
+ARRAYS = ("ids", "inverse", "starts", "order")
+
+
+def colliding(n: int) -> np.ndarray:
+    """Distinct ids whose hashes, without a seed, are 0, 1, ... n - 1: all in one partition and one bucket."""
+    back_1, back_2 = (pow(multiplier, -1, WORD) for multiplier in MULTIPLIERS)
+    hashes = np.arange(n, dtype=np.uint64) * np.uint64(back_2)
+    return ((hashes ^ (hashes >> np.uint64(32))) * np.uint64(back_1)).view(np.int64)
+
+
+def one_id_is_most(n: int) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    return np.where(rng.random(n) < 0.9, -1, rng.integers(INT64.min, INT64.max, n))
+
+
+def zipf(n: int) -> np.ndarray:
+    return np.random.default_rng(2).zipf(1.05, n) * 2_654_435_761 % 4_000_000
+
+
+BATCHES: dict[str, Callable[[int], np.ndarray]] = {
+    "zipf": zipf,
+    "distinct": lambda n: np.random.default_rng(3).permutation(n).astype(np.int64),
+    "sequential": lambda n: np.arange(n),
+    "lowest": lambda n: INT64.min + np.arange(n),
+    "highest": lambda n: INT64.max - np.arange(n),
+    "around zero": lambda n: np.arange(n) - n // 2,
+    "same": lambda n: np.full(n, INT64.min),
+    "one id is most": one_id_is_most,
+    "few": lambda n: np.arange(n) % 3 - 1,
+    "steps of 2**16": lambda n: np.arange(n) << 16,
+    "steps of 2**32": lambda n: np.arange(n) << 32,
+    "steps of 2**46": lambda n: np.arange(n) << 46,
+    "grid": lambda n: (np.arange(n) // 256 << 40) + (np.arange(n) % 256 << 8),
+    "steps of the multiplier's inverse": lambda n: (
+        np.arange(n, dtype=np.uint64) * np.uint64(pow(MULTIPLIERS[0], -1, WORD))
+    ).view(np.int64),
+    "bits of floats": lambda n: (np.arange(n) / 8).view(np.int64),
+    "colliding": colliding,
+}
+
+# Ids that a sentinel, a sign or a 32-bit step would trip over, beside ordinary ones, so that most repeat.
+some_ids = st.one_of(
+    st.sampled_from([0, -1, 1, INT64.min, INT64.min + 1, INT64.max, 2**31, 2**32, -(2**32)]),
+    st.integers(-20, 20),
+    st.integers(0, 30).map(lambda k: k << 56 if k < 16 else -(k << 48)),
+    st.integers(INT64.min, INT64.max),
+)
+batches = st.lists(some_ids, max_size=200).map(lambda ids: np.array(ids, np.int64))
+
+
+@pytest.fixture(autouse=True)
+def _same_number_of_threads() -> Iterator[None]:
+    threads = kernels.cpu.runtime.get_threads()
+    yield
+    kernels.cpu.runtime.set_threads(threads)
+
+
+# ---------------------------------------------------------------------------------------------------- oracles
+
+
+def assert_plan_of(plan: Plan, ids: np.ndarray) -> None:
+    """The plan, array by array, is what NumPy's sorts say of these ids."""
+    flat = ids.reshape(-1)
+    assert plan.shape == ids.shape
+    assert [getattr(plan, name).dtype for name in ARRAYS] == [np.int64, np.int32, np.int32, np.int32]
+    np.testing.assert_array_equal(np.sort(plan.ids), np.unique(flat), "unique ids")
+    np.testing.assert_array_equal(plan.ids[plan.inverse], flat, "inverse")
+    np.testing.assert_array_equal(plan.order, np.argsort(plan.inverse, kind="stable"), "order")
+    sizes = np.bincount(plan.inverse, minlength=plan.ids.size)
+    np.testing.assert_array_equal(plan.starts, np.append(0, np.cumsum(sizes)), "starts")
+
+
+def assert_same(plan: Plan, other: Plan) -> None:
+    assert plan.shape == other.shape
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(plan, name), getattr(other, name), name)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_oracles_see_one_wrong_element(name):
+    ids = np.array([5, 7, 5, 9])
+    plan = make_plan(ids)
+    wrong = getattr(plan, name).copy()
+    wrong[1] = wrong[0]
+    bad = dataclasses.replace(plan, **{name: wrong})
+    with pytest.raises(AssertionError):
+        assert_plan_of(bad, ids)
+    with pytest.raises(AssertionError):
+        assert_same(bad, plan)
+
+
+# ------------------------------------------------------------------------------- kernels, on poisoned memory
+
+
+class Memory:
+    """Arrays full of garbage, with a margin on either side that nobody may write to."""
+
+    MARGIN = 16
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._lent: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def array(self, size: int, dtype: type) -> np.ndarray:
+        nbytes = (size + 2 * self.MARGIN) * np.dtype(dtype).itemsize
+        whole = np.frombuffer(bytearray(self._rng.bytes(nbytes)), dtype)
+        self._lent.append((whole, whole.copy()))
+        return whole[self.MARGIN : self.MARGIN + size]
+
+    def copy(self, values: np.ndarray) -> np.ndarray:
+        array = self.array(values.size, values.dtype.type)
+        array[:] = values
+        return array
+
+    def check(self) -> None:
+        for whole, before in self._lent:
+            np.testing.assert_array_equal(whole[: self.MARGIN], before[: self.MARGIN])
+            np.testing.assert_array_equal(whole[-self.MARGIN :], before[-self.MARGIN :])
+
+
+def reference_call(name, count, *args):
+    return getattr(kernels.reference.plan, name)(*args)
+
+
+def cpu_call(name, count, *args):
+    """Every item of the outer range as a part of its own, last part first: no part may need another."""
+    for item in reversed(range(count)):
+        getattr(kernels.cpu.plan, name)(*args, item, item + 1)
+
+
+def plan_whole(module, ids, memory, seed=0):
+    n = ids.size
+    table = memory.array(planning._table_size(n), np.int32)
+    unique, inverse, order = (memory.array(n, dtype) for dtype in (np.int64, np.int32, np.int32))
+    count = module.dedupe(memory.copy(ids), seed, table, unique, inverse)
+    starts = memory.array(count + 1, np.int32)
+    module.segments(inverse, count, starts, order)
+    memory.check()
+    return Plan(ids.shape, unique[:count].copy(), inverse, starts, order)
+
+
+def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
+    """The steps of the plan of a large batch, with any number of chunks, partitions and workers."""
+    n, ids_ = ids.size, memory.copy(ids)
+    counts = memory.array(chunks * partitions, np.int64).reshape(chunks, partitions)
+    call("count_partitions", chunks, ids_, counts)
+    ends = np.cumsum(counts.T).reshape(partitions, chunks).T
+    bounds = np.append(0, ends[-1])
+    keys, positions = memory.array(n, np.int64), memory.array(n, np.int32)
+    call("partition", chunks, ids_, ends - counts, keys, positions)
+
+    size = planning._table_size(int(np.diff(bounds).max()))
+    tables = memory.array(workers * size, np.int32).reshape(workers, size)
+    local, starts = memory.array(n, np.int32), memory.array(n + partitions, np.int32)
+    order, uniques = memory.array(n, np.int32), memory.array(partitions, np.int64)
+    call("group", workers, keys, positions, bounds, 7, tables, local, starts, order, uniques)
+
+    bases = np.append(0, np.cumsum(uniques))
+    unique, inverse = memory.array(bases[-1], np.int64), memory.array(n, np.int32)
+    all_starts = memory.array(bases[-1] + 1, np.int32)
+    all_starts[-1] = n
+    call("collect", partitions, keys, positions, bounds, bases, local, starts, unique, inverse, all_starts)
+    memory.check()
+    return Plan(ids.shape, unique, inverse, all_starts, order)
+
+
+@given(batches, st.integers(0, INT64.max), st.integers(0, 2**32))
+def test_whole_kernels_equal_their_reference(ids, seed, poison):
+    fast = plan_whole(kernels.cpu.plan, ids, Memory(poison), seed)
+    assert_plan_of(fast, ids)
+    assert_same(fast, plan_whole(kernels.reference.plan, ids, Memory(poison + 1), seed))
+    assert list(dict.fromkeys(ids.tolist())) == fast.ids.tolist(), "the order of first occurrence"
+
+
+@given(batches, st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))
+def test_partition_kernels_equal_their_reference(ids, chunks, log_partitions, workers, poison):
+    fast = plan_by_partitions(cpu_call, ids, Memory(poison), chunks, 2**log_partitions, workers)
+    assert_plan_of(fast, ids)
+    plain = plan_by_partitions(reference_call, ids, Memory(poison + 1), 1, 2**log_partitions, 1)
+    assert_same(fast, plain)
+
+
+def test_dedupe_in_place():
+    ids = zipf(3_000)
+    keys, inverse, table = ids.copy(), np.empty(ids.size, np.int32), np.empty(8_192, np.int32)
+    count = kernels.cpu.plan.dedupe(keys, 1, table, keys, inverse)
+    assert_plan_of(dataclasses.replace(make_plan(ids), ids=keys[:count], inverse=inverse), ids)
+
+
+def test_dedupe_grows_its_table():
+    ids = BATCHES["distinct"](kernels.cpu.plan.FIRST_TABLE + 3)
+    expected = plan_whole(kernels.reference.plan, ids, Memory(1))
+    assert_same(plan_whole(kernels.cpu.plan, ids, Memory(0)), expected)
+
+
+def longest_cluster(ids, seed):
+    """Return the longest run of taken entries that `dedupe` leaves in its table: a bound on its probes."""
+    n = ids.size
+    table = np.empty(planning._table_size(n), np.int32)
+    kernels.cpu.plan.dedupe(ids, seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
+    free = np.flatnonzero(table < 0)
+    return int(np.diff(free, prepend=-1, append=table.size).max()) - 1
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES.keys() - {"colliding"}))
+def test_no_seed_lets_regular_ids_cluster(name):
+    ids = BATCHES[name](30_000)
+    assert max(longest_cluster(ids, seed) for seed in (0, 1, -1, 2**62 + 12345)) < 100
+
+
+def test_ids_made_to_collide_do_so_for_their_own_seed_only():
+    ids = colliding(3_000)
+    assert longest_cluster(ids, 0) == ids.size
+    assert_plan_of(plan_whole(kernels.cpu.plan, ids, Memory(0), seed=0), ids)
+    assert longest_cluster(colliding(30_000), planning._SEED) < 100
+
+
+# ------------------------------------------------------------------------------------------------ whole plans
+
+
+@given(batches)
+def test_a_plan_is_what_a_dict_says(ids):
+    plan = make_plan(ids)
+    positions: dict[int, list[int]] = {}
+    for position, key in enumerate(ids.tolist()):
+        positions.setdefault(key, []).append(position)
+    segments = np.split(plan.order, plan.starts[1:-1]) if ids.size else []
+    assert [segment.tolist() for segment in segments] == list(positions.values())
+    assert plan.ids.tolist() == list(positions)
+    assert_plan_of(plan, ids)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("n", [1_000, LARGE])
+def test_ids_of_every_kind(name, n):
+    ids = BATCHES[name](n)
+    assert ids.dtype == np.int64
+    assert_plan_of(make_plan(ids), ids)
+
+
+@pytest.mark.parametrize("n", [*range(4), planning.SMALL_BATCH - 1, planning.SMALL_BATCH, planning.SMALL_BATCH + 1])
+def test_sizes_around_the_threshold(n):
+    assert_plan_of(make_plan(zipf(n)), zipf(n))
+
+
+@pytest.mark.parametrize("name", ["zipf", "distinct", "same", "one id is most", "colliding"])
+def test_threads_do_not_change_a_bit(name):
+    ids = BATCHES[name](LARGE)
+    partitions = 1 << (LARGE // planning.PARTITION_IDS).bit_length()
+    expected = plan_by_partitions(reference_call, ids, Memory(0), 1, partitions, 1)
+    for threads in range(1, 9):
+        kernels.cpu.runtime.set_threads(threads)
+        assert_same(make_plan(ids), expected)
+
+
+@pytest.mark.parametrize("n", [3_000, LARGE])
+def test_what_scratch_held_does_not_matter(n):
+    expected = make_plan(zipf(n))
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        for buffer in planning._scratch._kept.values():
+            buffer.view(np.uint8)[:] = np.frombuffer(rng.bytes(buffer.nbytes), np.uint8)
+        assert_same(make_plan(zipf(n)), expected)
+
+
+def test_scratch_is_kept_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(planning, "_scratch", planning._Scratch())
+    monkeypatch.setattr(planning, "KEEP_BYTES", 8 * LARGE - 1)
+    assert_plan_of(make_plan(zipf(LARGE)), zipf(LARGE))
+    assert "keys" not in planning._scratch._kept
+    assert planning._scratch._kept["positions"].size == LARGE
+
+
+@pytest.mark.parametrize("n", [100, LARGE])
+def test_a_plan_owns_its_arrays_and_cannot_be_changed(n):
+    ids = zipf(n)
+    plan, expected = make_plan(ids), ids.copy()
+    ids[:] = -5
+    make_plan(ids)
+    assert_plan_of(plan, expected)
+    for name in ARRAYS:
+        assert not getattr(plan, name).flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        plan.ids[0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.epoch = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_slots_are_read_only_too():
+    plan = dataclasses.replace(make_plan(np.array([3, 3, 8])), slots=np.array([0, 1]), epoch=4)
+    assert plan.slots is not None
+    assert not plan.slots.flags.writeable
+    assert plan.epoch == 4
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3, 4), (0, 5), (5, 0), (1, 1)])
+def test_shapes(shape):
+    ids = np.random.default_rng(0).integers(0, 5, shape)
+    assert_plan_of(make_plan(np.asarray(ids)), np.asarray(ids))
+
+
+@pytest.mark.parametrize("n", [30, LARGE])
+def test_ids_in_any_memory(n):
+    ids = zipf(n)
+    frozen = ids.copy()
+    frozen.flags.writeable = False
+    unaligned = np.frombuffer(b"x" + ids.tobytes(), np.int64, offset=1)
+    strided = np.repeat(ids, 3)[::3]
+    backwards = ids[::-1].copy()[::-1]
+    fortran = np.asfortranarray(ids.reshape(2, -1))
+    assert not unaligned.flags.aligned
+    for same in (frozen, unaligned, strided, backwards):
+        assert_same(make_plan(same), make_plan(ids))
+    assert_same(make_plan(fortran), make_plan(ids.reshape(2, -1)))
+    assert ids.flags.writeable
+
+
+def test_more_ids_than_int32_positions_are_refused():
+    ids = np.broadcast_to(np.int64(3), (2, 2**30))
+    with pytest.raises(ArgumentError, match=r"at most 2,147,483,647: got 2,147,483,648 .*Split the batch"):
+        make_plan(ids)
+
+
+def test_plans_made_at_the_same_time():
+    sizes = [LARGE, 5_000, LARGE + 11, 200] * 3
+    expected = [make_plan(zipf(n)) for n in sizes]
+    kernels.cpu.runtime.set_threads(3)
+    with ThreadPoolExecutor(4) as pool:
+        for plan, other in zip(pool.map(lambda n: make_plan(zipf(n)), sizes), expected, strict=True):
+            assert_same(plan, other)

@@ -1,0 +1,28 @@
+"""Sizes with which small tables are cut into as many pieces as large ones."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from embedrock.machine import vfs
+from embedrock.store import compaction, reading, runs, store
+from embedrock.table import files, table
+from embedrock.tiers import commit, disk
+
+SIZES: dict[ModuleType, dict[str, int]] = {
+    compaction: {"CHUNK_BYTES": 1, "PIECE_BYTES": 300, "SCAN_ROWS": 64},
+    commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
+    disk: {"LEAST_OVERLAY_BYTES": 4096},
+    files: {"LEAST_COMPACTED_BYTES": 1 << 14},
+    reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
+    runs: {"_BEHIND_BYTES": 1 << 12, "_JOINED_BYTES": 100, "_BLOCK_ROWS": 2},
+    store: {"SCAN_ROWS": 64, "REWRITE_ROWS": 8},
+    table: {"EXPORT_BATCH_ROWS": 50},
+    vfs: {
+        "DIRECT_BYTES": 3 << 12,
+        "DIRECT_WRITE_BYTES": 1 << 12,
+        "BOUNCE_BYTES": 1 << 13,
+        "WRITE_BEHIND_BYTES": 1 << 12,
+        "DIRTY_BYTES": 1 << 14,
+    },
+}
