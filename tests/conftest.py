@@ -1,16 +1,13 @@
-"""What every test gets: hypothesis profiles, fresh numba caches, and the real data folder."""
+"""What every test gets: hypothesis profiles, and the real data folder."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-from stale_kernels import purge_stale_kernels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -30,9 +27,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where a shell started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    package = importlib.util.find_spec("embedrock")
-    if package is not None and package.origin is not None:
-        purge_stale_kernels(Path(package.origin).parent / "kernels")
 
 
 @pytest.fixture(scope="session")

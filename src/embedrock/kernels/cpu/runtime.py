@@ -25,6 +25,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from embedrock.errors import ArgumentError
+from embedrock.kernels.cpu.machine_code import KernelCache
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
 # branches, which would keep loops from being vectorized.
@@ -33,16 +34,17 @@ _FLAGS: Any = {"nogil": True, "error_model": "numpy"}
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a kernel at its first call, and keep the machine code on disk for other processes."""
+    compiled = njit(**_FLAGS)(function)
     try:
-        return njit(**_FLAGS, cache=True)(function)
-    except RuntimeError as error:  # neither the package's folder nor the user's cache folder can be written to
+        compiled._cache = KernelCache(function)  # Numba has a name for one cache only, its own
+    except OSError as error:
         warnings.warn(
-            f"kernels are compiled anew in every process, because Numba found no place to keep them: {error}. "
+            f"kernels are compiled anew in every process, because there is no place to keep them: {error}. "
             "Set NUMBA_CACHE_DIR to a folder that can be written to.",
             RuntimeWarning,
             stacklevel=2,
         )
-        return njit(**_FLAGS)(function)
+    return compiled
 
 
 # For parts of kernels whose loops must be vectorized together with those around them. LLVM's own choice leaves a call
@@ -281,7 +283,8 @@ def _forget_pool() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)
-    # Nor has it the thread that was compiling a kernel, and would hold the lock of Numba's compiler for ever.
+    # Nor has it the thread that was compiling a kernel, and would hold the lock of Numba's compiler for ever. What is
+    # registered later runs earlier before a fork: calls that still have to compile end before the lock is taken.
     release = global_compiler_lock.release
     os.register_at_fork(before=global_compiler_lock.acquire, after_in_parent=release, after_in_child=release)
+    os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)

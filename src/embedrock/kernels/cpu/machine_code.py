@@ -1,0 +1,132 @@
+"""Where compiled kernels are kept for other processes: in the user's cache folder, by a digest of their sources.
+
+Numba's own cache asks only whether the file that defines a function has changed, so a function inlined from another
+file goes on in its old version; it lies beside the sources, so every clone compiles anew; and two processes that
+compile at once may give two kernels one file. Here the digest is that of all kernel files, and who adds holds a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+SOURCES = Path(__file__).resolve().parents[1]
+PREFIX = "kernels-"
+UNUSED_DAYS = 60  # after which code of other versions is removed
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Return what changes with any kernel file, and with the compiler."""
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]}".encode())
+    for file in sorted([*SOURCES.glob("*.py"), *SOURCES.glob("cpu/*.py")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def user_cache_folder() -> Path:
+    """Return the folder for what may be made anew: NUMBA_CACHE_DIR, or where the system keeps such things."""
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(named)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "embedrock"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "embedrock"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock"
+
+
+@functools.cache
+def code_folder() -> Path:
+    """Return the folder of these sources' machine code, made if it is not there.
+
+    Raises:
+        OSError: neither the user's cache folder nor the package's own can be written to.
+    """
+    try:
+        return _made(user_cache_folder())
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return _made(SOURCES / "__pycache__")
+
+
+def _made(parent: Path) -> Path:
+    folder = parent / (PREFIX + digest_of_sources()[:16])
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_unused(parent)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written to")
+    with contextlib.suppress(OSError):  # of another user
+        os.utime(folder)
+    return folder
+
+
+def _remove_unused(parent: Path) -> None:
+    for folder in parent.glob(PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > UNUSED_DAYS * 86_400:
+                shutil.rmtree(folder)
+
+
+class _Locator(_CacheLocator):
+    """Tells Numba where code is kept, and what makes it stale."""
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        self._py_file, self._py_func = py_file, py_func
+
+    def get_cache_path(self) -> str:
+        return str(code_folder())
+
+    def get_source_stamp(self) -> str:
+        return digest_of_sources()
+
+    def get_disambiguator(self) -> str:
+        return f"{self._py_func.__code__.co_firstlineno}-{Path(self._py_file).parent.name}"
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
+        return cls(py_func, py_file)
+
+
+class _Kept(CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012  # as Numba's own
+
+
+class KernelCache(FunctionCache):
+    """The code of one kernel.
+
+    Raises:
+        OSError: there is no folder to keep it in.
+    """
+
+    _impl_class = _Kept
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        with _alone(Path(self.cache_path)):
+            super()._save_overload(sig, data)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock among processes: two that read the index at once would choose one file for two kernels."""
+    if fcntl is None:
+        yield
+        return
+    with open(folder / "LOCK", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
