@@ -20,6 +20,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 # For this process and those that tests start; the frameworks read them when they are imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
+# Kernels for GPUs run under Triton's interpreter, which only those who chose it before Triton was imported get.
+# `TRITON_INTERPRET=0 pytest tests/gpu` runs them compiled, on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # torch's threads wait by spinning: where two busy processors were shared with TensorFlow's, a step of 2 ms took 30.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -11,5 +11,6 @@ try:
 except ImportError:  # an extra is not installed
     collect_ignore_glob = ["*"]
 else:
-    if runtime.is_interpreted() != INTERPRETED or not (INTERPRETED or torch.cuda.is_available()):
-        collect_ignore_glob = ["*"]  # something imported Triton before this file; or there is no GPU
+    assert runtime.is_interpreted() == INTERPRETED, "Triton was imported before tests/conftest.py"
+    if not (INTERPRETED or torch.cuda.is_available()):
+        collect_ignore_glob = ["*"]
