@@ -237,7 +237,7 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.delta = [run for run in store.delta if run not in folded]
         store.overlay.remove_runs_below(source.first_kept)
         logs = [log for log in store.logs if log.number < source.first_kept]
-    store.forget([*folded, *replaced, *logs])
+        store.forget([*folded, *replaced, *logs])  # before a commit is published that no longer names them
 
 
 def _remove(store: Store, folder: str) -> None:

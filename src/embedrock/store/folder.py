@@ -195,7 +195,7 @@ def _readable(system: System, folder: str, commit: int) -> Manifest | None:
 def remove_orphans(system: System, folder: str, uuid: str) -> int:
     """Remove files of this table that no commit names: those of a writer that did not live to commit them."""
     try:
-        kept = {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
+        kept = named_files(system, folder)
     except (EmbedrockError, OSError):
         return 0  # what a damaged commit names is not known
     removed = 0
@@ -204,6 +204,15 @@ def remove_orphans(system: System, folder: str, uuid: str) -> int:
             _remove(system, folder, name)
             removed += 1
     return removed
+
+
+def named_files(system: System, folder: str) -> set[str]:
+    """Return the names of the files that commits need.
+
+    Raises:
+        EmbedrockError, OSError: a commit cannot be read, so that what it needs is not known.
+    """
+    return {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
 
 
 def files_of(manifest: Manifest) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import ArgumentError, CommitError
+from embedrock.errors import ArgumentError, CommitError, EmbedrockError
 from embedrock.machine.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -406,6 +406,7 @@ class Store:
 
     def emptied(self, record_bytes: int) -> Store:
         """Return a store of the same files that holds no records yet, of another size: its next commit replaces all."""
+        self.check_commits()
         manifest = replace(self.manifest, record_bytes=record_bytes, base=(), delta=(), history=(), count=0)
         return Store(self.system, self.folder, manifest, self._held)
 
@@ -450,20 +451,26 @@ class Store:
         with self.lock:
             self.logs = [log for log in self.logs if log not in runs]
             self._active = self._active if self._active in self.logs else None
-            needed = folders.files_of(self.manifest) | self._frozen
-        self.drop(runs)
-        self._unlink([run for run in runs if run.path not in needed])
+            self.drop(runs)
+            self._unlink([run for run in runs if run.path not in self._frozen])
 
     def _remove(self, logs: Sequence[Log]) -> None:
         """Remove logs that hold nothing of use."""
         self.drop(logs)
         self._unlink(logs)
 
-    def _unlink(self, logs: Sequence[Run]) -> None:
-        """Remove the files of logs. A failure costs disk space only."""
-        for log in logs:
+    def _unlink(self, runs: Sequence[Run]) -> None:
+        """Remove the files of those runs that no commit names. A failure costs disk space only."""
+        try:
+            named = folders.named_files(self.system, self.folder) if any(run.entry for run in runs) else set()
+        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
+            self.add(collections_failed=1)
+            return
+        for run in runs:
+            if run.path in named:
+                continue
             try:
-                self.system.unlink(folders.join(self.folder, log.path))
+                self.system.unlink(folders.join(self.folder, run.path))
             except OSError:
                 self.add(collections_failed=1)
 

@@ -1,0 +1,133 @@
+"""No file that a commit names is ever removed, whoever commits, compacts and rolls back at the same time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.machine.vfs import OS_SYSTEM, OSSystem
+from embedrock.store import folder as folders
+from embedrock.store.store import Store
+from same_tables import check_same
+
+ROWS, DIM = 300, 3
+
+
+class Watched(OSSystem):
+    """A system that notes which files were removed while a commit named them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[str] = []
+
+    def unlink(self, path: str) -> None:
+        table, kind, name = path.rpartition("/delta/") if "/delta/" in path else path.partition("/base/")
+        if kind and kind[1:] + name in folders.named_files(OS_SYSTEM, table):
+            self.lost.append(kind[1:] + name)
+        super().unlink(path)
+
+
+def table_at(path: Path, **options: Any) -> er.Table:
+    return er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), path=path / "t.rock", memory="1MiB", **options)
+
+
+def train(table: er.Table, *seeds: int) -> None:
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        table.update(rng.integers(0, ROWS, 40), rng.standard_normal((40, DIM)).astype(np.float32))
+
+
+def trained(*seeds: int) -> er.Table:
+    table = er.Table(ROWS, DIM, rule=er.Adam(lr=0.1))
+    train(table, *seeds)
+    return table
+
+
+def same_at(path: Path, commit: int, *seeds: int) -> None:
+    """Check that a commit opens, and holds what training by these seeds gives."""
+    with er.open(path / "t.rock", mode="r", at=commit) as found, trained(*seeds) as expected:
+        check_same(found, expected)
+
+
+def commit_before_forgetting(table: er.Table, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> threading.Thread:
+    """Let the next compaction find a commit that was begun when its base was there, before its logs are forgotten."""
+    forget = Store.forget
+    thread = threading.Thread(target=lambda: (train(table, 2), table.commit()))
+
+    def late(store: Store, runs: Any) -> None:
+        if not thread.ident:
+            thread.start()
+            thread.join(seconds)
+        forget(store, runs)
+
+    monkeypatch.setattr(Store, "forget", late)
+    return thread
+
+
+def test_a_commit_keeps_its_files_while_another_is_published_beside_a_compaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = Watched()
+    with table_at(tmp_path, system=system) as table:
+        train(table, 1)
+        kept = table.commit(name="kept")
+        thread = commit_before_forgetting(table, monkeypatch, seconds=1.0)
+        table.compact()
+        thread.join()
+        assert system.lost == []
+        assert table.verify().problems == []
+        same_at(tmp_path, kept, 1)
+        same_at(tmp_path, table.last_commit, 1, 2)
+
+
+def test_the_watch_sees_a_file_that_is_forgotten_too_early(tmp_path: Path) -> None:
+    system = Watched()
+    with table_at(tmp_path, system=system) as table:
+        train(table, 1)
+        table.commit()
+        for name in folders.named_files(OS_SYSTEM, str(tmp_path / "t.rock")):
+            system.unlink(str(tmp_path / "t.rock" / name))
+        assert len(system.lost) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_commits_and_compactions_at_once_keep_all_files(tmp_path: Path, seed: int) -> None:
+    system, rng, made = Watched(), np.random.default_rng(seed), dict[int, tuple[int, ...]]()
+    with table_at(tmp_path, system=system, keep=3) as table:
+        done: list[int] = []
+        for step in range(12):
+            compaction = threading.Thread(target=table.compact)
+            for part in range(2):
+                train(table, number := 2 * step + part)
+                done.append(number)
+                if part == 0:
+                    compaction.start()
+                made[table.commit(name=f"{number}" if rng.random() < 0.3 else None, wait=bool(rng.random() < 0.5))] = (
+                    *done,
+                )
+            compaction.join()
+        table.commit()
+        there = {line["commit"] for line in table.commits()} & made.keys()
+        assert len(there) >= 3
+        assert system.lost == []
+        assert table.verify().problems == []
+        for commit in there:
+            same_at(tmp_path, commit, *made[commit])
+
+
+def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with table_at(tmp_path) as table:
+        train(table, 1)
+        table.commit()
+        monkeypatch.setattr(table._durability.store, "broken", "the disk failed twice")  # type: ignore[union-attr]
+        with pytest.raises(er.CommitError, match="commits are no longer taken"):
+            table.set_rule(er.SGD(lr=0.1))
+        assert table.verify().problems == []
+        monkeypatch.undo()
