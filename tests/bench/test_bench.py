@@ -20,15 +20,17 @@ from statistics import median
 import numpy as np
 import pytest
 
-from embedrock.bench import cli, comparisons, contenders, rounds
-from embedrock.bench.contenders import Contender, Unavailable
-from embedrock.bench.counts import count
-from embedrock.bench.machine import machine_facts, peak_rss_bytes, rss_bytes
-from embedrock.bench.processes import Child, ChildError, child_environment
-from embedrock.bench.report import Target, Verdict, comparison, format_results, format_verdicts, spread
-from embedrock.bench.rounds import Effort, Entry, Result, measure, plan_groups
-from embedrock.bench.workload import SCATTER, Workload, bounded_zipf
+from embedrock.bench import cli
+from embedrock.bench.harness import rounds
+from embedrock.bench.harness.machine import machine_facts, peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError, child_environment
+from embedrock.bench.harness.report import Target, Verdict, comparison, format_results, format_verdicts, spread
+from embedrock.bench.harness.rounds import Effort, Entry, Result, measure, plan_groups
+from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
+from embedrock.bench.step import comparisons, contenders
+from embedrock.bench.step.contenders import Contender, Unavailable
 from embedrock.machine.ram import available_bytes
+from embedrock.terminal.counts import count
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = Effort(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)
@@ -717,7 +719,8 @@ def test_a_failure_is_the_exit_status(tmp_path, monkeypatch, capsys):
 INTERRUPTED = """
 import sys, test_bench
 from functools import partial
-from embedrock.bench import cli, comparisons
+from embedrock.bench import cli
+from embedrock.bench.step import comparisons
 slow = test_bench.toy("slow", partial(test_bench.make_sleeper, seconds=600))
 cli.COMPARISONS = (comparisons.Comparison("toy", "toys", (test_bench.toy("good"), slow), (), (test_bench.TINY,)),)
 sys.exit(cli.main(["toy"]))

@@ -19,13 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.bench import cgroups, cli, commit, disk, disk_contenders, raw_disk
-from embedrock.bench.arguments import size
-from embedrock.bench.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
-from embedrock.bench.disk import DiskEffort, Judge, Measured, SpaceError, scratch_folder
-from embedrock.bench.disk_contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
-from embedrock.bench.processes import ChildError, child_environment
-from embedrock.bench.workload import SCATTER, Workload
+from embedrock.bench import cli
+from embedrock.bench.disk import commits as commit
+from embedrock.bench.disk import contenders as disk_contenders
+from embedrock.bench.disk import raw as raw_disk
+from embedrock.bench.disk import training as disk
+from embedrock.bench.disk.contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
+from embedrock.bench.disk.training import DiskEffort, Judge, Measured, SpaceError, scratch_folder
+from embedrock.bench.harness import cgroups
+from embedrock.bench.harness.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
+from embedrock.bench.harness.processes import ChildError, child_environment
+from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.terminal.arguments import size
 
 MIB = 1 << 20
 TINY = Workload(rows=3000, dim=8, batch=64, features=2)

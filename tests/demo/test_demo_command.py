@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedrock.bench.processes import child_environment
+from embedrock.bench.harness.processes import child_environment
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 
 pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 
-from embedrock.bench.processes import ChildError  # noqa: E402
+from embedrock.bench.harness.processes import ChildError  # noqa: E402
 from embedrock.demo import contest as contest_module  # noqa: E402
 from embedrock.demo.backends import BACKENDS, DENSE, EMBEDROCK, SPARSE, first_values  # noqa: E402
 from embedrock.demo.contest import Outcome, contest  # noqa: E402

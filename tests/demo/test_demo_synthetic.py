@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedrock.bench.workload import SCATTER
+from embedrock.bench.harness.workload import SCATTER
 from embedrock.demo.metrics import auc
 from embedrock.demo.synthetic import BIAS, ITEM_PULL, MATCH, RANK, USER_PULL, PlantedLog
 

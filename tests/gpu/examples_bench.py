@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from embedrock.bench.gpu_kernels import touch
+from embedrock.bench.gpu.kernels import touch
 
 
 def example_touch() -> None:

@@ -16,12 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from embedrock.bench import cli, gpu, gpu_contenders, gpu_report, gpu_workloads
-from embedrock.bench.gpu_contenders import CONTENDERS, GpuContender, Parts, Traffic, Trainer
-from embedrock.bench.gpu_device import INTERPRETER, Device
-from embedrock.bench.gpu_limits import Limits
-from embedrock.bench.gpu_rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure, plan_groups
-from embedrock.bench.gpu_workloads import GpuWorkload
+from embedrock.bench import cli
+from embedrock.bench.gpu import contenders as gpu_contenders
+from embedrock.bench.gpu import report as gpu_report
+from embedrock.bench.gpu import training as gpu
+from embedrock.bench.gpu import workloads as gpu_workloads
+from embedrock.bench.gpu.contenders import CONTENDERS, GpuContender, Parts, Traffic, Trainer
+from embedrock.bench.gpu.device import INTERPRETER, Device
+from embedrock.bench.gpu.limits import Limits
+from embedrock.bench.gpu.rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure, plan_groups
+from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.errors import UnsupportedError
 
 GIB = 1 << 30
@@ -280,7 +284,7 @@ def test_limits_are_measured(name: str):
 
 
 def test_the_kernel_on_host_memory_touches_what_it_is_told():
-    from embedrock.bench.gpu_kernels import touch
+    from embedrock.bench.gpu.kernels import touch
 
     records = torch.zeros(9, 24)
     touch(records, torch.tensor([1, 4, 8], dtype=torch.int32), writes=False)

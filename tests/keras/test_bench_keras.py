@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from embedrock.bench import cli, keras_fit
-from embedrock.bench.keras_contenders import FIT, LAYER, FitSession
-from embedrock.bench.keras_fit import PEAK_ROWS, TARGETS, KerasEffort
-from embedrock.bench.processes import Child
-from embedrock.bench.report import Report
-from embedrock.bench.workload import Workload
+from embedrock.bench import cli
+from embedrock.bench.harness.processes import Child
+from embedrock.bench.harness.report import Report
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.keras import fit as keras_fit
+from embedrock.bench.keras.contenders import FIT, LAYER, FitSession
+from embedrock.bench.keras.fit import PEAK_ROWS, TARGETS, KerasEffort
 
 pytest.importorskip("tensorflow")
 

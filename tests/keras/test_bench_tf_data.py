@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from embedrock.bench import cli
-from embedrock.bench.tf_data import AHEADS, Fit, Reader, Writer
-from embedrock.bench.tf_readings import READINGS, Log
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.keras.readings import READINGS, Log
+from embedrock.bench.keras.tf_data import AHEADS, Fit, Reader, Writer
 
 TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
 
@@ -43,7 +43,7 @@ def test_a_turn_of_reading(log: Log):
 
 @pytest.mark.parametrize("name", ["fit", "fit-erk-prefetch-2"])
 def test_a_turn_of_training(log: Log, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("embedrock.bench.tf_data.WARM_UP_STEPS", 2)
+    monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 2)
     assert name in [one.name for one in AHEADS]
     Writer(log).write_table()
     with pytest.warns(match="closed with changes"):

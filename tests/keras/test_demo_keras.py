@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("tensorflow")
 pytest.importorskip("tqdm")
 
-from embedrock.bench.processes import child_environment
+from embedrock.bench.harness.processes import child_environment
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.demo import course, keras_run
 from embedrock.demo.keras_models import MODELS, make_model

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 import embedrock as er
 from embedrock import kernels
-from embedrock.bench.workload import SCATTER, bounded_zipf
+from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 from embedrock.tiers.cache import DIRTY, FROZEN, POLICIES, WRITING, Cache, Whole
 
 REFERENCE = kernels.reference.cache

@@ -14,24 +14,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embedrock.bench import commit, create, disk, gpu, keras_fit, tf_data
-from embedrock.bench.arguments import size, writable_file
-from embedrock.bench.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
-from embedrock.bench.contenders import Contender
-from embedrock.bench.counts import count
-from embedrock.bench.disk import DiskEffort
-from embedrock.bench.disk_contenders import CONTENDERS as DISK_CONTENDERS
-from embedrock.bench.disk_contenders import DiskContender
-from embedrock.bench.gpu_contenders import CONTENDERS as GPU_CONTENDERS
-from embedrock.bench.gpu_contenders import GpuContender
-from embedrock.bench.gpu_rounds import GpuEffort
-from embedrock.bench.keras_contenders import FIT, LAYER
-from embedrock.bench.keras_fit import KERAS_ROWS, KERAS_WORKLOAD, KerasEffort
-from embedrock.bench.machine import machine_facts
-from embedrock.bench.report import Report, format_verdicts, write_json
-from embedrock.bench.rounds import Effort
-from embedrock.bench.tf_data import TfDataEffort
-from embedrock.bench.workload import MAX_ROWS, Workload
+from embedrock.bench.disk import commits as commit
+from embedrock.bench.disk import training as disk
+from embedrock.bench.disk.contenders import CONTENDERS as DISK_CONTENDERS
+from embedrock.bench.disk.contenders import DiskContender
+from embedrock.bench.disk.training import DiskEffort
+from embedrock.bench.gpu import training as gpu
+from embedrock.bench.gpu.contenders import CONTENDERS as GPU_CONTENDERS
+from embedrock.bench.gpu.contenders import GpuContender
+from embedrock.bench.gpu.rounds import GpuEffort
+from embedrock.bench.harness.machine import machine_facts
+from embedrock.bench.harness.report import Report, format_verdicts, write_json
+from embedrock.bench.harness.rounds import Effort
+from embedrock.bench.harness.workload import MAX_ROWS, Workload
+from embedrock.bench.keras import fit as keras_fit
+from embedrock.bench.keras import tf_data
+from embedrock.bench.keras.contenders import FIT, LAYER
+from embedrock.bench.keras.fit import KERAS_ROWS, KERAS_WORKLOAD, KerasEffort
+from embedrock.bench.keras.tf_data import TfDataEffort
+from embedrock.bench.step import create
+from embedrock.bench.step.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
+from embedrock.bench.step.contenders import Contender
+from embedrock.terminal.arguments import size, writable_file
+from embedrock.terminal.counts import count
 
 DESCRIPTION = """
 Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,

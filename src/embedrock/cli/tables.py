@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import embedrock as er
-from embedrock.bench.counts import count
 from embedrock.cli import exports, imports
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
 from embedrock.errors import CorruptTableError
@@ -26,6 +25,7 @@ from embedrock.store.store import Store
 from embedrock.store.verify import Verdict, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
+from embedrock.terminal.counts import count
 
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 import embedrock.torch as ert
-from embedrock.bench.report import format_table
+from embedrock.bench.harness.report import format_table
 from embedrock.demo.backends import EMBEDROCK
 from embedrock.demo.contest import Outcome, contest
 from embedrock.demo.course import (

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import embedrock as er
-from embedrock.bench.arguments import size, writable_file
-from embedrock.bench.counts import count
-from embedrock.bench.workload import MAX_ROWS
+from embedrock.bench.harness.workload import MAX_ROWS
 from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
 from embedrock.errors import EmbedrockError
+from embedrock.terminal.arguments import size, writable_file
+from embedrock.terminal.counts import count
 
 DESCRIPTION = """
 Train a recommender whose embeddings are Embedrock tables.

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.machine import rss_bytes
-from embedrock.bench.processes import Child, ChildError
+from embedrock.bench.harness.machine import rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.demo.backends import BACKENDS
 from embedrock.demo.plan import ModelPlan
 from embedrock.demo.synthetic import Clicks, PlantedLog

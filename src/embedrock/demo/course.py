@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embedrock.bench.machine import rss_bytes
-from embedrock.bench.report import format_table
+from embedrock.bench.harness.machine import rss_bytes
+from embedrock.bench.harness.report import format_table
 from embedrock.demo.metrics import auc
 from embedrock.demo.options import ClickOptions
 from embedrock.demo.plan import ModelPlan, TableSize

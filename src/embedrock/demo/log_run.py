@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from embedrock.bench.report import format_table
+from embedrock.bench.harness.report import format_table
 from embedrock.demo.backends import EMBEDROCK, SPARSE, Backend
 from embedrock.demo.interactions import Log, LogError, read_log
 from embedrock.demo.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Batch, Split, batches, leave_one_out

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.workload import Workload
 from embedrock.demo.options import ClickOptions
 from embedrock.demo.plan import ModelPlan
 from embedrock.demo.synthetic import ZIPF

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 import embedrock as er
-from embedrock.bench.workload import SCATTER, bounded_zipf
+from embedrock.bench.harness.workload import SCATTER, bounded_zipf
 
 ZIPF = 1.05
 RANK = 2  # columns of the planted factors that meet in a product
@@ -41,7 +41,7 @@ class PlantedLog:
     are the first values of two tables that are never trained, so they are a function of the id and take no RAM.
 
     Args:
-        users, items: how many there are, at most `embedrock.bench.workload.MAX_ROWS` each.
+        users, items: how many there are, at most `embedrock.bench.harness.workload.MAX_ROWS` each.
         seed: of everything.
 
     Example:

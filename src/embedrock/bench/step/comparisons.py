@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from embedrock.bench import contenders
-from embedrock.bench.contenders import Contender
-from embedrock.bench.report import Report, Target, comparison, format_results, format_verdicts
-from embedrock.bench.rounds import Effort, Entry, measure
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.report import Report, Target, comparison, format_results, format_verdicts
+from embedrock.bench.harness.rounds import Effort, Entry, measure
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.step import contenders
+from embedrock.bench.step.contenders import Contender
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from embedrock.bench.contenders import Contender
-from embedrock.bench.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.step.contenders import Contender
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
 

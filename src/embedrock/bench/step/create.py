@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.processes import Child, ChildError, child_environment
-from embedrock.bench.report import Report, Verdict, format_verdicts
-from embedrock.bench.rounds import Effort
-from embedrock.bench.workload import SCATTER
+from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError, child_environment
+from embedrock.bench.harness.report import Report, Verdict, format_verdicts
+from embedrock.bench.harness.rounds import Effort
+from embedrock.bench.harness.workload import SCATTER
 
 CREATE_S = 0.2
 IMPORT_S = 0.3

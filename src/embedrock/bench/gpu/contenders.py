@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.bench.contenders import LEARNING_RATE, Unavailable, import_fbgemm, import_torch
-from embedrock.bench.gpu_device import Device
-from embedrock.bench.gpu_workloads import ADAM_COLUMNS, GpuWorkload
+from embedrock.bench.gpu.device import Device
+from embedrock.bench.gpu.workloads import ADAM_COLUMNS, GpuWorkload
+from embedrock.bench.step.contenders import LEARNING_RATE, Unavailable, import_fbgemm, import_torch
 
 LOOK_AHEAD = 2  # batches
 HIDDEN = (128, 64)  # units of the model that follows the rows

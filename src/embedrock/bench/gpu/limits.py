@@ -7,9 +7,9 @@ from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
 
-from embedrock.bench.contenders import LEARNING_RATE, import_torch
-from embedrock.bench.gpu_device import Device
-from embedrock.bench.gpu_workloads import FLOAT_BYTES
+from embedrock.bench.gpu.device import Device
+from embedrock.bench.gpu.workloads import FLOAT_BYTES
+from embedrock.bench.step.contenders import LEARNING_RATE, import_torch
 
 RATE = 1e9  # rates are in GB/s
 RECORD_BYTES = (768, 1536)  # of Adam's rows of 64 and of 128
@@ -76,7 +76,7 @@ class Limits:
         return {name: rate for record_bytes in RECORD_BYTES for name, rate in self._touched(record_bytes).items()}
 
     def _touched(self, record_bytes: int) -> dict[str, float]:
-        from embedrock.bench.gpu_kernels import touch
+        from embedrock.bench.gpu.kernels import touch
 
         records = self._device.pinned_floats(self._sizes.table_bytes // record_bytes, record_bytes // FLOAT_BYTES)
         rows = cycle(self._rows_of_several_goes(len(records), self._sizes.bus_rows))

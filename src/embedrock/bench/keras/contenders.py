@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.contenders import LEARNING_RATE, Contender, Step, Unavailable, our_step
-from embedrock.bench.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.step.contenders import LEARNING_RATE, Contender, Step, Unavailable, our_step
 
 HIDDEN = 64  # units of the first of the two Dense layers
 REPLICAS = 2  # of MirroredStrategy, which share a batch

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from embedrock.bench import gpu_workloads
-from embedrock.bench.gpu_contenders import OURS_A, SPARSE, WIDE, WIDER, GpuContender
-from embedrock.bench.gpu_device import Device, Probe
-from embedrock.bench.gpu_limits import Limits
-from embedrock.bench.gpu_report import format_lines, judge, judge_limits, summary
-from embedrock.bench.gpu_rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure
-from embedrock.bench.gpu_workloads import GpuWorkload
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts
+from embedrock.bench.gpu import workloads as gpu_workloads
+from embedrock.bench.gpu.contenders import OURS_A, SPARSE, WIDE, WIDER, GpuContender
+from embedrock.bench.gpu.device import Device, Probe
+from embedrock.bench.gpu.limits import Limits
+from embedrock.bench.gpu.report import format_lines, judge, judge_limits, summary
+from embedrock.bench.gpu.rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure
+from embedrock.bench.gpu.workloads import GpuWorkload
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts
 from embedrock.errors import EmbedrockError, UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes

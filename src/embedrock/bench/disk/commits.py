@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.cgroups import confined
-from embedrock.bench.contenders import LEARNING_RATE
-from embedrock.bench.disk import DiskEffort, limit_note, say, scratch_folder
-from embedrock.bench.disk_contenders import RECORD_COLUMNS, TABLE, Job, train
-from embedrock.bench.machine import rss_bytes
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.raw_disk import write_rate
-from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts
-from embedrock.bench.workload import SCATTER, Workload
+from embedrock.bench.disk.contenders import RECORD_COLUMNS, TABLE, Job, train
+from embedrock.bench.disk.raw import write_rate
+from embedrock.bench.disk.training import DiskEffort, limit_note, say, scratch_folder
+from embedrock.bench.harness.cgroups import confined
+from embedrock.bench.harness.machine import rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts
+from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.bench.step.contenders import LEARNING_RATE
 from embedrock.machine.sizes import format_bytes
 
 TOUCH_ROWS = 16_384  # stepped at a time

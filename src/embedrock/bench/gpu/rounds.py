@@ -18,12 +18,12 @@ from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
-from embedrock.bench.gpu_contenders import LOOK_AHEAD, GpuContender, Traffic, Trainer
-from embedrock.bench.gpu_device import INTERPRETER, Device
-from embedrock.bench.gpu_workloads import GpuWorkload
-from embedrock.bench.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.rounds import Effort
+from embedrock.bench.gpu.contenders import LOOK_AHEAD, GpuContender, Traffic, Trainer
+from embedrock.bench.gpu.device import INTERPRETER, Device
+from embedrock.bench.gpu.workloads import GpuWorkload
+from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.rounds import Effort
 from embedrock.machine.sizes import format_bytes
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from embedrock.bench.rounds import FIRST_STEPS, Result
+from embedrock.bench.harness.rounds import FIRST_STEPS, Result
 from embedrock.machine.sizes import format_bytes
 
 SCHEMA = 1  # of the JSON

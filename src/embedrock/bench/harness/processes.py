@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
-_BOOT = "from embedrock.bench.processes import serve; serve()"
+_BOOT = "from embedrock.bench.harness.processes import serve; serve()"
 _LAST_WORDS = 300  # characters of a dead child's output that its obituary quotes
 
 

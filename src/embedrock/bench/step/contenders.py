@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.workload import Workload
 from embedrock.tiers.memory import SMALL_BYTES
 
 LEARNING_RATE = 1e-3

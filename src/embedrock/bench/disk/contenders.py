@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.bench.cgroups import outside_bytes
-from embedrock.bench.contenders import LEARNING_RATE, import_torch
-from embedrock.bench.machine import peak_rss_bytes
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.cgroups import outside_bytes
+from embedrock.bench.harness.machine import peak_rss_bytes
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.step.contenders import LEARNING_RATE, import_torch
 
 WRITE_ROWS = 16_384  # written at a time, when files are prepared
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam, as in PyTorch

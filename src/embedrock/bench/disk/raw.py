@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedrock.bench.processes import Child, ChildError
+from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.machine.vfs import BLOCK, O_DIRECT, OS_SYSTEM
 
 DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.bench.contenders import Unavailable
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.step.contenders import Unavailable
 
 SHARDS = 5
 

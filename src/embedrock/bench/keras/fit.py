@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embedrock.bench.comparisons import describe, run_entries
-from embedrock.bench.contenders import Contender
-from embedrock.bench.keras_contenders import FIT, LAYER, FitSession
-from embedrock.bench.report import Report, Target, Verdict, format_verdicts
-from embedrock.bench.rounds import Effort, Entry
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.report import Report, Target, Verdict, format_verdicts
+from embedrock.bench.harness.rounds import Effort, Entry
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.keras.contenders import FIT, LAYER, FitSession
+from embedrock.bench.step.comparisons import describe, run_entries
+from embedrock.bench.step.contenders import Contender
 
 KERAS_WORKLOAD = Workload(features=1)
 KERAS_ROWS = (100_000, 1_000_000, 10_000_000)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.bench.contenders import Unavailable
-from embedrock.bench.disk import SPARE_BYTES, scratch_folder
-from embedrock.bench.machine import ROOT, rss_bytes
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.report import Report, format_number, format_table
-from embedrock.bench.rounds import Effort
-from embedrock.bench.tf_readings import READINGS, SHARDS, Log, records
-from embedrock.bench.workload import Workload
+from embedrock.bench.disk.training import SPARE_BYTES, scratch_folder
+from embedrock.bench.harness.machine import ROOT, rss_bytes
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.report import Report, format_number, format_table
+from embedrock.bench.harness.rounds import Effort
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.keras.readings import READINGS, SHARDS, Log, records
+from embedrock.bench.step.contenders import Unavailable
 from embedrock.machine.sizes import format_bytes
 
 WORKLOAD = Workload(rows=1_000_000, features=8, batches=250)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from embedrock.bench.gpu_contenders import WIDE, WIDER
-from embedrock.bench.gpu_limits import RATE
-from embedrock.bench.gpu_rounds import GpuResult
-from embedrock.bench.gpu_workloads import GpuWorkload
-from embedrock.bench.report import Verdict, format_number, format_table
+from embedrock.bench.gpu.contenders import WIDE, WIDER
+from embedrock.bench.gpu.limits import RATE
+from embedrock.bench.gpu.rounds import GpuResult
+from embedrock.bench.gpu.workloads import GpuWorkload
+from embedrock.bench.harness.report import Verdict, format_number, format_table
 from embedrock.machine.sizes import format_bytes
 
 BUS_SHARE, NEAR_SHARE = 0.75, 0.45  # wanted of what the machine gives

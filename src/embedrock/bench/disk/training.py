@@ -19,14 +19,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from embedrock.bench import raw_disk
-from embedrock.bench.cgroups import MemoryCgroup, confined, why_not
-from embedrock.bench.disk_contenders import RECORD_COLUMNS, DiskContender, Job
-from embedrock.bench.processes import Child, ChildError
-from embedrock.bench.raw_disk import Rate
-from embedrock.bench.report import Report, Verdict, format_number, format_table, format_verdicts, spread
-from embedrock.bench.rounds import Effort
-from embedrock.bench.workload import Workload
+from embedrock.bench.disk import raw as raw_disk
+from embedrock.bench.disk.contenders import RECORD_COLUMNS, DiskContender, Job
+from embedrock.bench.disk.raw import Rate
+from embedrock.bench.harness.cgroups import MemoryCgroup, confined, why_not
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts, spread
+from embedrock.bench.harness.rounds import Effort
+from embedrock.bench.harness.workload import Workload
 from embedrock.errors import EmbedrockError
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OS_SYSTEM

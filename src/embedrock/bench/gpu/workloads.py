@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.bench.workload import Workload
+from embedrock.bench.harness.workload import Workload
 
 ADAM_COLUMNS = 3  # float32 numbers of a record for each weight: it, and Adam's two states
 FLOAT_BYTES = 4

@@ -1,0 +1,1 @@
+"""``bench disk | commit``: tables on disk."""

@@ -1,0 +1,1 @@
+"""``bench gpu``: rows in host memory trained at the GPU's speed."""

@@ -1,0 +1,1 @@
+"""What every benchmark is made of: workloads, processes, rounds, targets, what is printed and written."""

@@ -1,0 +1,1 @@
+"""``bench keras | tf-data``: training with Keras, and reading ids for it."""
