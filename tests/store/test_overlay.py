@@ -177,3 +177,20 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
         overlay.insert(ids, ids)
     assert "compact()" in str(error.value)
     assert overlay.find(ids).tolist() == [*range(217), *([-1] * 783)]
+
+
+def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.MonkeyPatch):
+    """Statistics and eviction ask without the store's lock, while there is no view of its memory."""
+    sizes: list[tuple[int, int, int]] = []
+
+    class Asking(mmap.mmap):
+        def resize(self, newsize: int) -> None:
+            sizes.append((overlay.nbytes, overlay.bytes_with(0), overlay.count))
+            super().resize(newsize)
+
+    monkeypatch.setattr(mmap, "mmap", Asking)
+    overlay = Overlay()
+    overlay.insert(np.arange(1000), np.arange(1000))
+    assert sizes[0] == (PAGE, PAGE, 217)
+    assert all(nbytes == most and count < 1000 for nbytes, most, count in sizes)
+    check_size(overlay)
