@@ -13,7 +13,7 @@ import workers
 
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.callbacks import TableCheckpoint
+from embedrock.keras.saving.checkpoint import TableCheckpoint
 
 ROWS, DIM = 50, 4
 IDS = np.random.default_rng(0).integers(0, ROWS, (64, 3))

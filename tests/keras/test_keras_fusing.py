@@ -13,7 +13,7 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, IdTypeError, UnsupportedError
-from embedrock.keras.artefact import export
+from embedrock.keras.export import export
 
 ROWS, DIM, COUNT = 20, 4, 32
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.keras.lookahead import STRATEGY_AHEAD, prefetch
+from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
 from embedrock.machine.vfs import OSSystem
 
 ROWS, DIM, BATCH, COUNT = 2000, 4, 16, 20

@@ -19,8 +19,8 @@ import workers
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
-from embedrock.keras import saving
-from embedrock.keras.loading import load_model
+from embedrock.keras.saving import state as saving
+from embedrock.keras.saving.loading import load_model
 from embedrock.table.files import UncommittedWarning
 
 ROWS, DIM = 50, 4

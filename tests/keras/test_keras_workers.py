@@ -19,9 +19,9 @@ from workers import outcomes_of, run
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.keras.callbacks import TableCheckpoint
-from embedrock.keras.cluster import distribute, has_several_workers
-from embedrock.keras.sharding import owners
+from embedrock.keras.saving.checkpoint import TableCheckpoint
+from embedrock.keras.workers.cluster import distribute, has_several_workers
+from embedrock.keras.workers.sharding import owners
 
 WORKERS, BATCH = 2, 16
 ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}
@@ -301,7 +301,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def erk_export(model: Any, folder: Path) -> None:
-    from embedrock.keras.artefact import export
+    from embedrock.keras.export import export
 
     export(model, str(folder))
 

@@ -47,7 +47,7 @@ def compiled_model(**options: Any) -> Any:
 def worker_model(**options: Any) -> Any:
     import tensorflow as tf
 
-    from embedrock.keras.cluster import distribute
+    from embedrock.keras.workers.cluster import distribute
 
     with tf.distribute.MultiWorkerMirroredStrategy().scope():
         return distribute(compiled_model(**options))
@@ -81,7 +81,7 @@ def everything(model: Any) -> dict[str, Any]:
 
 
 def everything_in_a_worker() -> dict[str, Any]:
-    from embedrock.keras.cluster import distribute
+    from embedrock.keras.workers.cluster import distribute
 
     model = worker_model()
     fit = model.fit
@@ -183,7 +183,7 @@ def refusal(make: Callable[[], Any]) -> str:
 def made_outside_of_a_scope() -> str:
     import tensorflow as tf
 
-    from embedrock.keras.cluster import distribute
+    from embedrock.keras.workers.cluster import distribute
 
     model = compiled_model()
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
@@ -193,7 +193,7 @@ def made_outside_of_a_scope() -> str:
 def made_under_another_strategy() -> str:
     import tensorflow as tf
 
-    from embedrock.keras.cluster import distribute
+    from embedrock.keras.workers.cluster import distribute
 
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         return refusal(lambda: distribute(compiled_model()))
@@ -207,7 +207,7 @@ def several_steps_per_execution() -> str:
 def several_steps_per_execution_mirrored() -> str:
     import tensorflow as tf
 
-    from embedrock.keras.cluster import distribute
+    from embedrock.keras.workers.cluster import distribute
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -226,7 +226,7 @@ def another_version_of_keras() -> str:
 def two_replicas_per_worker() -> str:
     import tensorflow as tf
 
-    module: Any = importlib.import_module("embedrock.keras.cluster")
+    module: Any = importlib.import_module("embedrock.keras.workers.cluster")
 
     class Extended:
         worker_devices = ("/GPU:0", "/GPU:1")
@@ -313,7 +313,7 @@ def test_what_one_worker_raises_all_others_are_told(victim: int) -> None:
 def loop_with_an_error_of_a_host_call(victim: int) -> str:
     import tensorflow as tf
 
-    from embedrock.keras.cluster import worker_errors
+    from embedrock.keras.workers.cluster import worker_errors
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
 

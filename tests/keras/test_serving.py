@@ -16,9 +16,9 @@ from embedrock.batch.plan import make_plan
 from embedrock.batch.pooling import Bags, pool
 from embedrock.errors import IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.initializers import Initializer
-from embedrock.keras import serving
-from embedrock.keras.first_values import first_values, philox, standard_normal
-from embedrock.keras.serving import ServingTable, pooled
+from embedrock.keras.serving import table as serving
+from embedrock.keras.serving.first_values import first_values, philox, standard_normal
+from embedrock.keras.serving.table import ServingTable, pooled
 from embedrock.kernels.reference import generator
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63), 2**32, 2**31, 2**32 - 1]
@@ -265,7 +265,7 @@ def test_a_process_without_embedrock_reads_the_same_bits(tmp_path):
 EXPORT_LARGE = """
 import sys, threading, time
 import numpy as np, tensorflow as tf, embedrock as er
-from embedrock.keras.serving import ServingTable
+from embedrock.keras.serving.table import ServingTable
 
 def used():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 2**20

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.keras.lookahead import prefetch
+from embedrock.keras.prefetch import prefetch
 from embedrock.keras.stats import TableStats
 
 STEPS, BATCH, DIM = 8, 16, 4

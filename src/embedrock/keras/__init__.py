@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from embedrock.keras.artefact import export
-from embedrock.keras.bag import EmbeddingBag
-from embedrock.keras.callbacks import TableCheckpoint
-from embedrock.keras.cluster import WorkerLostError, distribute, worker_errors
-from embedrock.keras.embedding import Embedding
-from embedrock.keras.group import EmbeddingCollection, fuse
-from embedrock.keras.loading import load_model
-from embedrock.keras.lookahead import prefetch
-from embedrock.keras.optimizers import RowOptimizer, optimizer
-from embedrock.keras.pending import ForgottenGradientsError
+from embedrock.keras.export import export
+from embedrock.keras.layers.bag import EmbeddingBag
+from embedrock.keras.layers.collection import EmbeddingCollection, fuse
+from embedrock.keras.layers.embedding import Embedding
+from embedrock.keras.prefetch import prefetch
+from embedrock.keras.saving.checkpoint import TableCheckpoint
+from embedrock.keras.saving.loading import load_model
 from embedrock.keras.stats import TableStats
+from embedrock.keras.training.optimizers import RowOptimizer, optimizer
+from embedrock.keras.training.pending import ForgottenGradientsError
+from embedrock.keras.workers.cluster import WorkerLostError, distribute, worker_errors
 
 __all__ = [
     "Embedding",

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError
-from embedrock.keras.layer import RowLayer
+from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.table.table import Table
 
 # What makes a number a scalar for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not

@@ -183,7 +183,7 @@ class Fit:
 
         import embedrock as er
         import embedrock.keras as erk
-        from embedrock.keras.lookahead import prefetch
+        from embedrock.keras.prefetch import prefetch
 
         workload, ahead = self._log.workload, self._ahead
         memory = er.Table(workload.rows, workload.dim, rule=er.SGD()).memory_for(workload.rows // 10)

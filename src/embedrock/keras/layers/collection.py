@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.lookup import look_up
-from embedrock.keras.lookup_layer import LookupLayer
+from embedrock.keras.layers.lookup_layer import LookupLayer
+from embedrock.keras.training.lookup import look_up
 
 
 @keras.saving.register_keras_serializable("embedrock")

@@ -20,7 +20,7 @@ from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
-from embedrock.keras.saving import GO_BACK, KEY
+from embedrock.keras.saving.state import GO_BACK, KEY
 from embedrock.table.table import Table, open_table
 
 

@@ -15,7 +15,7 @@ from keras.src.backend.common import global_state  # Keras tells no other way wh
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.pending import SLOTS, ForgottenGradientsError, Pending
+from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.rules import Rule
 from embedrock.table.table import Table
 
@@ -41,7 +41,7 @@ class Handle:
         label: what error messages call the layer.
         rule: that the layers on the table brought; None where the rows follow the optimizer.
         pending: gradients that wait for a step.
-        functions: what programs call on the host for lookups and steps. See `host.call`.
+        functions: what programs call on the host for lookups and steps. See `host_calls.call`.
     """
 
     def __init__(self, table: Table, label: str) -> None:

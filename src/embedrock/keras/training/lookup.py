@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.keras import host, sharding
-from embedrock.keras.handle import Handle, keeper_of
-from embedrock.keras.pending import SLOTS
-from embedrock.keras.readings import Group, Request, groups_of
-from embedrock.keras.serving import is_serving, pooled, serving_table
-from embedrock.keras.spans import span
-from embedrock.keras.tickets import TICKETS
+from embedrock.keras.serving.table import is_serving, pooled, serving_table
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.handle import Handle, keeper_of
+from embedrock.keras.training.pending import SLOTS
+from embedrock.keras.training.requests import Group, Request, groups_of
+from embedrock.keras.training.spans import span
+from embedrock.keras.training.tickets import TICKETS
+from embedrock.keras.workers import sharding
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
@@ -33,7 +34,7 @@ class Place:
         handles: of the tables.
         trained: those whose rows get gradients.
         groups: what is planned together.
-        functions: keeps what programs call here: see `host.call`.
+        functions: keeps what programs call here: see `host_calls.call`.
     """
 
     _count = 0
@@ -112,7 +113,7 @@ class Place:
         kinds = [tf.float32] * (len(self.trained) + len(shapes))
 
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
-            return host.call(self.sum_gradients, [*sent, *grads], kinds, keeper=self.functions)
+            return host_calls.call(self.sum_gradients, [*sent, *grads], kinds, keeper=self.functions)
 
         found = _once_differentiable(summed, self.handles[0].label)(*grads)
         vectors = dict(zip(self.trained, found, strict=False))
@@ -126,7 +127,7 @@ class Place:
         """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
         if self.fetching is None:
             return []
-        unique = host.call(self.unique_ids, parts, [tf.int32], keeper=self.functions, stateful=False)
+        unique = host_calls.call(self.unique_ids, parts, [tf.int32], keeper=self.functions, stateful=False)
         return self.fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
@@ -179,14 +180,14 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
     fetched = place.fetch(parts, values)
-    known = host.known_to_programs(place)
+    known = host_calls.known_to_programs(place)
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
         inputs = [replica, *values_and_weights[: len(values)], *parts, *fetched]
         kinds = [tf.int64] + [tf.float32] * len(requests) + [_kept(group) for group in place.groups if group.saves]
         # Stateless, so that those of several replicas, or places, need not wait for each other.
-        ticket, *found = host.call(place.look_up, inputs, kinds, keeper=place.functions, stateful=False)
+        ticket, *found = host_calls.call(place.look_up, inputs, kinds, keeper=place.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))

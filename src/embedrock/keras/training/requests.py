@@ -11,7 +11,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
 from embedrock.errors import ArgumentError
-from embedrock.keras.handle import Handle
+from embedrock.keras.training.handle import Handle
 from embedrock.table.table import Table
 
 

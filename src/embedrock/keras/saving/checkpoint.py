@@ -14,9 +14,9 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
 from embedrock.fronts.references import go_to
-from embedrock.keras.exchange import Crew
-from embedrock.keras.handle import Handle, handle_behind
-from embedrock.keras.saving import is_accumulating, with_commits
+from embedrock.keras.saving.state import is_accumulating, with_commits
+from embedrock.keras.training.handle import Handle, handle_behind
+from embedrock.keras.workers.exchange import Crew
 from embedrock.table.table import Table
 
 PLACE = "embedrock_epoch_and_batch"

@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.lookup import checked_ids, look_up
-from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
-from embedrock.keras.readings import Request
+from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.training.lookup import checked_ids, look_up
+from embedrock.keras.training.requests import Request
 from embedrock.table.table import Table
 
 MODES = ("sum", "mean", "sqrtn", "max")

@@ -31,9 +31,9 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
-from embedrock.keras.optimizers import rebind
-from embedrock.keras.row_files import are_in, read_rows, write_rows
-from embedrock.keras.sharding import check_whole
+from embedrock.keras.saving.row_files import are_in, read_rows, write_rows
+from embedrock.keras.training.optimizers import rebind
+from embedrock.keras.workers.sharding import check_whole
 from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from embedrock.keras.cluster import has_several_workers
+from embedrock.keras.workers.cluster import has_several_workers
 
 WORD = np.int32
 

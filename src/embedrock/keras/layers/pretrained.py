@@ -12,7 +12,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions, make_table
 from embedrock.initializers import FromArray, Initializer
-from embedrock.keras.layer import REFUSED, TABLE_DTYPES
+from embedrock.keras.layers.row_layer import REFUSED, TABLE_DTYPES
 from embedrock.table.table import Table
 
 OF_WEIGHTS = {

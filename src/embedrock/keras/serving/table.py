@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
-from embedrock.keras.first_values import STORAGES, first_values, is_drawable
+from embedrock.keras.serving.first_values import STORAGES, first_values, is_drawable
 from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.table.table import EXPORT_BATCH_ROWS, Table
 

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from embedrock.keras.lookup import checked_ids, look_up
-from embedrock.keras.lookup_layer import LookupLayer, ragged_rank
-from embedrock.keras.readings import Request
+from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.training.lookup import checked_ids, look_up
+from embedrock.keras.training.requests import Request
 
 
 @keras.saving.register_keras_serializable("embedrock")

@@ -12,10 +12,10 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions
 from embedrock.initializers import FromArray, Initializer, read_initializer
-from embedrock.keras import loading
-from embedrock.keras.row_files import rule_of
-from embedrock.keras.saving import KEY
-from embedrock.keras.sharding import check_whole
+from embedrock.keras.saving import loading
+from embedrock.keras.saving.row_files import rule_of
+from embedrock.keras.saving.state import KEY
+from embedrock.keras.workers.sharding import check_whole
 from embedrock.rules import Rule, describe_rule
 from embedrock.table.table import Table
 
@@ -45,7 +45,7 @@ def read_initializer_of(description: Mapping[str, Any]) -> Any:
     """Return the initializer that `describe_initializer` described."""
     if description["name"] != FromArray.__name__:
         return read_initializer(dict(description))
-    from embedrock.keras.pretrained import FromBfloat16  # which needs the layers, and they this module
+    from embedrock.keras.layers.pretrained import FromBfloat16  # which needs the layers, and they this module
 
     file, dtype, shape = description["file"], description["dtype"], tuple(description["shape"])
     try:

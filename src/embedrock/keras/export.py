@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.handle import handle_behind
-from embedrock.keras.serving import WHOLE_BYTES, ServingTable, serving
+from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, serving
+from embedrock.keras.training.handle import handle_behind
 from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"

@@ -9,9 +9,10 @@ import keras
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
-from embedrock.keras import configs, loading, saving, sharding
-from embedrock.keras.handle import Handle, handle_of
-from embedrock.keras.initializers import initializer_of
+from embedrock.keras.layers.initializers import initializer_of
+from embedrock.keras.saving import configs, loading, state
+from embedrock.keras.training.handle import Handle, handle_of
+from embedrock.keras.workers import sharding
 from embedrock.rules import Rule
 from embedrock.table.table import Table
 
@@ -81,7 +82,7 @@ class RowLayer(keras.layers.Layer):
         if sharded:
             sharding.note(self._table)
         loading.remember(self._table)
-        self._row_state = saving.RowState(self)  # which tf.train.Checkpoint finds among the attributes
+        self._row_state = state.RowState(self)  # which tf.train.Checkpoint finds among the attributes
         self._handle: Handle | None = None
 
     def _open(self, kind: str) -> Table:
@@ -164,7 +165,7 @@ class RowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        saving.refuse_get_weights(self)
+        state.refuse_get_weights(self)
         self.built = True
 
     # ------------------------------------------------------------ saving
@@ -177,7 +178,7 @@ class RowLayer(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
-        saving.refuse_legacy_format(self)
+        state.refuse_legacy_format(self)
         return {**super().get_config(), **configs.config_of(self, self._config)}
 
     @classmethod
@@ -187,19 +188,19 @@ class RowLayer(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Store which rows of the table are meant; rows themselves never."""
-        saving.save_own_variables(self, store)
+        state.save_own_variables(self, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Have a table on disk go to the commit that was stored."""
-        saving.load_own_variables(self, store)
+        state.load_own_variables(self, store)
 
     def save_assets(self, dir_path: str) -> None:
         """Write the rows of a table in RAM."""
-        saving.save_assets(self, dir_path)
+        state.save_assets(self, dir_path)
 
     def load_assets(self, dir_path: str | None) -> None:
         """Read the rows of a table in RAM."""
-        saving.load_assets(self, dir_path)
+        state.load_assets(self, dir_path)
 
 
 def _as_ids(given: Any) -> Any:

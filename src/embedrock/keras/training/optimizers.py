@@ -15,13 +15,13 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.steps import Due, step_all
-from embedrock.keras import host
-from embedrock.keras.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
-from embedrock.keras.exchange import Reader, gather, pack
-from embedrock.keras.following import FOLLOWED, check_followed, follow
-from embedrock.keras.handle import Handle, handle_behind, keeper_of
-from embedrock.keras.sharding import own_part
-from embedrock.keras.spans import span
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.following import FOLLOWED, check_followed, follow
+from embedrock.keras.training.handle import Handle, handle_behind, keeper_of
+from embedrock.keras.training.spans import span
+from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
+from embedrock.keras.workers.exchange import Reader, gather, pack
+from embedrock.keras.workers.sharding import own_part
 from embedrock.rules import Rule
 
 PACKAGE = "embedrock"
@@ -97,7 +97,7 @@ class RowOptimizer:
         rows = [(handle, grad) for handle, grad in rows if handle is not None]
         if rows and has_several_workers(self._distribution_strategy):
             take = functools.partial(_take, weakref.ref(self), [handle for handle, _ in rows])
-            message = host.call(
+            message = host_calls.call(
                 take, [grad for _, grad in rows], [tf.int32], keeper=keeper_of(handle for handle, _ in rows)
             )
             self._gathered = gather(message[0])
@@ -132,13 +132,13 @@ class RowOptimizer:
         step = functools.partial(function, weakref.ref(self), handles)
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=keeper_of(handles))
+            done = host_calls.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=keeper_of(handles))
         with tf.control_dependencies(done):
             _touch(cells)
         return done[0]
 
 
-# What programs call. An optimizer is known to them weakly, as all else is: see `host.call`.
+# What programs call. An optimizer is known to them weakly, as all else is: see `host_calls.call`.
 def _step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
     """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
     optimizer = _checked_owner(known, handles)
@@ -237,7 +237,7 @@ def _true_norm(vector: tf.Tensor, handle: Handle) -> tf.Tensor:
         is_true = not np.isfinite(shown) or shown == 0.0 or abs(norm - shown) <= 1e-6 * shown
         return values if is_true else (values * (norm / shown)).astype(np.float32)
 
-    out = host.call(scaled, [vector], [tf.float32], keeper=handle.functions)[0]
+    out = host_calls.call(scaled, [vector], [tf.float32], keeper=handle.functions)[0]
     out.set_shape(vector.shape)
     return out
 

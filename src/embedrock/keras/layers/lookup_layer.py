@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, IdTypeError
-from embedrock.keras.layer import RowLayer
-from embedrock.keras.lookup import check_id_dtype
-from embedrock.keras.pretrained import pretrained_options
-from embedrock.keras.readings import Request
+from embedrock.keras.layers.pretrained import pretrained_options
+from embedrock.keras.layers.row_layer import RowLayer
+from embedrock.keras.training.lookup import check_id_dtype
+from embedrock.keras.training.requests import Request
 
 
 class UndeclaredIdsError(IdTypeError, NotImplementedError):

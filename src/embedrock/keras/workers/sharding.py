@@ -24,11 +24,11 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
-from embedrock.keras import host
-from embedrock.keras.cluster import has_several_workers
-from embedrock.keras.exchange import Reader, gather, pack
-from embedrock.keras.handle import Handle, keeper_of
-from embedrock.keras.readings import Group, Request
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.handle import Handle, keeper_of
+from embedrock.keras.training.requests import Group, Request
+from embedrock.keras.workers.cluster import has_several_workers
+from embedrock.keras.workers.exchange import Reader, gather, pack
 from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
@@ -178,7 +178,7 @@ class Fetching:
         """
         asked = gather(ids)
         keeper = keeper_of(group.handle for group in self._groups)
-        served = host.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
+        served = host_calls.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
         return [asked, gather(served[0])]
 
     def ask(self, requests: Sequence[Request]) -> np.ndarray:

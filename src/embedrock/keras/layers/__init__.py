@@ -1,0 +1,3 @@
+"""Layers whose rows live in tables, and what they are made from."""
+
+from __future__ import annotations
