@@ -30,7 +30,7 @@ from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
 from embedrock.bench.step import comparisons, contenders
 from embedrock.bench.step.contenders import Contender, Unavailable
 from embedrock.machine.ram import available_bytes
-from embedrock.terminal.counts import count
+from embedrock.terminal.arguments import count
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = Effort(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from embedrock.bench.disk import commits as commit
@@ -35,8 +33,7 @@ from embedrock.bench.keras.tf_data import TfDataEffort
 from embedrock.bench.step import create
 from embedrock.bench.step.comparisons import COMPARISONS, ROWS, Comparison, compare, compare_rows
 from embedrock.bench.step.contenders import Contender
-from embedrock.terminal.arguments import size, writable_file
-from embedrock.terminal.counts import count
+from embedrock.terminal.arguments import count, folder, number, size, writable_file
 
 DESCRIPTION = """
 Measure Embedrock beside PyTorch and FBGEMM. Each contender lives in its own process, one computes at a time,
@@ -291,24 +288,6 @@ def _sizes(text: str) -> list[int]:
     return [_rows(part) for part in text.split(",")]
 
 
-def _seconds(text: str) -> float:
-    return _float(text, least=1e-9)
-
-
-def _exponent(text: str) -> float:
-    return _float(text, least=0.0)
-
-
-def _float(text: str, least: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value < math.inf:
-        raise ArgumentTypeError(f"must be a number of at least {least:g}: got {text!r}")
-    return value
-
-
 def _contenders(contenders: Sequence[Named], text: str) -> list[Named]:
     chosen: dict[str, Named] = {}
     for pattern in text.split(","):
@@ -327,19 +306,14 @@ def _gpu_parts(text: str) -> list[str]:
     return chosen
 
 
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise ArgumentTypeError(f"must be a folder that exists: got {text!r}")
-    return path
-
+seconds = partial(number, least=1e-9)
 
 ROWS_OPTION: dict[str, tuple[Callable[[str], Any], str]] = {"rows": (_rows, "rows of the table, such as 4M")}
 WORKLOAD_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "dim": (count, "columns of a row"),
     "batch": (count, "samples in a batch"),
     "features": (count, "ids of each sample"),
-    "zipf": (_exponent, "exponent of the ids' popularity, 0: uniform"),
+    "zipf": (number, "exponent of the ids' popularity, 0: uniform"),
     "batches": (count, "different batches"),
     "seed": (int, "of ids and gradients"),
 }
@@ -347,18 +321,18 @@ EFFORT_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "threads": (count, "threads of each contender"),
     "rounds": (count, "turns of each contender"),
     "steps": (count, "timed steps in a turn"),
-    "seconds": (_seconds, "a turn ends after this time"),
-    "timeout_s": (_seconds, "seconds after which a silent contender is ended"),
+    "seconds": (seconds, "a turn ends after this time"),
+    "timeout_s": (seconds, "seconds after which a silent contender is ended"),
 }
 DISK_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "folder": (_folder, "where a folder for the files is made, and removed at the end"),
+    "folder": (folder, "where a folder for the files is made, and removed at the end"),
     "memory": (size, "RAM that our table may take"),
     "limit": (size, "of RAM and page cache of each contender's process together"),
     "warmup": (count, "untimed steps before, which fill the cache"),
 }
 GPU_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "seconds": (_seconds, "the untimed steps of a contender end after this time"),
-    "budget_s": (_seconds, "seconds after which nothing more is begun"),
+    "seconds": (seconds, "the untimed steps of a contender end after this time"),
+    "budget_s": (seconds, "seconds after which nothing more is begun"),
 }
 
 

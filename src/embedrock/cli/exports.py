@@ -24,7 +24,7 @@ from embedrock.cli.formats import (
 )
 from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
-from embedrock.cli.progress import progress
+from embedrock.terminal.progress import progress
 
 SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
 

@@ -17,9 +17,9 @@ import embedrock as er
 from embedrock.cli.formats import Batch, Format, Reading, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
-from embedrock.cli.progress import progress
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
+from embedrock.terminal.progress import progress
 
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}

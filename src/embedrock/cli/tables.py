@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import defaultdict
@@ -25,7 +24,7 @@ from embedrock.store.store import Store
 from embedrock.store.verify import Verdict, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
-from embedrock.terminal.counts import count
+from embedrock.terminal.arguments import count, number
 
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
@@ -84,7 +83,7 @@ def _add_import(subparsers: Any) -> None:
     new.add_argument("--rows", type=_rows, metavar="N", help=rows)
     new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
     new.add_argument(
-        "--std", type=_std, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
+        "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
     )
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
     new.add_argument("--seed", type=int, metavar="N", help="of first values (default: 0)")
@@ -298,16 +297,6 @@ def _commit(text: str) -> int:
 
 def _rows(text: str) -> int | str:
     return text if text == imports.OPEN else count(text)
-
-
-def _std(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"must be a number of at least 0: got {text!r}")
-    return value
 
 
 def _size(text: str) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 from tqdm import tqdm
 
 import embedrock.torch as ert
-from embedrock.bench.harness.report import format_table
 from embedrock.demo.backends import EMBEDROCK
 from embedrock.demo.contest import Outcome, contest
 from embedrock.demo.course import (
@@ -31,6 +30,7 @@ from embedrock.demo.synthetic import Clicks
 from embedrock.demo.train import Trainer, use_threads, warm_up
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_table
 from embedrock.torch.checkpoint import NoCheckpointError
 
 

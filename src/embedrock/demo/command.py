@@ -18,8 +18,7 @@ import embedrock as er
 from embedrock.bench.harness.workload import MAX_ROWS
 from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
 from embedrock.errors import EmbedrockError
-from embedrock.terminal.arguments import size, writable_file
-from embedrock.terminal.counts import count
+from embedrock.terminal.arguments import count, size, writable_file
 
 DESCRIPTION = """
 Train a recommender whose embeddings are Embedrock tables.

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from embedrock.bench.harness.machine import rss_bytes
-from embedrock.bench.harness.report import format_table
 from embedrock.demo.metrics import auc
 from embedrock.demo.options import ClickOptions
 from embedrock.demo.plan import ModelPlan, TableSize
@@ -18,6 +17,7 @@ from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table
+from embedrock.terminal.tables import format_table
 
 TEST_CLICKS = 200_000
 REPORTS = 4  # how often the AUC is measured

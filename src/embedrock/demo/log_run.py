@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from embedrock.bench.harness.report import format_table
 from embedrock.demo.backends import EMBEDROCK, SPARSE, Backend
 from embedrock.demo.interactions import Log, LogError, read_log
 from embedrock.demo.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Batch, Split, batches, leave_one_out
@@ -18,6 +17,7 @@ from embedrock.demo.metrics import hit_rate, ndcg, ranks_of_first
 from embedrock.demo.options import LogOptions
 from embedrock.demo.plan import ModelPlan
 from embedrock.demo.train import Trainer, use_threads, warm_up
+from embedrock.terminal.tables import format_table
 
 CURVE_STEPS = 100  # of the two loss curves that are compared
 CURVE_TARGET, HIT_RATE_TARGET = 1e-5, 0.002

@@ -1,1 +1,1 @@
-"""What programs print with, and read from a command line: counts, sizes, tables, progress."""
+"""What programs read from a command line, and print with: counts and sizes, tables, progress."""

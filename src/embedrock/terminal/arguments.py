@@ -1,12 +1,44 @@
-"""Values on a command line that more than one command takes."""
+"""Values on a command line: counts, numbers, sizes, files. Each reader is a ``type=`` of argparse."""
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import parse_bytes
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def count(text: str) -> int:
+    """Read a positive whole number: 4000000, 4_000_000, 4M, 1e9.
+
+    Example:
+        >>> count("4M")
+        4000000
+    """
+    digits = text.replace("_", "").lower()
+    factor = SUFFIXES.get(digits[-1:], 1)
+    try:
+        value = float(digits[:-1] if factor > 1 else digits) * factor
+    except ValueError:
+        value = math.nan
+    if not value.is_integer() or value < 1:
+        raise ArgumentTypeError(f"must be a positive whole number, such as 8192, 4M or 1e9: got {text!r}")
+    return int(value)
+
+
+def number(text: str, least: float = 0.0) -> float:
+    """Read a finite number of at least `least`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:
+        raise ArgumentTypeError(f"must be a number of at least {least:g}: got {text!r}")
+    return value
 
 
 def size(text: str) -> int:
@@ -15,6 +47,14 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ArgumentError:
         raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
+
+
+def folder(text: str) -> Path:
+    """Read the name of a folder that exists."""
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(f"must be a folder that exists: got {text!r}")
+    return path
 
 
 def writable_file(text: str) -> Path:

@@ -16,14 +16,16 @@ import numpy as np
 
 from embedrock.bench.disk.contenders import RECORD_COLUMNS, TABLE, Job, train
 from embedrock.bench.disk.raw import write_rate
-from embedrock.bench.disk.training import DiskEffort, limit_note, say, scratch_folder
+from embedrock.bench.disk.training import DiskEffort, limit_note, scratch_folder
 from embedrock.bench.harness.cgroups import confined
 from embedrock.bench.harness.machine import rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts
+from embedrock.bench.harness.report import Report, Verdict, format_verdicts
 from embedrock.bench.harness.workload import SCATTER, Workload
 from embedrock.bench.step.contenders import LEARNING_RATE
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.progress import say
+from embedrock.terminal.tables import format_number, format_table
 
 TOUCH_ROWS = 16_384  # stepped at a time
 SAMPLE_S = 0.002  # between two looks at the RAM of a commit under way

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +23,14 @@ from embedrock.bench.disk.contenders import RECORD_COLUMNS, DiskContender, Job
 from embedrock.bench.disk.raw import Rate
 from embedrock.bench.harness.cgroups import MemoryCgroup, confined, why_not
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts, spread
+from embedrock.bench.harness.report import Report, Verdict, format_verdicts, spread
 from embedrock.bench.harness.rounds import Effort
 from embedrock.bench.harness.workload import Workload
 from embedrock.errors import EmbedrockError
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.terminal.progress import say
+from embedrock.terminal.tables import format_number, format_table
 
 SPACE = 2.6  # times the bytes of all records that must be free: a table while it is compacted, and its log
 WARM_UP_TIMES = 2  # the untimed steps end after so many times the seconds of the timed ones
@@ -372,8 +373,3 @@ def _cells(line: dict[str, Any]) -> list[str]:
         format_bytes(line["peak_rss_bytes"]),
         format_bytes(line["peak_bytes"]) if line["peak_bytes"] is not None else "",
     ]
-
-
-def say(text: str) -> None:
-    """Tell how far it is."""
-    print(text, file=sys.stderr, flush=True)

@@ -11,8 +11,9 @@ from embedrock.bench.gpu.contenders import WIDE, WIDER
 from embedrock.bench.gpu.limits import RATE
 from embedrock.bench.gpu.rounds import GpuResult
 from embedrock.bench.gpu.workloads import GpuWorkload
-from embedrock.bench.harness.report import Verdict, format_number, format_table
+from embedrock.bench.harness.report import Verdict
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_number, format_table
 
 BUS_SHARE, NEAR_SHARE = 0.75, 0.45  # wanted of what the machine gives
 Limits = Mapping[str, float]  # rates by name, see `gpu_limits`

@@ -7,7 +7,6 @@ host's RAM and the device's memory; the baseline is in every group, so that grou
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.bench.harness.rounds import Effort
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.progress import say
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time
 WARM_UP_PASSES = 4  # over all batches: rows get records, a cache fills, and counts who is used often
@@ -367,8 +367,3 @@ def _rounds(count: int, clock: Clock) -> Iterator[int]:
         if index and clock.is_over:
             return
         yield index
-
-
-def say(text: str) -> None:
-    """Tell how far it is."""
-    print(text, file=sys.stderr, flush=True)

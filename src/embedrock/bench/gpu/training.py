@@ -17,10 +17,11 @@ from embedrock.bench.gpu.report import format_lines, judge, judge_limits, summar
 from embedrock.bench.gpu.rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure
 from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, Verdict, format_number, format_table, format_verdicts
+from embedrock.bench.harness.report import Report, Verdict, format_verdicts
 from embedrock.errors import EmbedrockError, UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_number, format_table
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.9  # of what is free, that the processes alive together may take
 BASELINES = {"forum": SPARSE.name, "cache": OURS_A.name}

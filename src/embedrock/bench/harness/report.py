@@ -13,6 +13,7 @@ from typing import Any
 
 from embedrock.bench.harness.rounds import FIRST_STEPS, Result
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_number, format_table
 
 SCHEMA = 1  # of the JSON
 
@@ -209,21 +210,6 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str:
         for verdict in verdicts
     ]
     return format_table(("target", "measured", "wanted", ""), rows)
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines with aligned columns, the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = []
-    for first, *others in [head, ["-" * width for width in widths], *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
-
-def format_number(value: float) -> str:
-    """Return a number with three digits that count."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 # ---------------------------------------------------------------- JSON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from embedrock.bench.harness.workload import Workload
 from embedrock.bench.step.contenders import Contender
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.progress import say
 
 RAM_SHARE = 0.9  # of the available RAM that the processes alive together may take, by their estimates
 SETTLE_STEPS = 3  # untimed steps at the start of a round: the others have used the caches meanwhile
@@ -166,7 +166,7 @@ class _Runner:
         self._child: Child | None = None
 
     def start(self) -> None:
-        _say(f"{self.result.name}: preparing ({format_bytes(self.result.entry.need_bytes)})")
+        say(f"{self.result.name}: preparing ({format_bytes(self.result.entry.need_bytes)})")
         try:
             effort, (contender, workload, session) = self._effort, self.result.entry
             environment = effort.environment()
@@ -194,7 +194,7 @@ class _Runner:
         if self._child is not None:
             self._child.close()
             self._child = None
-        _say(f"{self.result.name}: {self.result.status}: {self.result.reason}")
+        say(f"{self.result.name}: {self.result.status}: {self.result.reason}")
 
 
 def measure(entries: Sequence[Entry], baseline: str, effort: Effort) -> list[Result]:
@@ -210,7 +210,7 @@ def measure(entries: Sequence[Entry], baseline: str, effort: Effort) -> list[Res
     """
     groups, results = plan_groups(entries, baseline, int(RAM_SHARE * available_bytes()))
     for number, group in enumerate(groups, start=1):
-        _say(f"group {number} of {len(groups)}: {', '.join(entry.name for entry in group)}")
+        say(f"group {number} of {len(groups)}: {', '.join(entry.name for entry in group)}")
         results += _run_group(group, number, effort)
     order = {entry.name: index for index, entry in enumerate(entries)}
     return sorted(results, key=lambda result: (result.group or len(groups) + 1, order[result.name]))
@@ -251,16 +251,8 @@ def _run_group(group: list[Entry], number: int, effort: Effort) -> list[Result]:
         for runner in runners:
             runner.start()
         for index in range(effort.rounds):
-            _say(f"round {index + 1} of {effort.rounds}", transient=True)
+            say(f"round {index + 1} of {effort.rounds}", transient=True)
             for runner in runners:
                 runner.round()
-        _say("", transient=True)
+        say("", transient=True)
         return [runner.result for runner in runners]
-
-
-def _say(text: str, transient: bool = False) -> None:
-    """Tell how far it is; a transient line gives way to the next one."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="" if transient else "\n", file=sys.stderr, flush=True)
-    elif not transient:
-        print(text, file=sys.stderr, flush=True)

@@ -19,12 +19,13 @@ import numpy as np
 from embedrock.bench.disk.training import SPARE_BYTES, scratch_folder
 from embedrock.bench.harness.machine import ROOT, rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, format_number, format_table
+from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.rounds import Effort
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, SHARDS, Log, records
 from embedrock.bench.step.contenders import Unavailable
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_number, format_table
 
 WORKLOAD = Workload(rows=1_000_000, features=8, batches=250)
 ROWS_AT_ONCE = 65_536
