@@ -1,7 +1,7 @@
 """Code in the docs runs: ```python blocks of the pages, and the examples in docstrings.
 
 The blocks of a page share one namespace and run in order, in an empty folder. A block that cannot run says
-why on its first line: ```python no-run: needs 64 GiB of RAM.
+why on its first line: ```python no-run: needs 64 GiB of RAM. The files and links that pages name exist.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "CHANGELOG.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+WIDTH = 120
 FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 USES = re.compile(r"^\s*(?:import|from) (?:embedrock\.)?(torch|keras)\b", re.MULTILINE)
 OPTIONAL = {"torch", "tqdm", "keras", "tensorflow"}
@@ -62,10 +65,72 @@ def run_blocks(blocks: list[Block], page: str) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@EVERY_PAGE
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(blocks_of(page.read_text()), str(page))
+
+
+TREE_PATH = re.compile(r"\b(?:src|tests|docs)/[\w./*-]*[\w/*]")
+PACKAGE_PATH = re.compile(r"`((?:[\w*]+/)+[\w*]+\.py)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def missing_paths(text: str) -> list[str]:
+    """Return the paths that a page names and that are not there: from the repository's root, or the package's."""
+    roots = REPOSITORY, REPOSITORY / "src" / "embedrock"
+    named = {*TREE_PATH.findall(text), *PACKAGE_PATH.findall(text)}
+    return sorted(path for path in named if not any(any(root.glob(path)) for root in roots))
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    return {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in HEADING.findall(CODE.sub("", text))
+    }
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    """Return the links of a page, within the repository, that lead nowhere."""
+    broken = []
+    for path, anchor in LINK.findall(CODE.sub("", text)):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
+            broken.append(f"{path}#{anchor}")
+    return broken
+
+
+def wide_lines(text: str) -> list[str]:
+    """Return the lines that do not fit, outside of tables and code."""
+    return [line for line in CODE.sub("", text).splitlines() if len(line) > WIDTH and not line.startswith("|")]
+
+
+@EVERY_PAGE
+def test_page_names_what_is_there(page: Path):
+    text = page.read_text()
+    assert missing_paths(text) == []
+    assert broken_links(text, page) == []
+
+
+@EVERY_PAGE
+def test_page_is_wrapped(page: Path):
+    assert wide_lines(page.read_text()) == []
+
+
+def test_what_is_missing_and_what_is_wide_is_found():
+    there, gone = (
+        "src/embedrock/spec.py, tests/*.py, `rules/`, `rules/adam.py`",
+        "docs/nothing.md, `no/`, `rules/adamm.py`",
+    )
+    text = f"# A page\n{there}, {gone}.\n"
+    assert missing_paths(text) == ["docs/nothing.md", "rules/adamm.py", "tests/no"]
+    links = "[a](#a-page) [b](#b) [c](README.md#why) [d](https://d.d) [e](README.md#e) [f](f.md)"
+    page = REPOSITORY / "CONTRIBUTING.md"
+    assert broken_links(f"{text}{links}", page) == ["#a-page", "#b", "README.md#e", "f.md#"]
+    wide = "x" * (WIDTH + 1)
+    assert wide_lines(f"{wide}\n| {wide} |\n```\n{wide}\n```\n") == [wide]
 
 
 def module_names() -> list[str]:
