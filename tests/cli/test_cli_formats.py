@@ -26,9 +26,9 @@ from embedrock.cli.formats import (
     NAMES,
     Batch,
     FileError,
-    Reading,
+    Output,
+    ReadOptions,
     Source,
-    Writing,
     format_to_read,
     format_to_write,
     part_of,
@@ -64,7 +64,7 @@ def write(name: str, folder: Path, ids: np.ndarray | None, vectors: np.ndarray, 
     assert sink is not None
     numbers = np.arange(len(vectors)) if ids is None else ids
     for end in (*parts, None):
-        with contextlib.closing(sink(Writing(path, *extent(vectors), ids is not None), done)) as writer:
+        with contextlib.closing(sink(Output(path, *extent(vectors), ids is not None), done)) as writer:
             assert writer.holds(numbers[:done], vectors[:done])
             writer.write(numbers[done:end], vectors[done:end])
             writer.sync()
@@ -76,9 +76,9 @@ def write(name: str, folder: Path, ids: np.ndarray | None, vectors: np.ndarray, 
     return path
 
 
-def reading_of(name: str, ids: np.ndarray | None, dim: int = DIM) -> Reading:
+def reading_of(name: str, ids: np.ndarray | None, dim: int = DIM) -> ReadOptions:
     words = "word" if name in TEXTS and ids is not None else None
-    return Reading(ids=words, dim=dim if name == "raw" else None)
+    return ReadOptions(ids=words, dim=dim if name == "raw" else None)
 
 
 def read(source: Source, start: int = 0, batch_rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -87,8 +87,8 @@ def read(source: Source, start: int = 0, batch_rows: int | None = None) -> tuple
     return np.concatenate(ids), np.concatenate([np.empty((0, source.dim), np.float32), *(b.vectors for b in batches)])
 
 
-def opened(path: Path, reading: Reading | None = None, name: str | None = None) -> Source:
-    return format_to_read(path, name).read(path, reading or Reading())
+def opened(path: Path, reading: ReadOptions | None = None, name: str | None = None) -> Source:
+    return format_to_read(path, name).read(path, reading or ReadOptions())
 
 
 def assert_reads(source: Source, ids: np.ndarray, vectors: np.ndarray, start: int = 0, batch_rows: int | None = None):
@@ -100,7 +100,7 @@ def assert_reads(source: Source, ids: np.ndarray, vectors: np.ndarray, start: in
     np.testing.assert_array_equal(got.view(np.uint32), vectors[start:].view(np.uint32))
 
 
-def refusal(path: Path, reading: Reading | None = None, name: str | None = None) -> str:
+def refusal(path: Path, reading: ReadOptions | None = None, name: str | None = None) -> str:
     with pytest.raises(FileError) as caught:
         read(opened(path, reading, name))
     assert str(path) in str(caught.value)
@@ -142,12 +142,12 @@ def test_a_part_with_other_rows_is_noticed(tmp_path: Path, name: str):
     vectors, ids = vectors_of(ROWS), np.arange(ROWS)
     sink = NAMES[name].sink
     assert sink is not None
-    writing = Writing(tmp_path / f"file{SUFFIXES[name]}", *extent(vectors), True)
-    writer = sink(writing, 0)
+    output = Output(tmp_path / f"file{SUFFIXES[name]}", *extent(vectors), True)
+    writer = sink(output, 0)
     writer.write(ids[:9], vectors[:9])
     writer.sync()
     writer.close()
-    again = sink(writing, 9)
+    again = sink(output, 9)
     assert again.holds(ids[4:9], vectors[4:9])
     assert not again.holds(ids[4:9], vectors[3:8])
     assert not again.holds(ids[3:8], vectors[4:9])
@@ -187,13 +187,13 @@ def test_npz(tmp_path: Path, save: Callable[..., None]):
     path = tmp_path / "a.npz"
     save(path, ids=ids, weight=vectors, other=vectors[:, 0])
     assert_reads(opened(path), ids.astype(np.int64), vectors, 3, 5)
-    assert_reads(opened(path, Reading(ids="row-number")), np.arange(ROWS), vectors)
-    assert "no arrays" not in refusal(path, Reading(ids="missing"))
-    assert "expected 23 whole numbers as ids" in refusal(path, Reading(ids="other"))
+    assert_reads(opened(path, ReadOptions(ids="row-number")), np.arange(ROWS), vectors)
+    assert "no arrays" not in refusal(path, ReadOptions(ids="missing"))
+    assert "expected 23 whole numbers as ids" in refusal(path, ReadOptions(ids="other"))
     save(path, a=vectors, b=vectors + 1, keys=ids)
     assert "expected one 2-D array of floats; got a float32 (23, 3), b float32 (23, 3)" in refusal(path)
-    assert_reads(opened(path, Reading(vectors="b", ids="keys")), ids.astype(np.int64), vectors + 1)
-    assert "an array 'c'" in refusal(path, Reading(vectors="c"))
+    assert_reads(opened(path, ReadOptions(vectors="b", ids="keys")), ids.astype(np.int64), vectors + 1)
+    assert "an array 'c'" in refusal(path, ReadOptions(vectors="c"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
@@ -206,7 +206,7 @@ def test_raw_and_safetensors_of_any_floats(tmp_path: Path, dtype: str):
         stored = vectors.astype(dtype)
         vectors = stored.astype(np.float32)
     (tmp_path / "a.raw").write_bytes(stored.tobytes())
-    assert_reads(opened(tmp_path / "a.raw", Reading(dim=DIM, dtype=dtype)), np.arange(ROWS), vectors, 2, 5)
+    assert_reads(opened(tmp_path / "a.raw", ReadOptions(dim=DIM, dtype=dtype)), np.arange(ROWS), vectors, 2, 5)
     names = {"float32": "F32", "float16": "F16", "float64": "F64", "bfloat16": "BF16"}
     tensor = {"dtype": names[dtype], "shape": vectors.shape, "data_offsets": [0, stored.nbytes]}
     write_safetensors(tmp_path / "a.safetensors", {"__metadata__": {"a": "b"}, "emb.weight": tensor}, stored.tobytes())
@@ -266,7 +266,9 @@ def test_parquet_of_any_lists(tmp_path: Path, kind: str, group: int):
     for start, batch_rows in [(0, None), (0, 3), (4, 3), (9, 100), (22, 1)]:
         source = opened(tmp_path / "a.parquet")
         assert_reads(source, np.array(ids), values.astype(np.float32), start, batch_rows)
-    assert_reads(opened(tmp_path / "a.parquet", Reading(ids="row-number")), np.arange(ROWS), values.astype(np.float32))
+    assert_reads(
+        opened(tmp_path / "a.parquet", ReadOptions(ids="row-number")), np.arange(ROWS), values.astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,12 +331,12 @@ def test_words_with_spaces(tmp_path: Path):
 
 
 def test_words_as_ids(tmp_path: Path):
-    source = opened(text_file(tmp_path, "7 1 2\n-3 3 4\n"), Reading(ids="word"))
+    source = opened(text_file(tmp_path, "7 1 2\n-3 3 4\n"), ReadOptions(ids="word"))
     assert source.has_ids
     assert not source.has_words
     assert_reads(source, np.array([7, -3]), np.array([[1, 2], [3, 4]], np.float32))
     for word in ("x", "1.5", str(2**63)):
-        text = refusal(text_file(tmp_path, f"7 1 2\n{word} 3 4\n"), Reading(ids="word"))
+        text = refusal(text_file(tmp_path, f"7 1 2\n{word} 3 4\n"), ReadOptions(ids="word"))
         assert f"line 2: expected an int64 as word, for it is the id; got b'{word}'" in text
 
 
@@ -405,12 +407,12 @@ def test_words_are_written(tmp_path: Path, name: str):
     vectors, sink = vectors_of(3), NAMES[name].sink
     assert sink is not None
     path = tmp_path / f"file{SUFFIXES[name]}"
-    with contextlib.closing(sink(Writing(path, *extent(vectors), False, words), 0)) as writer:
+    with contextlib.closing(sink(Output(path, *extent(vectors), False, words), 0)) as writer:
         writer.write(np.array([0, 1, 2]), vectors)
         writer.finish()
     assert words_of(opened(path)) == [b"the", "über".encode(), b"a b"]
     assert_reads(opened(path), np.arange(3), vectors)
-    again = Writing(tmp_path / f"again{SUFFIXES[name]}", *extent(vectors), False, words)
+    again = Output(tmp_path / f"again{SUFFIXES[name]}", *extent(vectors), False, words)
     refused = pytest.raises(FileError, match="got 3 words, and a row of id 3")
     with contextlib.closing(sink(again, 0)) as writer, refused:
         writer.write(np.array([1, 3]), vectors[:2])
@@ -489,9 +491,9 @@ def test_ids_refused(tmp_path: Path):
     np.save(tmp_path / "a.ids.npy", np.array([1, 2, 3, 2**63], np.uint64))
     assert f"row 3 (from 0): expected ids below 2**63; got {2**63}." in refusal(tmp_path / "a.npy")
     np.save(tmp_path / "own.npy", np.array([4, 3, 2, 1]))
-    own = Reading(ids=str(tmp_path / "own.npy"))
+    own = ReadOptions(ids=str(tmp_path / "own.npy"))
     assert_reads(opened(tmp_path / "a.npy", own), np.array([4, 3, 2, 1]), vectors_of(4))
-    assert_reads(opened(tmp_path / "a.npy", Reading(ids="row-number")), np.arange(4), vectors_of(4))
+    assert_reads(opened(tmp_path / "a.npy", ReadOptions(ids="row-number")), np.arange(4), vectors_of(4))
 
 
 def test_npz_refused(tmp_path: Path):
@@ -559,7 +561,7 @@ def test_safetensors_with_a_huge_header(tmp_path: Path):
 def test_raw_refused(tmp_path: Path):
     path = text_file(tmp_path, bytes(25), ".raw")
     assert "expected the width of its rows; got none. Pass --dim N." in refusal(path)
-    assert "expected rows of 3 float32, 12 bytes each; got 25 bytes in all." in refusal(path, Reading(dim=3))
+    assert "expected rows of 3 float32, 12 bytes each; got 25 bytes in all." in refusal(path, ReadOptions(dim=3))
 
 
 def test_formats_by_name(tmp_path: Path):
@@ -628,7 +630,7 @@ def test_ram_does_not_follow_the_file(tmp_path: Path, name: str):
     part = vectors_of(step, dim)
     tracemalloc.start()
     try:
-        writer = sink(Writing(path, rows, dim, False), 0)
+        writer = sink(Output(path, rows, dim, False), 0)
         for first in range(0, rows, step):
             ids = np.arange(first, min(rows, first + step))
             writer.write(ids, part[: len(ids)])

@@ -15,8 +15,8 @@ from embedrock.cli.formats import (
     CHECKED_ROWS,
     PART,
     Format,
+    Output,
     Sink,
-    Writing,
     fail,
     format_to_write,
     part_of,
@@ -32,19 +32,19 @@ Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """One export.
 
     Attributes:
         table: where rows come from, a snapshot.
         format: of the file.
-        writing: what is written.
+        output: what is written.
         journal: how far it has come.
     """
 
     table: er.Table
     format: Format
-    writing: Writing
+    output: Output
     journal: Journal
 
 
@@ -66,15 +66,15 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
             "commit": table.last_commit,
             "files": [str(one) for one in made],
             "format": kind.name,
-            "rows": job.writing.rows,
+            "rows": job.output.rows,
             "continued_at": start,
             "dim": table.dim,
-            "all": not job.writing.has_ids,
-            "words": None if job.writing.words is None else str(job.writing.words),
+            "all": not job.output.has_ids,
+            "words": None if job.output.words is None else str(job.output.words),
         }
 
 
-def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Job:
+def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> ExportJob:
     count = int(table.stats()["rows_touched"])
     if arguments.all and table.rows is None:
         fail(Path(arguments.table), "a table with a number of rows", "one of open ids", "Leave --all out.")
@@ -94,7 +94,7 @@ def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Job
         "words": None if words is None else str(words),
     }
     journal = Journal(path.with_name(f"{path.name}{PART}.json"), described)
-    return Job(table, kind, Writing(path, rows, table.dim, not whole, words), journal)
+    return ExportJob(table, kind, Output(path, rows, table.dim, not whole, words), journal)
 
 
 def _words(table: Path, kind: Format, given: str | None) -> Path | None:
@@ -107,23 +107,23 @@ def _words(table: Path, kind: Format, given: str | None) -> Path | None:
     return default if kind.has_words and given is None and default.exists() else None
 
 
-def _check_part(job: Job, kept: dict[str, Any] | None, restart: bool) -> None:
-    part = part_of(job.writing.path)
+def _check_part(job: ExportJob, kept: dict[str, Any] | None, restart: bool) -> None:
+    part = part_of(job.output.path)
     if kept is None:
         if part.exists() and not job.journal.path.exists() and not restart:
             fail(part, "no such file", "one that this command did not begin", "Move it away, or pass --restart.")
         job.journal.save({"rows": 0})
-    elif kept["rows"] > job.writing.rows:
-        fail(job.journal.path, f"at most {job.writing.rows} rows", f"{kept['rows']}", RESTART)
+    elif kept["rows"] > job.output.rows:
+        fail(job.journal.path, f"at most {job.output.rows} rows", f"{kept['rows']}", RESTART)
 
 
-def _write(job: Job, start: int) -> list[Path]:
+def _write(job: ExportJob, start: int) -> list[Path]:
     assert job.format.sink is not None  # it is a format to write
-    sink = job.format.sink(job.writing, start)
-    sync_rows = max(1, SYNC_BYTES // (4 * job.writing.dim))
+    sink = job.format.sink(job.output, start)
+    sync_rows = max(1, SYNC_BYTES // (4 * job.output.dim))
     saved = start
     try:
-        with progress(f"export {job.writing.path.name}", job.writing.rows, start) as advance:
+        with progress(f"export {job.output.path.name}", job.output.rows, start) as advance:
             for ids, vectors in _rest(job, sink, start):
                 sink.write(ids, vectors)
                 advance(len(ids))
@@ -131,8 +131,8 @@ def _write(job: Job, start: int) -> list[Path]:
                     sink.sync()
                     saved = sink.done
                     job.journal.save({"rows": saved})
-        if sink.done != job.writing.rows:
-            fail(job.writing.path, f"{job.writing.rows} rows", f"{sink.done}", "This is a bug: please report it.")
+        if sink.done != job.output.rows:
+            fail(job.output.path, f"{job.output.rows} rows", f"{sink.done}", "This is a bug: please report it.")
         sink.sync()
         job.journal.save({"rows": sink.done})
         return sink.finish()
@@ -140,7 +140,7 @@ def _write(job: Job, start: int) -> list[Path]:
         sink.close()
 
 
-def _rest(job: Job, sink: Sink, start: int) -> Iterator[Rows]:
+def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:
     """Go through the rows from number `start` on, after a look at whether the file ends with those before them."""
     first = max(0, start - CHECKED_ROWS)
     before: list[Rows] = []
@@ -156,19 +156,19 @@ def _rest(job: Job, sink: Sink, start: int) -> Iterator[Rows]:
             yield ids[known:], vectors[known:]
 
 
-def _check_before(job: Job, sink: Sink, rows: list[Rows]) -> None:
+def _check_before(job: ExportJob, sink: Sink, rows: list[Rows]) -> None:
     ids, vectors = (np.concatenate(parts) for parts in zip(*rows, strict=True))
     if not sink.holds(ids, vectors):
         expected = f"the table's rows up to number {sink.done}, as an earlier run wrote them"
-        fail(part_of(job.writing.path), expected, "something else", RESTART)
+        fail(part_of(job.output.path), expected, "something else", RESTART)
 
 
-def _rows_from(job: Job, first: int) -> Iterator[Rows]:
+def _rows_from(job: ExportJob, first: int) -> Iterator[Rows]:
     """Go through the rows in the order in which they are written; that of one commit is always the same."""
     table, at_once = job.table, rows_at_once(job.table.dim)
-    if not job.writing.has_ids:
-        for start in range(first, job.writing.rows, at_once):
-            ids = np.arange(start, min(job.writing.rows, start + at_once))
+    if not job.output.has_ids:
+        for start in range(first, job.output.rows, at_once):
+            ids = np.arange(start, min(job.output.rows, start + at_once))
             yield ids, table.lookup(ids)
         return
     for ids, vectors in table.export_batches(at_once):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats import Batch, Format, Reading, Source, fail, format_to_read, part_of
+from embedrock.cli.formats import Batch, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.vfs import OS_SYSTEM
@@ -28,7 +28,7 @@ NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed")  # options that say w
 
 
 @dataclass(frozen=True)
-class Job:
+class ImportJob:
     """One import.
 
     Attributes:
@@ -85,11 +85,11 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
         }
 
 
-def _job(arguments: Namespace) -> Job:
+def _job(arguments: Namespace) -> ImportJob:
     path, table = Path(arguments.source).absolute(), Path(arguments.table).absolute()
     kind = format_to_read(path, arguments.format)
-    reading = Reading(ids=arguments.ids, vectors=arguments.vectors, dim=arguments.dim, dtype=arguments.dtype)
-    source = kind.read(path, reading)
+    options = ReadOptions(ids=arguments.ids, vectors=arguments.vectors, dim=arguments.dim, dtype=arguments.dtype)
+    source = kind.read(path, options)
     if arguments.dim not in (None, source.dim):
         fail(path, f"vectors of {arguments.dim} numbers, as --dim says", f"{source.dim}", "Leave --dim out.")
     status = os.stat(path)
@@ -106,10 +106,10 @@ def _job(arguments: Namespace) -> Job:
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
     commit_rows = arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
-    return Job(source, kind, table, journal, arguments.into, arguments.restart, commit_rows)
+    return ImportJob(source, kind, table, journal, arguments.into, arguments.restart, commit_rows)
 
 
-def _check_table(job: Job, kept: dict[str, Any] | None) -> None:
+def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     """Refuse to take a table for one that this import made."""
     known = kept is not None or (job.restart and job.journal.path.exists())
     if not known and not job.into and job.table.exists():
@@ -119,7 +119,7 @@ def _check_table(job: Job, kept: dict[str, Any] | None) -> None:
 
 
 @contextmanager
-def _opened(job: Job, arguments: Namespace) -> Iterator[er.Table]:
+def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
     table = er.open(job.table, memory=arguments.memory) if job.into else _made(job, arguments)
     try:
         yield table
@@ -129,7 +129,7 @@ def _opened(job: Job, arguments: Namespace) -> Iterator[er.Table]:
     table.close()
 
 
-def _made(job: Job, arguments: Namespace) -> er.Table:
+def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     """Return the table that this import makes, or has made in an earlier run."""
     rows = arguments.rows or (OPEN if job.source.has_ids else job.source.rows)
     std = arguments.std or 0.0
@@ -152,7 +152,7 @@ def _forget(table: er.Table) -> None:
         table.close()
 
 
-def _check_fit(job: Job, table: er.Table) -> None:
+def _check_fit(job: ImportJob, table: er.Table) -> None:
     source, rows = job.source, table.rows
     if source.dim != table.dim:
         fail(
@@ -163,7 +163,7 @@ def _check_fit(job: Job, table: er.Table) -> None:
         fail(source.path, f"at most {rows} rows, as {job.table} has", f"{source.rows}", remedy)
 
 
-def _start(job: Job, table: er.Table, kept: dict[str, Any] | None) -> int:
+def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
     """Return how many rows of the source the table has."""
     if kept is None or (kept.get("table") is None and table.last_commit <= 1 and not table.steps):
         return 0
@@ -179,7 +179,7 @@ def _start(job: Job, table: er.Table, kept: dict[str, Any] | None) -> int:
     return min(kept["rows"], job.source.rows)
 
 
-def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
+def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
     """Assign rows from number `start` on; return how many ids came again in the same batch."""
     if not job.source.has_words:
         return _assign(job, table, None, start, repeated)
@@ -191,7 +191,7 @@ def _fill(job: Job, table: er.Table, start: int, repeated: int) -> int:
     return repeated
 
 
-def _assign(job: Job, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
+def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
     done = saved = start
     with progress(f"import {job.source.path.name}", job.source.rows, start) as advance:
         for batch in job.source.batches(start):
@@ -210,7 +210,7 @@ def _assign(job: Job, table: er.Table, words: VocabularyWriter | None, start: in
     return repeated
 
 
-def _save(job: Job, table: er.Table, words: VocabularyWriter | None, rows: int, repeated: int) -> None:
+def _save(job: ImportJob, table: er.Table, words: VocabularyWriter | None, rows: int, repeated: int) -> None:
     """Make durable what was imported so far."""
     if words is not None:
         words.sync()
@@ -224,7 +224,7 @@ def _last_of_each(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     return ids, batch.vectors[::-1][last]
 
 
-def _check_range(job: Job, table: er.Table, batch: Batch, done: int) -> None:
+def _check_range(job: ImportJob, table: er.Table, batch: Batch, done: int) -> None:
     if table.rows is None:
         return
     outside = (batch.ids < 0) | (batch.ids >= table.rows)

@@ -8,13 +8,13 @@ from typing import NamedTuple, NoReturn
 
 from embedrock.cli.formats import npy, npz, parquet, raw, safetensors, text, word2vec_binary
 from embedrock.cli.formats._arrays import FLOATS
-from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Sink, Writing, part_of, publish
+from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Output, Sink, part_of, publish
 from embedrock.cli.formats._source import (
     ROW_NUMBERS,
     Batch,
     FileError,
     MissingPackageError,
-    Reading,
+    ReadOptions,
     Source,
     fail,
     rows_at_once,
@@ -34,8 +34,8 @@ class Format(NamedTuple):
 
     name: str
     suffix: str
-    read: Callable[[Path, Reading], Source]
-    sink: Callable[[Writing, int], Sink] | None
+    read: Callable[[Path, ReadOptions], Source]
+    sink: Callable[[Output, int], Sink] | None
     has_words: bool = False
 
 
@@ -95,10 +95,10 @@ __all__ = [
     "FileError",
     "Format",
     "MissingPackageError",
-    "Reading",
+    "Output",
+    "ReadOptions",
     "Sink",
     "Source",
-    "Writing",
     "fail",
     "format_to_read",
     "format_to_write",

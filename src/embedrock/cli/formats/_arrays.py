@@ -11,7 +11,7 @@ from typing import IO
 
 import numpy as np
 
-from embedrock.cli.formats._source import ROW_NUMBERS, Batch, Reading, Source, fail
+from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, fail
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
@@ -130,18 +130,18 @@ def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def choose(path: Path, arrays: dict[str, Array], reading: Reading) -> Arrays:
+def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays:
     """Return the source made of those arrays that the user named, or else of the only ones that can be meant."""
     listed = ", ".join(f"{name} {array.kind}" for name, array in arrays.items()) or "no arrays"
     found = [name for name, array in arrays.items() if array.is_vectors]
-    name = reading.vectors
+    name = options.vectors
     if name is None:
         if len(found) != 1:
             fail(path, "one 2-D array of floats", listed, "Name one: --vectors NAME.")
         name = found[0]
     if name not in arrays:
         fail(path, f"an array {name!r} of vectors", listed, "Name one of these: --vectors NAME.")
-    ids = reading.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
+    ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
     if ids != ROW_NUMBERS and ids not in arrays:
         fail(path, f"an array {ids!r} of ids", listed, f"Name one of these, or say --ids {ROW_NUMBERS}.")
     return Arrays(path, arrays[name], None if ids == ROW_NUMBERS else arrays[ids])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.cli.formats._arrays import Array
 from embedrock.cli.formats._source import fail
 from embedrock.machine.vfs import OS_SYSTEM
 
@@ -18,7 +16,7 @@ PART = ".part"
 CHECKED_ROWS = 64  # the last ones of a part, compared with the table before it is continued
 
 
-class Writing(NamedTuple):
+class Output(NamedTuple):
     """What is to be written.
 
     Attributes:
@@ -39,12 +37,12 @@ class Sink(ABC):
     """A file of vectors, written to files with `PART` at the end of their names until it is whole.
 
     Args:
-        writing: what is to be written.
+        output: what is to be written.
         done: rows that are in the parts already, and durable.
     """
 
-    def __init__(self, writing: Writing, done: int) -> None:
-        self.writing, self.done = writing, done
+    def __init__(self, output: Output, done: int) -> None:
+        self.output, self.done = output, done
 
     @abstractmethod
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
@@ -70,114 +68,6 @@ class Sink(ABC):
 def part_of(path: Path) -> Path:
     """Return where a file is while it is written."""
     return path.with_name(path.name + PART)
-
-
-class Region:
-    """An array in a file in the making.
-
-    Args:
-        path: of the file; it is made unless it is there.
-        header: its first bytes, if they are this region's to write.
-        offset: of the first element.
-        dtype: of the elements.
-        shape: of the array.
-    """
-
-    def __init__(self, path: Path, header: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> None:
-        self.path, self.offset, self.dtype, self.shape = path, offset, np.dtype(dtype), shape
-        self._row_bytes = self.dtype.itemsize * int(np.prod(shape[1:]))
-        self._file = _open_to_change(path)
-        self._file.write(header)
-
-    def write(self, first: int, values: np.ndarray) -> None:
-        """Write rows `first` and on."""
-        self._file.seek(self.offset + first * self._row_bytes)
-        self._file.write(np.ascontiguousarray(values, self.dtype).data)
-
-    def holds(self, first: int, values: np.ndarray) -> bool:
-        """Tell whether rows `first` and on are these."""
-        wanted = np.ascontiguousarray(values, self.dtype).tobytes()
-        self._file.seek(self.offset + first * self._row_bytes)
-        return self._file.read(len(wanted)) == wanted
-
-    def sync(self) -> None:
-        """Make durable what was written."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def end(self) -> None:
-        """Give the file its final size, in case it was longer."""
-        self._file.truncate(self.offset + self.shape[0] * self._row_bytes)
-        self.sync()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-    def array(self) -> Array:
-        """Return it, to be read."""
-        return Array(self.path, "", partial(open, self.path, "rb"), self.offset, self.dtype, self.shape)
-
-
-def _open_to_change(path: Path) -> BinaryIO:
-    # Neither truncated nor appended to: what is there is continued.
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-
-
-class Regions(Sink):
-    """Vectors, and perhaps ids, each in a `Region`."""
-
-    vectors: Region
-    ids: Region | None
-
-    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        self.vectors.write(self.done, vectors)
-        if self.ids is not None:
-            self.ids.write(self.done, ids)
-        self.done += len(ids)
-
-    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
-        first = self.done - len(ids)
-        return self.vectors.holds(first, vectors) and (self.ids is None or self.ids.holds(first, ids))
-
-    def sync(self) -> None:
-        for region in self._regions():
-            region.sync()
-
-    def close(self) -> None:
-        for region in self._regions():
-            region.close()
-
-    def _regions(self) -> list[Region]:
-        return [self.vectors] if self.ids is None else [self.vectors, self.ids]
-
-
-class Spool(Regions):
-    """Vectors and ids in files of their own, from which a file that cannot be continued is made at the end."""
-
-    def __init__(self, writing: Writing, done: int) -> None:
-        from embedrock.cli.formats.npy import npy_region
-
-        super().__init__(writing, done)
-        path, rows = writing.path, writing.rows
-        self.vectors = npy_region(path.with_name(f"{path.name}.vectors{PART}"), "<f4", (rows, writing.dim))
-        ids = path.with_name(f"{path.name}.ids{PART}")
-        self.ids = npy_region(ids, "<i8", (rows,)) if writing.has_ids else None
-
-    def finish(self) -> list[Path]:
-        for region in self._regions():
-            region.end()
-        part = part_of(self.writing.path)
-        self._pack(part)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        made = publish(part, self.writing.path)
-        for region in self._regions():
-            region.path.unlink()
-        return [made]
-
-    @abstractmethod
-    def _pack(self, path: Path) -> None: ...
 
 
 def publish(part: Path, path: Path) -> Path:

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """What a user says about a file to read.
 
     Attributes:

@@ -11,8 +11,9 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._arrays import Array, Arrays, file_size
-from embedrock.cli.formats._sink import Region, Regions, Writing, part_of, publish
-from embedrock.cli.formats._source import ROW_NUMBERS, Reading, fail
+from embedrock.cli.formats._regions import Region, Regions
+from embedrock.cli.formats._sink import Output, part_of, publish
+from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
 
 MAX_HEADER_BYTES = 10_000
 # What NumPy raises where a header is damaged: it has the parser and the tokenizer of Python look at it.
@@ -20,9 +21,9 @@ BROKEN = (ValueError, TypeError, SyntaxError, RecursionError, TokenError, UserWa
 READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def read(path: Path, reading: Reading) -> Arrays:
+def read(path: Path, options: ReadOptions) -> Arrays:
     """Open a .npy file."""
-    return Arrays(path, npy_array(path), ids_beside(path, reading.ids))
+    return Arrays(path, npy_array(path), ids_beside(path, options.ids))
 
 
 def beside(path: Path) -> Path:
@@ -66,13 +67,13 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
 class NpySink(Regions):
     """Writes a .npy file, and the ids beside it where rows are not numbered from 0."""
 
-    def __init__(self, writing: Writing, done: int) -> None:
-        super().__init__(writing, done)
-        self.ids = npy_region(self._ids_path(), "<i8", (writing.rows,)) if writing.has_ids else None
-        self.vectors = self._vectors(part_of(writing.path))
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        self.ids = npy_region(self._ids_path(), "<i8", (output.rows,)) if output.has_ids else None
+        self.vectors = self._vectors(part_of(output.path))
 
     def _ids_path(self) -> Path:
-        path = beside(self.writing.path)
+        path = beside(self.output.path)
         if not path.exists():
             return part_of(path)
         if self.done and not part_of(path).exists():
@@ -80,10 +81,10 @@ class NpySink(Regions):
         fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
 
     def _vectors(self, path: Path) -> Region:
-        return npy_region(path, "<f4", (self.writing.rows, self.writing.dim))
+        return npy_region(path, "<f4", (self.output.rows, self.output.dim))
 
     def finish(self) -> list[Path]:
-        path = self.writing.path
+        path = self.output.path
         for region in self._regions():
             region.end()
         if self.ids is None:

@@ -15,8 +15,8 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._arrays import Array, Arrays, choose
-from embedrock.cli.formats._sink import Spool
-from embedrock.cli.formats._source import Reading, fail
+from embedrock.cli.formats._source import ReadOptions, fail
+from embedrock.cli.formats._spool import Spool
 from embedrock.cli.formats.npy import parse_header
 
 MAX_MEMBERS = 1000
@@ -24,7 +24,7 @@ NO_ZIP = "Check that it is the right file, or get it again."
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # as zipfile tells of it
 
 
-def read(path: Path, reading: Reading) -> Arrays:
+def read(path: Path, options: ReadOptions) -> Arrays:
     """Open a .npz file."""
     arrays: dict[str, Array] = {}
     for member in _members(path):
@@ -32,7 +32,7 @@ def read(path: Path, reading: Reading) -> Arrays:
             array = parse_header(file, path, member.filename.removesuffix(".npy"))
         _check(array, member)
         arrays[array.name] = replace(array, open=partial(_opened, path, member.filename))
-    return choose(path, arrays, reading)
+    return choose(path, arrays, options)
 
 
 def _members(path: Path) -> list[zipfile.ZipInfo]:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from embedrock.cli.formats._arrays import as_ids
-from embedrock.cli.formats._sink import Spool, Writing
-from embedrock.cli.formats._source import ROW_NUMBERS, Batch, MissingPackageError, Reading, Source, rows_at_once
+from embedrock.cli.formats._sink import Output
+from embedrock.cli.formats._source import ROW_NUMBERS, Batch, MissingPackageError, ReadOptions, Source, rows_at_once
+from embedrock.cli.formats._spool import Spool
 
 IDS, VECTORS = "id", "vector"  # names of the columns
 READ_BYTES = 1 << 20
@@ -34,9 +35,9 @@ def import_pyarrow() -> Any:
         ) from error
 
 
-def read(path: Path, reading: Reading) -> Parquet:
+def read(path: Path, options: ReadOptions) -> Parquet:
     """Open a Parquet file."""
-    return Parquet(path, reading.ids or IDS, reading.vectors or VECTORS)
+    return Parquet(path, options.ids or IDS, options.vectors or VECTORS)
 
 
 class Parquet(Source):
@@ -143,9 +144,9 @@ def _groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
 class ParquetSink(Spool):
     """Writes columns "id" and "vector"."""
 
-    def __init__(self, writing: Writing, done: int) -> None:
+    def __init__(self, output: Output, done: int) -> None:
         import_pyarrow()  # or the work would be for nothing
-        super().__init__(writing, done)
+        super().__init__(output, done)
 
     def _pack(self, path: Path) -> None:
         arrow = import_pyarrow()

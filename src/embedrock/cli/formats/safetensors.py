@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from embedrock.cli.formats._arrays import Array, Arrays, choose, file_size
-from embedrock.cli.formats._sink import Region, Regions, Writing, part_of, publish
-from embedrock.cli.formats._source import Reading, fail
+from embedrock.cli.formats._regions import Region, Regions
+from embedrock.cli.formats._sink import Output, part_of, publish
+from embedrock.cli.formats._source import ReadOptions, fail
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LENGTH = struct.Struct("<Q")
@@ -25,12 +26,12 @@ DTYPES |= {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"}
 REMEDY = "Check that it is the right file, or get it again."
 
 
-def read(path: Path, reading: Reading) -> Arrays:
+def read(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
     header, start = _header(path)
     tensors = {name: value for name, value in header.items() if name != "__metadata__"}
     arrays = {name: _array(path, name, value, start) for name, value in tensors.items() if _is_known(value)}
-    return choose(path, arrays, reading)
+    return choose(path, arrays, options)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -74,23 +75,23 @@ def _array(path: Path, name: str, tensor: Any, start: int) -> Array:
 class SafetensorsSink(Regions):
     """Writes tensors "ids", where rows are not numbered from 0, and "vectors"."""
 
-    def __init__(self, writing: Writing, done: int) -> None:
-        super().__init__(writing, done)
-        part, rows, dim = part_of(writing.path), writing.rows, writing.dim
-        end_of_ids = 8 * rows if writing.has_ids else 0
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        part, rows, dim = part_of(output.path), output.rows, output.dim
+        end_of_ids = 8 * rows if output.has_ids else 0
         tensors = {"vectors": _described("F32", (rows, dim), end_of_ids, end_of_ids + 4 * rows * dim)}
-        if writing.has_ids:
+        if output.has_ids:
             tensors = {"ids": _described("I64", (rows,), 0, end_of_ids)} | tensors
         text = json.dumps(tensors).encode()
         text += b" " * (-len(text) % LENGTH.size)
         header = LENGTH.pack(len(text)) + text
-        self.ids = Region(part, header, len(header), "<i8", (rows,)) if writing.has_ids else None
+        self.ids = Region(part, header, len(header), "<i8", (rows,)) if output.has_ids else None
         self.vectors = Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))
 
     def finish(self) -> list[Path]:
         self.sync()
         self.vectors.end()  # the last in the file
-        return [publish(self.vectors.path, self.writing.path)]
+        return [publish(self.vectors.path, self.output.path)]
 
 
 def _described(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:

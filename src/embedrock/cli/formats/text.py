@@ -13,8 +13,8 @@ from typing import IO, NoReturn
 import numpy as np
 
 from embedrock.cli.formats._arrays import file_size
-from embedrock.cli.formats._sink import Sink, Writing, part_of, publish
-from embedrock.cli.formats._source import Batch, FileError, Reading, Source, fail
+from embedrock.cli.formats._sink import Output, Sink, part_of, publish
+from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
 from embedrock.cli.formats.vocabulary import Vocabulary, keep_lines
 
 MAX_LINE_BYTES = 1 << 24
@@ -26,21 +26,21 @@ WORDS = "word"  # in place of the name of ids: words are ids
 REMEDY = "Fix or remove the line."
 
 
-def read_glove(path: Path, reading: Reading) -> Text:
+def read_glove(path: Path, options: ReadOptions) -> Text:
     """Open GloVe's text."""
     with open(path, "rb") as file:
         first = file.readline(MAX_LINE_BYTES)
-    dim = reading.dim or len(first.split()) - 1
+    dim = options.dim or len(first.split()) - 1
     if dim < 1:
         fail(path, "a word and its numbers", repr(first[:60]), "Check that it is the right file.", "line 1")
-    return Text(path, count_lines(path), dim, header=False, ids=reading.ids)
+    return Text(path, count_lines(path), dim, header=False, ids=options.ids)
 
 
-def read_word2vec(path: Path, reading: Reading) -> Text:
+def read_word2vec(path: Path, options: ReadOptions) -> Text:
     """Open word2vec's text."""
     with open(path, "rb") as file:
         rows, dim = read_counts(file, path, least_bytes=2)
-    return Text(path, rows, dim, header=True, ids=reading.ids)
+    return Text(path, rows, dim, header=True, ids=options.ids)
 
 
 def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int]:
@@ -185,11 +185,11 @@ def _is_number(field: bytes) -> bool:
 class GloveSink(Sink):
     """Writes a line for each row: its word, or id, and its numbers with the 9 digits that tell any float32."""
 
-    def __init__(self, writing: Writing, done: int) -> None:
-        super().__init__(writing, done)
-        self._words = Vocabulary(writing.words) if writing.words else None
-        self._format = " ".join(["%.9g"] * writing.dim).join((" ", "\n"))
-        part = part_of(writing.path)
+    def __init__(self, output: Output, done: int) -> None:
+        super().__init__(output, done)
+        self._words = Vocabulary(output.words) if output.words else None
+        self._format = " ".join(["%.9g"] * output.dim).join((" ", "\n"))
+        part = part_of(output.path)
         header = self._header()
         if done:
             keep_lines(part, done + header.count(b"\n"))
@@ -202,7 +202,7 @@ class GloveSink(Sink):
         return b""
 
     def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        piece = max(1, PIECE_NUMBERS // self.writing.dim)
+        piece = max(1, PIECE_NUMBERS // self.output.dim)
         for start in range(0, len(ids), piece):
             self._file.write(self._lines(ids[start : start + piece], vectors[start : start + piece]))
         self.done += len(ids)
@@ -224,7 +224,7 @@ class GloveSink(Sink):
 
     def finish(self) -> list[Path]:
         self.sync()
-        return [publish(part_of(self.writing.path), self.writing.path)]
+        return [publish(part_of(self.output.path), self.output.path)]
 
     def close(self) -> None:
         self._file.close()
@@ -236,4 +236,4 @@ class Word2vecSink(GloveSink):
     """Writes a line with rows and columns first."""
 
     def _header(self) -> bytes:
-        return b"%d %d\n" % (self.writing.rows, self.writing.dim)
+        return b"%d %d\n" % (self.output.rows, self.output.dim)

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from embedrock.cli.formats._source import Batch, Reading, Source
+from embedrock.cli.formats._source import Batch, ReadOptions, Source
 from embedrock.cli.formats.text import named_batch, read_counts, wants_words_as_ids
 
 MAX_WORD_BYTES = 4096
@@ -17,9 +17,9 @@ BLOCK_BYTES = 1 << 20
 REMEDY = "Check that it is the right file and format (--format raw?), or get it again."
 
 
-def read(path: Path, reading: Reading) -> Word2vecBinary:
+def read(path: Path, options: ReadOptions) -> Word2vecBinary:
     """Open a word2vec binary file."""
-    return Word2vecBinary(path, reading.ids)
+    return Word2vecBinary(path, options.ids)
 
 
 class Word2vecBinary(Source):
