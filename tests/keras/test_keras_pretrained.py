@@ -17,6 +17,7 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
+from embedrock.initializers import FromBfloat16
 
 ROWS, DIM = 30, 4
 WEIGHTS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
@@ -86,6 +87,11 @@ def test_bfloat16_weights_on_disk(tmp_path: Path):
         np.testing.assert_array_equal(layer(IDS), weights[IDS])
         layer.table.commit()
         layer.table.close()
+    for bits in (weights, weights.view(np.uint16)):
+        with er.open(tmp_path / "t", init=FromBfloat16(bits)) as table:
+            np.testing.assert_array_equal(table.lookup(IDS), weights[IDS].astype(np.float32))
+    with pytest.raises(ArgumentError, match=r"`array` of FromBfloat16 must be a 2-D NumPy array of 2-byte values: got"):
+        FromBfloat16(WEIGHTS)
 
 
 def test_dtypes():

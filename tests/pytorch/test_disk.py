@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.initializers import FromBfloat16
 
 ROWS, DIM = 3000, 4
 
@@ -203,6 +204,25 @@ def test_pretrained_rows_on_disk(tmp_path: Path):
     again.table.close()
     with er.open(path, init=er.FromArray(weights.numpy())) as table:
         assert np.array_equal(table.lookup([7]), expected[7:8].numpy())
+
+
+@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
+def test_pretrained_bfloat16_rows_on_disk(kind: type, tmp_path: Path):
+    weights = (torch.randint(-99, 99, (3, 50)) / 8).bfloat16().t()  # steps of which are exact
+    ids = torch.arange(50)[:, None]
+    for stepped in range(2):
+        layer = kind.from_pretrained(weights, freeze=False, path=tmp_path / "t.rock", memory="1MB")
+        rows = weights.clone()
+        rows[7] -= stepped
+        assert torch.equal(layer(ids).reshape(50, 3), rows)
+        optimizer = ert.SGD(layer, lr=1.0)
+        layer(torch.tensor([[7]])).sum().backward()
+        optimizer.step()
+        layer.table.commit()
+        layer.table.close()
+    bits = weights.view(torch.int16).numpy()
+    with er.open(tmp_path / "t.rock", init=FromBfloat16(bits)) as table:
+        assert np.array_equal(table.lookup([3]), weights[3:4].float().numpy())
 
 
 # ---------------------------------------------------------------- states

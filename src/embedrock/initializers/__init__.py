@@ -8,6 +8,7 @@ from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
 from embedrock.initializers.constant import Constant, Zeros
 from embedrock.initializers.from_array import FromArray
+from embedrock.initializers.from_bfloat16 import FromBfloat16
 from embedrock.initializers.normal import Normal
 from embedrock.initializers.uniform import Uniform
 
@@ -31,6 +32,7 @@ __all__ = [
     "INITIALIZERS",
     "Constant",
     "FromArray",
+    "FromBfloat16",
     "Initializer",
     "Normal",
     "Uniform",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,14 @@ class FromArray(Initializer):
     array: np.ndarray
 
     def __post_init__(self) -> None:
-        if not isinstance(self.array, np.ndarray) or self.array.ndim != 2 or self.array.dtype.kind != "f":
+        self._check_array("floats", lambda dtype: dtype.kind == "f")
+
+    def _check_array(self, values: str, fits: Callable[[np.dtype], bool]) -> None:
+        if not isinstance(self.array, np.ndarray) or self.array.ndim != 2 or not fits(self.array.dtype):
             got = f"{getattr(self.array, 'dtype', type(self.array).__name__)} {getattr(self.array, 'shape', '')}"
-            raise ArgumentError(f"`array` of FromArray must be a 2-D NumPy array of floats: got {got.strip()}.")
+            raise ArgumentError(
+                f"`array` of {type(self).__name__} must be a 2-D NumPy array of {values}: got {got.strip()}."
+            )
 
     def check(self, rows: int | None, dim: int) -> None:
         if rows is None or self.array.shape != (rows, dim):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import is_number, make_table, refuse
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.table.table import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,20 +39,6 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
-class FromBfloat16(Initializer):
-    """Rows that start as those of a bfloat16 tensor, a dtype that NumPy lacks; otherwise as `FromArray`."""
-
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = weights
-
-    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        """Write the rows `ids` to `out`."""
-        out[:] = self._weights[torch.from_numpy(ids)].float().numpy()
-
-    def __repr__(self) -> str:
-        return f"FromBfloat16(weights=<bfloat16 {tuple(self._weights.shape)}>)"
-
-
 def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> Table:
@@ -62,7 +48,7 @@ def pretrained_table(
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
     if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
-        init, native = FromBfloat16(weights.detach().cpu()), "bfloat16"
+        init, native = FromBfloat16(weights.detach().cpu().view(torch.int16).numpy()), "bfloat16"
     else:
         init = FromArray(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
         native = str(init.array.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions, make_table
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.keras.layers.row_layer import REFUSED, TABLE_DTYPES
 from embedrock.table.table import Table
 
@@ -21,25 +20,6 @@ OF_WEIGHTS = {
     "embeddings_initializer": "rows start as the weights. Leave it out",
     "seed": "rows start as the weights. Leave it out",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class FromBfloat16(Initializer):
-    """Rows that start as those of a bfloat16 array, a dtype that NumPy itself lacks; otherwise as `FromArray`."""
-
-    array: np.ndarray
-
-    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        """Write the rows `ids` to `out`."""
-        order = np.argsort(ids)
-        out[order] = self.array[ids[order]]
-
-    def describe(self) -> dict[str, Any]:
-        """Return it as plain data: it cannot be made from that, as `FromArray` cannot."""
-        return {"name": FromArray.__name__, "dtype": "bfloat16", "shape": list(self.array.shape)}
-
-    def __repr__(self) -> str:
-        return f"FromBfloat16(array=<bfloat16 {self.array.shape}>)"
 
 
 def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, Any]) -> tuple[Table, dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions
-from embedrock.initializers import FromArray, Initializer, read_initializer
+from embedrock.initializers import FromArray, FromBfloat16, Initializer, read_initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.saving.row_files import rule_of
 from embedrock.keras.saving.state import KEY
@@ -45,8 +45,6 @@ def read_initializer_of(description: Mapping[str, Any]) -> Any:
     """Return the initializer that `describe_initializer` described."""
     if description["name"] != FromArray.__name__:
         return read_initializer(dict(description))
-    from embedrock.keras.layers.pretrained import FromBfloat16  # which needs the layers, and they this module
-
     file, dtype, shape = description["file"], description["dtype"], tuple(description["shape"])
     try:
         array = np.memmap(file, dtype, "r", description["offset"], shape)
