@@ -9,6 +9,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_page_names_what_is_there(page: Path):
 @EVERY_PAGE
 def test_page_is_wrapped(page: Path):
     assert wide_lines(page.read_text()) == []
+
+
+def test_the_design_has_every_room():
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    design = (REPOSITORY / "docs" / "design.md").read_text()
+    assert "```\n{}\n```".format("\n".join(f" {layer}" for layer in contract["layers"])) in design
+    rooms = re.findall(r"\w+", " ".join(contract["layers"]))
+    assert [room for room in rooms if not re.search(rf"^\|[^|]*`{room}/?`[^|]*\|", design, re.MULTILINE)] == []
 
 
 def test_what_is_missing_and_what_is_wide_is_found():
