@@ -72,9 +72,9 @@ batches = st.lists(some_ids, max_size=200).map(lambda ids: np.array(ids, np.int6
 
 @pytest.fixture(autouse=True)
 def _same_number_of_threads() -> Iterator[None]:
-    threads = kernels.cpu.runtime.get_threads()
+    threads = kernels.cpu.threads.get_threads()
     yield
-    kernels.cpu.runtime.set_threads(threads)
+    kernels.cpu.threads.set_threads(threads)
 
 
 # ---------------------------------------------------------------------------------------------------- oracles
@@ -181,7 +181,7 @@ def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
     unique, inverse = memory.array(bases[-1], np.int64), memory.array(n, np.int32)
     all_starts = memory.array(bases[-1] + 1, np.int32)
     all_starts[-1] = n
-    call("collect", partitions, keys, positions, bounds, bases, local, starts, unique, inverse, all_starts)
+    call("collect", partitions, keys, positions, bounds, uniques, bases, local, starts, unique, inverse, all_starts)
     memory.check()
     return Plan(ids.shape, unique, inverse, all_starts, order)
 
@@ -271,7 +271,7 @@ def test_threads_do_not_change_a_bit(name):
     partitions = 1 << (LARGE // planning.PARTITION_IDS).bit_length()
     expected = plan_by_partitions(reference_call, ids, Memory(0), 1, partitions, 1)
     for threads in range(1, 9):
-        kernels.cpu.runtime.set_threads(threads)
+        kernels.cpu.threads.set_threads(threads)
         assert_same(make_plan(ids), expected)
 
 
@@ -346,7 +346,7 @@ def test_more_ids_than_int32_positions_are_refused():
 def test_plans_made_at_the_same_time():
     sizes = [LARGE, 5_000, LARGE + 11, 200] * 3
     expected = [make_plan(zipf(n)) for n in sizes]
-    kernels.cpu.runtime.set_threads(3)
+    kernels.cpu.threads.set_threads(3)
     with ThreadPoolExecutor(4) as pool:
         for plan, other in zip(pool.map(lambda n: make_plan(zipf(n)), sizes), expected, strict=True):
             assert_same(plan, other)

@@ -33,16 +33,14 @@ class RowGradients:
             np.empty((len(plan.ids), grads.shape[1]), np.float32),
             np.empty(len(plan.ids), np.float64),
         )
-        cpu = kernels.cpu
-        args = grads, plan.starts, plan.order, values, squares
-        cpu.runtime.run(cpu.rows.sum_segments, len(values), *args)
+        kernels.cpu.launch(kernels.cpu.rows.sum_segments, grads, plan.starts, plan.order, values, squares)
         return RowGradients(plan, values, float(squares.sum()))
 
     @staticmethod
     def of_rows(plan: Plan, values: np.ndarray) -> RowGradients:
         """Take gradients float32 (unique, dim) that are summed already."""
         squares = np.empty(len(values), np.float64)
-        kernels.cpu.runtime.run(kernels.cpu.rows.row_squares, len(values), values, squares)
+        kernels.cpu.launch(kernels.cpu.rows.row_squares, values, squares)
         return RowGradients(plan, values, float(squares.sum()))
 
     @property

@@ -137,35 +137,35 @@ def _plan_whole(ids: Int64Array) -> Arrays:
 
 
 def _plan_by_partitions(ids: Int64Array) -> Arrays:
-    n, cpu, run = ids.size, kernels.cpu.plan, kernels.cpu.runtime.run
-    workers = kernels.cpu.runtime.get_threads()
+    n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
+    workers = kernels.cpu.threads.get_threads()
     keys, positions, bounds = _partition(ids, workers)
     partitions = bounds.size - 1
     size = _table_size(int(np.diff(bounds).max()))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + partitions, np.int32)
     counts, order = np.empty(partitions, np.int64), np.empty(n, np.int32)
-    run(cpu.group, workers, keys, positions, bounds, _SEED, tables, local, starts, order, counts, grain=1)
+    launch(cpu.group, keys, positions, bounds, _SEED, tables, local, starts, order, counts)
 
     bases = _bounds(counts)
     unique, inverse = np.empty(bases[-1], np.int64), np.empty(n, np.int32)
     all_starts = np.empty(unique.size + 1, np.int32)
     all_starts[-1] = n
-    grouped = (keys, positions, bounds, bases, local, starts)
-    run(cpu.collect, partitions, *grouped, unique, inverse, all_starts, grain=1)
+    grouped = (keys, positions, bounds, counts, bases, local, starts)
+    launch(cpu.collect, *grouped, unique, inverse, all_starts)
     return unique, inverse, all_starts, order
 
 
 def _partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Return the ids in the order of their partitions, their positions, and the partitions' bounds."""
-    n, cpu, run = ids.size, kernels.cpu.plan, kernels.cpu.runtime.run
+    n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     # A function of n alone: the partitions are seen in the plan, the chunks (one for each worker) are not.
     partitions = min(1 << (n // PARTITION_IDS).bit_length(), MAX_PARTITIONS)
     counts = np.empty((workers, partitions), np.int64)
-    run(cpu.count_partitions, workers, ids, counts, grain=1)
+    launch(cpu.count_partitions, ids, counts)
     cursors = np.ascontiguousarray(_bounds(counts.T)[:-1].reshape(partitions, workers).T)
     keys, positions = _scratch.take("keys", n, np.int64), _scratch.take("positions", n, np.int32)
-    run(cpu.partition, workers, ids, cursors, keys, positions, grain=1)
+    launch(cpu.partition, ids, cursors, keys, positions)
     return keys, positions, _bounds(counts.sum(axis=0))
 
 

@@ -55,11 +55,11 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
     cpu, inverse = kernels.cpu, bags.plan.inverse
     if bags.mode == "max":
         trace = np.empty((count, dim), np.int32)
-        cpu.runtime.run(cpu.pooling.pool_max, count, rows, inverse, bags.offsets, bags.skip, out, trace, grain=256)
+        cpu.launch(cpu.pooling.pool_max, rows, inverse, bags.offsets, bags.skip, out, trace)
     else:
         trace = np.empty(count, np.float32)
         args = rows, inverse, bags.offsets, _factors(weights), bags.skip, bags.mode == "mean", out, trace
-        cpu.runtime.run(cpu.pooling.pool_sum, count, *args, grain=256)
+        cpu.launch(cpu.pooling.pool_sum, *args)
     return out, trace
 
 
@@ -72,11 +72,10 @@ def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.
     )
     cpu, segments = kernels.cpu, (grads, bags.bag_of_position(), plan.starts, plan.order)
     if bags.mode == "max":
-        args = *segments, trace, values, squares
-        cpu.runtime.run(cpu.pooling.pool_max_backward, len(values), *args, grain=256)
+        cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
     else:
         args = *segments, _factors(weights), trace, bags.skip, values, squares
-        cpu.runtime.run(cpu.pooling.pool_sum_backward, len(values), *args, grain=256)
+        cpu.launch(cpu.pooling.pool_sum_backward, *args)
     return RowGradients(plan, values, float(squares.sum()))
 
 
@@ -94,5 +93,5 @@ def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
     args = grads, rows, bags.plan.inverse, bags.bag_of_position(), bags.skip, out
-    kernels.cpu.runtime.run(kernels.cpu.pooling.weight_grads, len(out), *args)
+    kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out

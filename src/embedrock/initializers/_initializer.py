@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from embedrock import kernels
 from embedrock.errors import ArgumentError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -37,8 +35,3 @@ def check_number(subject: str, value: Any) -> None:
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or abs(float(value)) > FLOAT32_MAX:
         raise ArgumentError(f"{subject} must be a finite number: got {value!r}.")
-
-
-def draw(function: Callable[..., object], ids: np.ndarray, *arguments: Any) -> None:
-    """Run a kernel of first values over the rows `ids`."""
-    kernels.cpu.runtime.run(function, len(ids), ids, *arguments, grain=256)

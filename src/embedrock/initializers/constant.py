@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.initializers._initializer import Initializer, check_number, draw
+from embedrock.initializers._initializer import Initializer, check_number
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Constant(Initializer):
         check_number("`value` of Constant", self.value)
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        draw(kernels.cpu.generator.constant_values, ids, float(self.value), out)
+        kernels.cpu.launch(kernels.cpu.generator.constant_values, ids, float(self.value), out)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Initializer, check_number, draw
+from embedrock.initializers._initializer import Initializer, check_number
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Normal(Initializer):
             raise ArgumentError(f"`std` of Normal must not be negative: got {self.std!r}.")
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        draw(kernels.cpu.generator.normal_values, ids, key, float(self.mean), float(self.std), out)
+        kernels.cpu.launch(kernels.cpu.generator.normal_values, ids, key, float(self.mean), float(self.std), out)

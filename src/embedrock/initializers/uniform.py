@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Initializer, check_number, draw
+from embedrock.initializers._initializer import Initializer, check_number
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,4 @@ class Uniform(Initializer):
         check_number("`high - low` of Uniform", float(self.high) - float(self.low))
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        draw(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)
+        kernels.cpu.launch(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)

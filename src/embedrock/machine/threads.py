@@ -13,9 +13,9 @@ def set_threads(count: int) -> None:
     Raises:
         ArgumentError: `count` is not a whole number >= 1.
     """
-    kernels.cpu.runtime.set_threads(count)
+    kernels.cpu.threads.set_threads(count)
 
 
 def get_threads() -> int:
     """Return the number of threads that Embedrock's CPU kernels use."""
-    return kernels.cpu.runtime.get_threads()
+    return kernels.cpu.threads.get_threads()

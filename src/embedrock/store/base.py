@@ -11,7 +11,6 @@ from embedrock import kernels
 
 BLOCK_WORDS = 8  # a cache line of bits for each rank: 32 bits for 512
 BLOCK_BITS = 64 * BLOCK_WORDS
-GRAIN = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +82,9 @@ class Base:
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
-        locations, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
-        args = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
-        runtime.run(kernels.cpu.storage.find_base, len(ids), *args, runtime.read_only(ids), locations, grain=GRAIN)
+        locations = np.empty(len(ids), np.int64)
+        index = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
+        kernels.cpu.launch(kernels.cpu.storage.find_base, *index, ids, locations)
         return locations
 
     def ids_of(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:

@@ -18,7 +18,6 @@ FULLEST = 0.85  # share of entries in use at which an overlay grows
 GROWTH = 1.25  # so an entry in use costs at most 16 * 1.25 / 0.85 = 23.5 bytes, and a page
 BYTES_A_ROW = 24  # more than that, and a page, is given back
 SHRUNK = 0.75  # share in use after that
-GRAIN = 2048
 
 
 def _whole_pages(entries: float) -> int:
@@ -80,9 +79,8 @@ class Overlay:
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
-        locations, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
-        args = self._entries, self._homes, self._salt, runtime.read_only(ids), locations
-        runtime.run(kernels.cpu.storage.find_overlay, len(ids), *args, grain=GRAIN)
+        cpu, locations = kernels.cpu, np.empty(len(ids), np.int64)
+        cpu.launch(cpu.storage.find_overlay, self._entries, self._homes, self._salt, ids, locations)
         return locations
 
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
@@ -98,10 +96,9 @@ class Overlay:
 
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
         # Insert from `start` on, and return how far there was room.
-        read_only, most = kernels.cpu.runtime.read_only, _most(len(self._entries))
         place = self._entries, self._homes, self._salt
-        args = self.count, most, read_only(ids), read_only(locations), start
-        done, self.count = kernels.cpu.storage.insert_overlay(*place, *args)
+        args = self.count, _most(len(self._entries)), ids, locations, start
+        done, self.count = kernels.cpu.launch(kernels.cpu.storage.insert_overlay, *place, *args)
         return done
 
     def remove_runs_below(self, run: int) -> None:

@@ -16,7 +16,6 @@ from embedrock.machine.vfs import System
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
 GAP = 16 << 10  # bytes between two records that are read along rather than asked for apart
-GRAIN = 256
 NAMED = 8  # ids that an error names
 
 
@@ -118,9 +117,8 @@ class _Piece:
 
     def unseal(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Copy the records out, and return which ones are damaged."""
-        good, runtime = np.empty(self.count, np.uint8), kernels.cpu.runtime
-        args = self._memory, self.starts, ids, records, slots, good
-        runtime.run(kernels.cpu.storage.unseal, self.count, *args, grain=GRAIN)
+        good = np.empty(self.count, np.uint8)
+        kernels.cpu.launch(kernels.cpu.storage.unseal, self._memory, self.starts, ids, records, slots, good)
         return np.flatnonzero(good == 0)
 
 

@@ -227,11 +227,9 @@ class Store:
 
     def seal(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4)."""
-        cpu, read_only = kernels.cpu, kernels.cpu.runtime.read_only
         stride = self.manifest.record_bytes + CRC_BYTES
         sealed = aligned_empty(len(slots) * stride).reshape(-1, stride)
-        args = records, read_only(slots), read_only(ids), sealed
-        cpu.runtime.run(cpu.storage.seal, len(slots), *args, grain=256)
+        kernels.cpu.launch(kernels.cpu.storage.seal, records, slots, ids, sealed)
         return sealed
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:

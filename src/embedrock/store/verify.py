@@ -106,7 +106,7 @@ def _bad_ids(run: Run) -> np.ndarray:
         wanted, slots = ids.part(start, start + count), np.arange(count)
         good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
         args = data.copy(), slots * run.stride, wanted, records, slots, good
-        kernels.cpu.runtime.run(kernels.cpu.storage.unseal, count, *args, grain=256)
+        kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
         bad.append(wanted[good == 0])
     return np.concatenate(bad)
 

@@ -511,7 +511,7 @@ class Table:
         refreshed = self._take_kept(grads.plan, slots)
         numbers = self._count_step(rule)
         args = grads.plan.ids, slots, grads.values, numbers, self._steps, refreshed
-        self._turn.running = kernels.cpu.runtime.start(tier.records.step, *args)
+        self._turn.running = kernels.cpu.threads.start(tier.records.step, *args)
 
     @_exclusive
     def check_step(self, grads: RowGradients) -> None:
@@ -1231,11 +1231,10 @@ def _rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     """Return float32 values as they are after a stay in the table's storage."""
     if spec.dtype == "float32":
         return values
-    runtime, rows = kernels.cpu.runtime, kernels.cpu.rows
-    words, positions = np.empty(values.shape, spec.storage.words), runtime.read_only(_positions(len(values)))
-    slots = runtime.read_only(positions.astype(np.int64))
-    runtime.run(rows.scatter, len(values), words, slots, values)
-    runtime.run(rows.gather, len(values), words, slots, positions, values[:0], values)
+    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), _positions(len(values))
+    slots = positions.astype(np.int64)
+    cpu.launch(cpu.rows.scatter, words, slots, values)
+    cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
 
 

@@ -137,12 +137,12 @@ class Cache:
                 and should be pinned.
         """
         assert len(ids) <= self.free
-        cpu, ids = kernels.cpu.cache, kernels.cpu.runtime.read_only(ids)
+        cpu, launch = kernels.cpu.cache, kernels.cpu.launch
         slots, levels = np.empty(len(ids), np.int64), np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
-            cpu.recall(self._ghosts, ids, self._epoch, levels)
+            launch(cpu.recall, self._ghosts, ids, self._epoch, levels)
         self._first_free, self._used = cpu.take_slots(self.ids, self._pins, self._first_free, self._used, slots)
-        cpu.enter(self._entries, ids, slots, self.ids)
+        launch(cpu.enter, self._entries, ids, slots, self.ids)
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
         self.count += len(ids)
@@ -152,18 +152,18 @@ class Cache:
 
     def remove(self, slots: np.ndarray) -> None:
         """Free slots (without repeats) that hold rows without pins; rows of the current batch may be among them."""
-        cpu, slots = kernels.cpu.cache, kernels.cpu.runtime.read_only(slots)
+        cpu, launch = kernels.cpu.cache, kernels.cpu.launch
         if self._pins[slots].any():
             mine = np.isin(self._current, slots)
             self.unpin(self._current[mine])
             self._current = self._current[~mine]
             assert not self._pins[slots].any()
-        levels, ids = np.empty(len(slots), np.uint8), kernels.cpu.runtime.read_only(self.ids[slots])
-        cpu.forget(self._scores, self._histogram, slots, levels)
+        levels, ids = np.empty(len(slots), np.uint8), self.ids[slots]
+        launch(cpu.forget, self._scores, self._histogram, slots, levels)
         if len(self._ghosts):
-            cpu.remember(self._ghosts, ids, levels, self._epoch)
-        cpu.erase(self._entries, ids)
-        self._first_free = cpu.give_slots(self.ids, self._pins, self._first_free, slots)
+            launch(cpu.remember, self._ghosts, ids, levels, self._epoch)
+        launch(cpu.erase, self._entries, ids)
+        self._first_free = launch(cpu.give_slots, self.ids, self._pins, self._first_free, slots)
         self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
         self.count -= len(slots)
 
@@ -182,10 +182,11 @@ class Cache:
         self._current = np.empty(0, np.int64)
 
     def _use(self, slots: np.ndarray) -> None:
-        cpu, policy, slots = kernels.cpu.cache, self._policy, kernels.cpu.runtime.read_only(slots)
+        cpu, policy = kernels.cpu.cache, self._policy
         self.pin(slots)
         self._current = np.concatenate([self._current, slots])
-        self._random = np.uint64(cpu.touch(self._scores, slots, policy.rises, policy.chances, self._random))
+        args = self._scores, slots, policy.rises, policy.chances, self._random
+        self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
         self._touches += len(slots)
         self._trials.see(self.ids, slots)
         if self._touches >= self._trials.epoch * self.capacity:
@@ -194,13 +195,11 @@ class Cache:
 
     def pin(self, slots: np.ndarray) -> None:
         """Keep rows until they are unpinned as often as they were pinned."""
-        slots = kernels.cpu.runtime.read_only(slots)
-        kernels.cpu.cache.pin(self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.pin, self._scores, self._pins, self._histogram, slots)
 
     def unpin(self, slots: np.ndarray) -> None:
         """Take back one pin of each."""
-        slots = kernels.cpu.runtime.read_only(slots)
-        kernels.cpu.cache.unpin(self._scores, self._pins, self._histogram, slots)
+        kernels.cpu.launch(kernels.cpu.cache.unpin, self._scores, self._pins, self._histogram, slots)
 
     def victims(self, count: int) -> np.ndarray:
         """Return `count` slots whose rows should leave first, or fewer where no more may leave.
@@ -253,7 +252,7 @@ class _Trials:
         done = 0
         while self._caches and done < len(slots):
             args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
-            seen, more = kernels.cpu.cache.sample(*args)
+            seen, more = kernels.cpu.launch(kernels.cpu.cache.sample, *args)
             done, self._waiting = done + seen, self._waiting + more
             if self._waiting == len(self._ids):
                 self._try(np.unique(self._ids))
@@ -363,7 +362,7 @@ class _Rows(Direct):
 
     def remove(self, slots: np.ndarray) -> None:
         """Free the slots of rows that have one."""
-        kernels.cpu.cache.erase_direct(self._present, kernels.cpu.runtime.read_only(slots))
+        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self._present, slots)
         self.count -= len(slots)
 
 

@@ -209,7 +209,7 @@ class Commit:
     def _write_together(self, pieces: Iterable[np.ndarray]) -> None:
         """Write pieces while another thread seals the next ones, so that the disk never waits."""
         line = _Line()
-        sealing = kernels.cpu.runtime.Call(self._seal_all, (pieces, line))
+        sealing = kernels.cpu.threads.Call(self._seal_all, (pieces, line))
         try:
             threading.Thread(target=sealing.run_once, name="embedrock-commit-2", daemon=True).start()
         except RuntimeError:  # the system allows no more threads, or Python is about to end

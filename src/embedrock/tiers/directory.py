@@ -63,7 +63,7 @@ class Direct(Directory):
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         self.count += int(np.count_nonzero(slots < 0))
-        kernels.cpu.directory.insert_direct(self._present, kernels.cpu.runtime.read_only(ids), slots)
+        kernels.cpu.launch(kernels.cpu.directory.insert_direct, self._present, ids, slots)
 
     def bytes_with(self, more: int) -> int:
         return self._present.nbytes
@@ -116,7 +116,8 @@ class Hashed(Directory):
             entries = np.zeros((needed, 2), np.int64)
             cpu.directory.rehash(self._entries, entries)
             self._entries = entries
-        self.count = kernels.cpu.directory.insert_hashed(self._entries, ids, slots, self.count, self._slot_ids)
+        args = self._entries, ids, slots, self.count, self._slot_ids
+        self.count = cpu.launch(cpu.directory.insert_hashed, *args)
 
     @staticmethod
     def bytes_for(count: int) -> int:
@@ -135,8 +136,8 @@ class Hashed(Directory):
 
 
 def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    slots, runtime = np.empty(len(ids), np.int64), kernels.cpu.runtime
-    runtime.run(function, len(ids), where, runtime.read_only(ids), slots, grain=4096)
+    slots = np.empty(len(ids), np.int64)
+    kernels.cpu.launch(function, where, ids, slots)
     return slots
 
 
@@ -147,8 +148,6 @@ def _look_up(
     source: tuple[np.ndarray, np.ndarray],
     out: np.ndarray,
 ) -> np.ndarray:
-    slots, runtime, (weights, positions) = np.empty(len(ids), np.int64), kernels.cpu.runtime, source
-    nothing = np.zeros((1, out.shape[1]), np.float32)
-    args = where, runtime.read_only(ids), slots, weights, runtime.read_only(positions), nothing, out
-    runtime.run(function, len(ids), *args, grain=2048)
+    slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
+    kernels.cpu.launch(function, where, ids, slots, *source, nothing, out)
     return slots

@@ -28,9 +28,7 @@ class Records:
 
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
         """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` means ``fresh[k]``."""
-        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
-        args = self.weights, slots, cpu.runtime.read_only(positions), fresh, out
-        cpu.runtime.run(cpu.rows.gather, len(out), *args, grain=2048)
+        kernels.cpu.launch(kernels.cpu.rows.gather, self.weights, slots, positions, fresh, out)
 
     def refresh(self, slots: np.ndarray, rows: np.ndarray, numbers: Any) -> np.ndarray:
         """Bring copies `rows` float32 (n, dim) of weights up to date; the records stay as they are.
@@ -40,8 +38,7 @@ class Records:
         """
         layout, cpu = self._spec.layout, kernels.cpu
         scratch = np.empty((len(slots), layout.state_width), np.float32)
-        args = rows, self._floats, cpu.runtime.read_only(slots), layout.state_start, scratch, numbers
-        cpu.runtime.run(cpu.rows.refresh, len(slots), *args, grain=64)
+        cpu.launch(cpu.rows.refresh, rows, self._floats, slots, layout.state_start, scratch, numbers)
         return scratch
 
     def begin(self, slots: np.ndarray, weights: np.ndarray, first_state: np.ndarray) -> None:
@@ -49,15 +46,13 @@ class Records:
         self.write(slots, weights)
         layout, cpu = self._spec.layout, kernels.cpu
         if layout.state_width:
-            args = self._floats, cpu.runtime.read_only(slots), layout.state_start, first_state
-            cpu.runtime.run(cpu.rows.reset_state, len(slots), *args)
+            cpu.launch(cpu.rows.reset_state, self._floats, slots, layout.state_start, first_state)
         for start, end in layout.gaps:  # of the record that was in the slot before
             self.bytes[slots, start:end] = 0
 
     def write(self, slots: np.ndarray, values: np.ndarray) -> None:
         """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
-        cpu, slots = kernels.cpu, kernels.cpu.runtime.read_only(slots)
-        cpu.runtime.run(cpu.rows.scatter, len(slots), self.weights, slots, values)
+        kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
     def step(
         self,
@@ -77,17 +72,15 @@ class Records:
             refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date.
         """
         layout, cpu = self._spec.layout, kernels.cpu
-        exact, read_only = self._spec.dtype == "float32", cpu.runtime.read_only
-        slots = read_only(slots)
+        exact = self._spec.dtype == "float32"
         if refreshed is not None:
             known, values, state = refreshed
             for start, columns in ((0, values), (layout.state_start, state)):
-                cpu.runtime.run(cpu.rows.put, len(known), self._floats, read_only(known), start, columns, grain=512)
-        weights, rows = (self.weights, slots) if exact else (np.empty_like(grads), read_only(np.arange(len(slots))))
+                cpu.launch(cpu.rows.put, self._floats, known, start, columns)
+        weights, rows = (self.weights, slots) if exact else (np.empty_like(grads), np.arange(len(slots)))
         if not exact:
             self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)
-        args = weights, rows, self._floats, slots, layout.state_start, layout.state_width, grads, numbers
-        cpu.runtime.run(cpu.rows.step, len(slots), *args, grain=512, cuts=4)
+        state = layout.state_start, layout.state_width
+        cpu.launch(cpu.rows.step, weights, rows, self._floats, slots, *state, grads, numbers)
         if not exact:
-            args = self.weights, slots, weights, read_only(ids), self._spec.key, step
-            cpu.runtime.run(cpu.rows.scatter_stochastic, len(slots), *args, grain=512)
+            cpu.launch(cpu.rows.scatter_stochastic, self.weights, slots, weights, ids, self._spec.key, step)

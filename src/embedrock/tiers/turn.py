@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from embedrock.machine.interrupts import held_back
 
 if TYPE_CHECKING:
-    from embedrock.kernels.cpu.runtime import Call
+    from embedrock.kernels.cpu.threads import Call
     from embedrock.tiers.side import Side
 
 

@@ -15,7 +15,9 @@ from embedrock.kernels.cpu import (
     rules,
     runtime,
     storage,
+    threads,
 )
+from embedrock.kernels.cpu.runtime import launch
 
 __all__ = [
     "aio",
@@ -23,6 +25,7 @@ __all__ = [
     "codec",
     "directory",
     "generator",
+    "launch",
     "plan",
     "pooling",
     "pread",
@@ -30,4 +33,5 @@ __all__ = [
     "rules",
     "runtime",
     "storage",
+    "threads",
 ]

@@ -24,7 +24,7 @@ _RESULT = 2
 PROOF = 16  # reads of which at least one is not over at once, where they are asynchronous
 
 
-@kernel
+@kernel()
 def set_up(context, depth, calls):
     """Make ``context[0]`` one for so many reads; return whether the system has and allows it."""
     return _system_call(calls[0], depth, context.ctypes.data, 0, 0, 0) == 0
@@ -49,7 +49,7 @@ def _submit(context, pointers, count, calls):
     return sent
 
 
-@kernel
+@kernel()
 def read_together(context, requests, free, pointers, events, calls, fds, offsets, sizes, out, starts, got):
     """Read pieces as `pread.read_pieces` does, as many at once as there are requests.
 

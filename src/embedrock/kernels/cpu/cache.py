@@ -3,14 +3,15 @@
 import numpy as np
 
 from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
-from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch, prefetch_to_write
+from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
+from embedrock.kernels.cpu.runtime import inlined, kernel
 from embedrock.kernels.reference.cache import FREE, LEVEL_BITS, MARKS, NO_SLOT, PROTECTED
 
 BLOCK = 64  # slots looked at together
 LEVELS, MARKS = np.int32((1 << LEVEL_BITS) - 1), np.int32(MARKS)
 
 
-@kernel
+@kernel()
 def take_slots(slot_ids, pins, first_free, used, slots):
     for i in range(slots.shape[0]):
         if first_free == NO_SLOT:
@@ -23,7 +24,7 @@ def take_slots(slot_ids, pins, first_free, used, slots):
     return first_free, used
 
 
-@kernel
+@kernel(reads=("slots",))
 def give_slots(slot_ids, pins, first_free, slots):
     for i in range(slots.shape[0]):
         slot_ids[slots[i]] = first_free
@@ -32,7 +33,7 @@ def give_slots(slot_ids, pins, first_free, slots):
     return first_free
 
 
-@kernel
+@kernel(reads=("ids",))
 def enter(entries, ids, slots, slot_ids):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
@@ -44,7 +45,7 @@ def enter(entries, ids, slots, slot_ids):
         slot_ids[slots[i]] = ids[i]
 
 
-@kernel
+@kernel(reads=("ids",))
 def erase(entries, ids):
     bits = _bits(entries.shape[0])
     mask = entries.shape[0] - 1
@@ -64,17 +65,17 @@ def erase(entries, ids):
         entries[hole, 1] = 0
 
 
-@kernel
+@kernel()
 def _bucket(ghosts, key):
     return np.int64(((mix(key) >> np.uint64(32)) * np.uint64(ghosts.shape[0])) >> np.uint64(32))
 
 
-@kernel
+@kernel()
 def _print(key):
     return np.int32((mix(key) << np.uint64(LEVEL_BITS)) & np.uint64(0xFFFF))
 
 
-@kernel
+@kernel(reads=("ids",))
 def remember(ghosts, ids, levels, epoch):
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
@@ -97,7 +98,7 @@ def remember(ghosts, ids, levels, epoch):
             bucket[lowest & 63] = np.uint16(mark | level)
 
 
-@kernel
+@kernel(reads=("ids",))
 def recall(ghosts, ids, epoch, levels):
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
@@ -111,21 +112,21 @@ def recall(ghosts, ids, epoch, levels):
                 bucket[k] = 0
 
 
-@kernel
+@kernel()
 def score(scores, histogram, slots, levels):
     for i in range(slots.shape[0]):
         scores[slots[i]] = levels[i]
         histogram[levels[i]] += 1
 
 
-@kernel
+@kernel(reads=("slots",))
 def forget(scores, histogram, slots, levels):
     for i in range(slots.shape[0]):
         levels[i] = scores[slots[i]]
         histogram[levels[i]] -= 1
 
 
-@kernel
+@kernel(reads=("slots",))
 def touch(scores, slots, rises, chances, random):
     for i in range(slots.shape[0]):
         now = scores[slots[i]]
@@ -134,7 +135,7 @@ def touch(scores, slots, rises, chances, random):
     return random
 
 
-@kernel
+@kernel(reads=("slots",))
 def pin(scores, pins, histogram, slots):
     for i in range(slots.shape[0]):
         if i + AHEAD < slots.shape[0]:
@@ -146,7 +147,7 @@ def pin(scores, pins, histogram, slots):
         pins[slot] += np.uint16(1)
 
 
-@kernel
+@kernel(reads=("slots",))
 def unpin(scores, pins, histogram, slots):
     for i in range(slots.shape[0]):
         if i + AHEAD < slots.shape[0]:
@@ -167,7 +168,7 @@ def _lowest(scores, start):
     return lowest
 
 
-@kernel
+@kernel()
 def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
     found, left = 0, used
     while left > 0 and found < slots.shape[0]:
@@ -193,7 +194,7 @@ def sweep(scores, pins, flags, used, hand, threshold, loss, histogram, slots):
     return hand, found
 
 
-@kernel
+@kernel()
 def age(scores, histogram):
     for i in range(scores.shape[0]):
         scores[i] = scores[i] - np.uint8(scores[i] > 0)
@@ -203,7 +204,7 @@ def age(scores, histogram):
     histogram[histogram.shape[0] - 1] = 0
 
 
-@kernel
+@kernel(reads=("slots",))
 def sample(slot_ids, slots, share, ids):
     found = 0
     for i in range(slots.shape[0]):
@@ -218,7 +219,7 @@ def sample(slot_ids, slots, share, ids):
     return slots.shape[0], found
 
 
-@kernel
+@kernel(reads=("ids",))
 def erase_direct(present, ids):
     for i in range(ids.shape[0]):
         present[ids[i] >> 3] &= ~(np.uint8(1) << np.uint8(ids[i] & 7))

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from embedrock.kernels.cpu.runtime import kernel, prefetch
+from embedrock.kernels.cpu.prefetch import prefetch
+from embedrock.kernels.cpu.runtime import kernel
 
 AHEAD = 12
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=4096)
 def find_direct(present, ids, slots, lo, hi):
     for i in range(lo, hi):
         row = ids[i]
@@ -15,7 +16,7 @@ def find_direct(present, ids, slots, lo, hi):
         slots[i] = row if here else -1
 
 
-@kernel
+@kernel(reads=("ids",))
 def insert_direct(present, ids, slots):
     for i in range(ids.shape[0]):
         row = ids[i]
@@ -23,7 +24,7 @@ def insert_direct(present, ids, slots):
         slots[i] = row
 
 
-@kernel
+@kernel()
 def mix(key):
     h = np.uint64(key)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
@@ -31,7 +32,7 @@ def mix(key):
     return h ^ (h >> np.uint64(33))
 
 
-@kernel
+@kernel()
 def _bits(size):
     # Of a power of two.
     bits = 0
@@ -40,12 +41,12 @@ def _bits(size):
     return bits
 
 
-@kernel
+@kernel()
 def _home(key, bits):
     return np.int64(mix(key) >> np.uint64(64 - bits)) if bits > 0 else np.int64(0)
 
 
-@kernel
+@kernel()
 def _entry(entries, key, bits):
     mask = entries.shape[0] - 1
     position = _home(key, bits)
@@ -54,7 +55,7 @@ def _entry(entries, key, bits):
     return position
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=4096)
 def find_hashed(entries, ids, slots, lo, hi):
     bits = _bits(entries.shape[0])
     for i in range(lo, hi):
@@ -63,7 +64,7 @@ def find_hashed(entries, ids, slots, lo, hi):
         slots[i] = entries[_entry(entries, ids[i], bits), 1] - 1
 
 
-@kernel
+@kernel(reads=("ids",))
 def insert_hashed(entries, ids, slots, used, slot_ids):
     bits = _bits(entries.shape[0])
     for i in range(ids.shape[0]):
@@ -79,7 +80,7 @@ def insert_hashed(entries, ids, slots, used, slot_ids):
     return used
 
 
-@kernel
+@kernel()
 def rehash(old, entries):
     bits = _bits(entries.shape[0])
     for i in range(old.shape[0]):

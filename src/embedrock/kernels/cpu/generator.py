@@ -102,7 +102,7 @@ def _polynomial(x, coefficients):
     return value
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=256)
 def uniform_values(ids, seed, low, high, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) float32 with uniform first values of the rows `ids` (n,) int64."""
     words = out.view(np.uint32)
@@ -115,7 +115,7 @@ def uniform_values(ids, seed, low, high, out, lo, hi):
             row[column] = start + width * _uniform(np.float32(row[column]).view(np.uint32))
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=256)
 def normal_values(ids, seed, mean, std, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) float32 with normal first values of the rows `ids` (n,) int64."""
     words = out.view(np.uint32)
@@ -127,14 +127,14 @@ def normal_values(ids, seed, mean, std, out, lo, hi):
             row[column] = middle + scale * standard_normal(np.float32(row[column]).view(np.uint32))
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=256)
 def constant_values(ids, value, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) float32 with `value`, whatever `ids` (n,) int64 says."""
     for i in range(lo, hi):
         out[i] = np.float32(value)
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=256)
 def rounding_words(ids, seed, step, out, lo, hi):
     """Fill rows [lo, hi) of `out` (n, dim) uint32 with the words that decide the rounding at `step`."""
     for i in range(lo, hi):

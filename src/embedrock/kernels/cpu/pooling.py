@@ -6,8 +6,9 @@ depends on the parts.
 
 import numpy as np
 
+from embedrock.kernels.cpu.prefetch import prefetch
 from embedrock.kernels.cpu.rules import square_sum
-from embedrock.kernels.cpu.runtime import kernel, prefetch
+from embedrock.kernels.cpu.runtime import kernel
 
 AHEAD = 16
 
@@ -15,7 +16,7 @@ f32 = np.float32
 f64 = np.float64
 
 
-@kernel
+@kernel(over="out", grain=256)
 def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale, lo, hi):
     dim = out.shape[1]
     weighted = weights.shape[0] > 0
@@ -45,7 +46,7 @@ def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale, lo, hi):
                 total[d] *= scale[bag]
 
 
-@kernel
+@kernel(over="out", grain=256)
 def pool_max(rows, inverse, offsets, skip, out, argmax, lo, hi):
     dim = out.shape[1]
     end = offsets[hi]
@@ -66,7 +67,7 @@ def pool_max(rows, inverse, offsets, skip, out, argmax, lo, hi):
                     place[d] = j
 
 
-@kernel
+@kernel(over="values", grain=256)
 def pool_sum_backward(grads, bags, starts, order, weights, scale, skip, values, squares, lo, hi):
     dim = values.shape[1]
     weighted = weights.shape[0] > 0
@@ -87,7 +88,7 @@ def pool_sum_backward(grads, bags, starts, order, weights, scale, skip, values, 
         squares[k] = square_sum(total)
 
 
-@kernel
+@kernel(over="values", grain=256)
 def pool_max_backward(grads, bags, starts, order, argmax, values, squares, lo, hi):
     dim = values.shape[1]
     for k in range(lo, hi):
@@ -102,7 +103,7 @@ def pool_max_backward(grads, bags, starts, order, argmax, values, squares, lo, h
         squares[k] = square_sum(total)
 
 
-@kernel
+@kernel(over="out")
 def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
     dim = rows.shape[1]
     for j in range(lo, hi):
@@ -115,7 +116,7 @@ def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
         out[j] = f32(_dot(grads[bags[j]], rows[k]))
 
 
-@kernel
+@kernel()
 def _dot(a, b):
     """The inner product in float64, by four running sums: a single one would wait for each addition."""
     s0 = s1 = s2 = s3 = 0.0

@@ -76,7 +76,7 @@ def _exchange(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
-@kernel
+@kernel()
 def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
     """Read `sizes[i]` bytes at `offsets[i]` of file `fds[i]` to `out[starts[i]:]`; `got[i]` is what pread returned."""
     address = out.ctypes.data
@@ -84,7 +84,7 @@ def read_pieces(fds, offsets, sizes, out, starts, got, lo, hi):
         got[i] = pread(fds[i], address + starts[i], sizes[i], offsets[i])
 
 
-@kernel
+@kernel()
 def set_up(desk):
     """Prepare a desk, int64 (JOBS + 1, WORDS). Return whether the system has the semaphores that it needs."""
     address = desk.ctypes.data
@@ -95,7 +95,7 @@ def set_up(desk):
     return True
 
 
-@kernel
+@kernel()
 def _read_one(job):
     """Make one read of a job, and tell whether there was one to make."""
     taken = _add(job, _NEXT, 1)
@@ -111,7 +111,7 @@ def _read_one(job):
     return True
 
 
-@kernel
+@kernel()
 def serve(desk):
     """Read for others, for ever. Of several jobs each gets a read in turn: a short one does not wait for a long one."""
     first = desk.ctypes.data
@@ -127,7 +127,7 @@ def serve(desk):
                 found |= _read_one(job)
 
 
-@kernel
+@kernel()
 def read_together(desk, number, fds, offsets, sizes, out, starts, got, readers):
     """Read pieces as `read_pieces` does, all of them, with up to `readers` of those who serve at the desk.
 

@@ -18,7 +18,7 @@ from embedrock.kernels.cpu.runtime import inlined, kernel
 f32 = np.float32
 
 
-@kernel
+@kernel()
 def _last_step(s, step):
     """Return the step at which a row was last stepped, and note another: an int32's bits in the last column."""
     last = f32(s[s.shape[0] - 1]).view(np.int32)
@@ -48,7 +48,7 @@ def momentum(w, s, g, a):
     _momentum_step(w, s, g, f32(a.gradient_rate), f32(a.momentum), f32(a.buffer_rate), f32(a.nesterov))
 
 
-@kernel
+@kernel()
 def _catch_up_momentum(w, s, a, until):
     dim = w.shape[0]
     for t in range(_last_step(s, until), until):
@@ -64,7 +64,7 @@ def _catch_up_momentum(w, s, a, until):
             w[d] -= rate * (ahead * s[d])
 
 
-@kernel
+@kernel()
 def _coasting(w, s, a):
     # A later step of this row is at most largest_rate * |b|, and b fades: see _still_moving.
     largest = f32(a.largest_rate)
@@ -168,7 +168,7 @@ def ftrl(w, s, g, a):
     _ftrl_step(w, s, g, f32(a.lr), f32(a.l1), f32(a.l2), f32(a.beta), f32(2) * f32(a.l2_shrinkage))
 
 
-@kernel
+@kernel()
 def _catch_up_ftrl(w, s, a, until):
     if until == 0:
         return
@@ -192,7 +192,7 @@ def dense_ftrl(w, s, g, a):
     _ftrl_step(w, s, g, a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3], f32(0))
 
 
-@kernel
+@kernel()
 def _still_moving(w, s, a):
     # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps), and fades while
     # beta1 < sqrt(beta2), also beside weights that shrink. Below a quarter of a unit in the last place of w it rounds
@@ -205,7 +205,7 @@ def _still_moving(w, s, a):
     return moving > 0
 
 
-@kernel
+@kernel()
 def _fade(w, s, a, since, until):
     # The rest of the steps, when none of them moves the weights any more but by their own decay.
     dim = w.shape[0]
@@ -218,7 +218,7 @@ def _fade(w, s, a, since, until):
         w[d] *= fade3
 
 
-@kernel
+@kernel()
 def _catch_up_adam(w, s, a, until):
     dim = w.shape[0]
     last = _last_step(s, until)

@@ -4,7 +4,8 @@ import numpy as np
 
 from embedrock.kernels.cpu import crc
 from embedrock.kernels.cpu.directory import mix
-from embedrock.kernels.cpu.runtime import inlined, kernel, prefetch, prefetch_to_write
+from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
+from embedrock.kernels.cpu.runtime import inlined, kernel
 
 AHEAD = 8
 RECORDS_AHEAD = 4
@@ -13,7 +14,7 @@ BLOCK = 4096  # bytes: what disks read
 FULL, BITS, LISTED = 0, 1, 2
 
 
-@kernel
+@kernel(over="slots", reads=("slots", "ids"), grain=256)
 def seal(records, slots, ids, out, lo, hi):
     source, target, names = records.view(np.uint32), out.view(np.uint32), ids.view(np.uint32)
     words = source.shape[1]
@@ -23,7 +24,7 @@ def seal(records, slots, ids, out, lo, hi):
         target[i, words] = crc.copy(source[slots[i]], target[i, :words], names[2 * i], names[2 * i + 1])
 
 
-@kernel
+@kernel(over="good", grain=256)
 def unseal(buffer, starts, ids, records, slots, good, lo, hi):
     source, target, names = buffer.view(np.uint32), records.view(np.uint32), ids.view(np.uint32)
     words = target.shape[1]
@@ -36,7 +37,7 @@ def unseal(buffer, starts, ids, records, slots, good, lo, hi):
         good[i] = np.uint8(source[start + words] == found)
 
 
-@kernel
+@kernel()
 def unmix(h):
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0x9CB4B2F8129337DB)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0x4F74430C22A54005)
@@ -61,7 +62,7 @@ def _key(row, salt):
     return mix(np.uint64(row) ^ salt)
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=2048)
 def find_overlay(entries, homes, salt, ids, locations, lo, hi):
     for i in range(lo, hi):
         if i + AHEAD < hi:
@@ -72,7 +73,7 @@ def find_overlay(entries, homes, salt, ids, locations, lo, hi):
         locations[i] = np.int64(entries[position, 1]) - 1 if here else -1
 
 
-@kernel
+@kernel(reads=("ids", "locations"))
 def insert_overlay(entries, homes, salt, count, most, ids, locations, start):
     for i in range(start, ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
@@ -98,7 +99,7 @@ def _run_of(value):
     return np.int64(value - np.uint64(1)) >> RUN_SHIFT
 
 
-@kernel
+@kernel()
 def count_overlay(entries, first_run):
     count = 0
     for position in range(entries.shape[0]):
@@ -129,7 +130,7 @@ def _last_place(entries, count, homes):
     return last
 
 
-@kernel
+@kernel()
 def rebuild_overlay(entries, total, first_run):
     tail = max(min(total // 16, 4096), 4)
     homes = total - tail
@@ -154,7 +155,7 @@ def rebuild_overlay(entries, total, first_run):
     return homes
 
 
-@kernel
+@kernel()
 def list_overlay(entries, salt, start, ids, locations):
     count = 0
     while start < entries.shape[0] and count < ids.shape[0]:
@@ -174,7 +175,7 @@ def _ones(word):
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@kernel
+@kernel()
 def rank_blocks(blocks, ranks):
     count = 0
     for k in range(blocks.shape[0]):
@@ -221,7 +222,7 @@ def _index(chunk, listed, blocks, ranks, row):
     return place - chunk[3] if place >= chunk[3] and listed[place] == row else -1
 
 
-@kernel
+@kernel(over="ids", reads=("ids",), grain=2048)
 def find_base(lows, lasts, chunks, listed, blocks, ranks, ids, locations, lo, hi):
     for i in range(lo, hi):
         number = _last_at_most(lows, 0, lows.shape[0], ids[i])
@@ -235,7 +236,7 @@ def find_base(lows, lasts, chunks, listed, blocks, ranks, ids, locations, lo, hi
             locations[i] = (chunks[number, 2] << RUN_SHIFT) + index if index >= 0 else -1
 
 
-@kernel
+@kernel()
 def list_bits(words, ones_before, low, ids):
     count = -ones_before
     for w in range(words.shape[0]):
@@ -247,7 +248,7 @@ def list_bits(words, ones_before, low, ids):
             count += 1
 
 
-@kernel
+@kernel()
 def plan_reads(locations, first, stride, limits, requests, starts):
     gap, longest, room = limits
     count, used, run, begin, end = 0, 0, -1, 0, 0

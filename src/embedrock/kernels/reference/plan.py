@@ -118,6 +118,7 @@ def collect(
     keys: Int64Array,
     positions: Int32Array,
     bounds: Int64Array,
+    counts: Int64Array,
     bases: Int64Array,
     local: Int32Array,
     starts: Int32Array,
@@ -128,14 +129,14 @@ def collect(
     """Join what `group` found into the arrays of the plan.
 
     Args:
-        keys, positions, bounds, local, starts: as `group` left them.
-        bases: int64 (partitions + 1,), the index of each partition's first unique id.
+        keys, positions, bounds, counts, local, starts: as `group` left them.
+        bases: int64 (at least partitions,), the index of each partition's first unique id.
         unique: int64 (count,).
         inverse: int32 (n,).
         all_starts: int32 (count + 1,); the last is left alone.
     """
-    for p in range(bounds.size - 1):
-        first, last, base, count = bounds[p], bounds[p + 1], bases[p], bases[p + 1] - bases[p]
+    for p in range(counts.size):
+        first, last, base, count = bounds[p], bounds[p + 1], bases[p], counts[p]
         unique[base : base + count] = keys[first : first + count]
         all_starts[base : base + count] = first + starts[first + p : first + p + count]
         inverse[positions[first:last]] = base + local[first:last]

@@ -1,0 +1,211 @@
+"""The threads that kernels run on, and calls in the background.
+
+Kernels are serial and release the GIL; this file cuts their outer range into parts and runs the parts on a few
+threads of our own. Numba's ``parallel=True`` was rejected: its OpenMP or TBB pool spins beside PyTorch's and
+TensorFlow's (stalls of 4 to 60 ms were measured), and it breaks after a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from numba.core.compiler_lock import global_compiler_lock
+
+from embedrock.errors import ArgumentError
+
+
+class Call:
+    """A call in the background. Whoever claims it first makes it: a worker, or a caller who got there before."""
+
+    __slots__ = ("__weakref__", "_args", "_claim", "_done", "_error", "_function")
+
+    def __init__(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._error: BaseException | None = None
+        self._claim, self._done = threading.Lock(), threading.Lock()
+        self._done.acquire()
+
+    def run_once(self) -> None:
+        """Make the call, unless somebody has begun it."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._function(*self._args)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._args = ()  # they hold the arrays of a table, which may be closed
+            self._done.release()
+
+    def finish(self) -> None:
+        """Return once the call has ended, and raise what it raised. Meanwhile, help with what waits in the queue."""
+        self.run_once()
+        _current_pool().help()
+        error = self.wait()
+        if error is not None:
+            raise error
+
+    def wait(self) -> BaseException | None:
+        """Return once the call has ended, with what it raised or what interrupted the waiting."""
+        self.run_once()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._done:
+                    return interrupt or self._error
+            except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: let it end first
+                interrupt = signal
+
+
+class _Pool:
+    """Daemon threads that take calls from one queue. The calling thread does the first part itself, and every
+    other part that no worker has begun by then, so that a busy or closed pool delays a call but never blocks it."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        for index in range(threads - 1):
+            threading.Thread(target=self._work, name=f"embedrock-{index}", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.run_once()
+            del call  # it holds a table, which may be closed while this thread waits
+
+    def put(self, call: Call) -> None:
+        self._queue.put(call)
+
+    def help(self) -> None:
+        """Make calls that wait for a worker."""
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except Empty:
+                return
+            if call is None:  # for a worker, which is to end
+                return self._queue.put(None)
+            call.run_once()
+
+    def run(self, function: Callable[..., object], bounds: list[int], args: Sequence[Any]) -> None:
+        calls = [Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]
+        for call in calls:
+            self.put(call)
+        try:
+            function(*args, bounds[0], bounds[1])
+        finally:
+            errors = [error for call in calls if (error := call.wait())]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        for _ in range(self.threads - 1):
+            self._queue.put(None)
+
+
+def _default_threads() -> int:
+    text = os.environ.get("EMBEDROCK_THREADS")
+    if text is None:
+        return max(
+            1,
+            min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16),
+        )
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentError(
+            f"the environment variable EMBEDROCK_THREADS must be a positive whole number: got {text!r}. "
+            "Unset it to use all cores."
+        )
+    return int(text)
+
+
+_lock = threading.Lock()
+_pool: _Pool | None = None
+_in_flight: weakref.WeakSet[Call] = weakref.WeakSet()  # background calls that somebody still waits for
+
+
+def _current_pool() -> _Pool:
+    global _pool
+    if _pool is None:
+        with _lock:
+            if _pool is None:
+                _pool = _Pool(_default_threads())
+    return _pool
+
+
+def set_threads(count: int) -> None:
+    """Set the number of threads that Embedrock's CPU kernels use (results do not depend on it)."""
+    global _pool
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ArgumentError(f"the number of threads must be a whole number >= 1: got {count!r}.")
+    with _lock:
+        old, _pool = _pool, _Pool(int(count))
+    if old is not None:
+        old.close()
+
+
+def get_threads() -> int:
+    """Return the number of threads that Embedrock's CPU kernels use."""
+    return _current_pool().threads
+
+
+def run(function: Callable[..., object], count: int, args: Sequence[Any], grain: int, cuts: int = 1) -> None:
+    """Call ``function(*args, lo, hi)`` over ``[0, count)``, cut into parts for the threads.
+
+    Args:
+        function: whose parts are independent of each other.
+        count: length of its outer range.
+        args: its arguments before ``lo, hi``.
+        grain: fewest items worth a part of their own.
+        cuts: most parts for each thread.
+    """
+    pool = _current_pool()
+    parts = min(pool.threads * cuts, max(1, count // grain)) if pool.threads > 1 else 1
+    if parts == 1:
+        function(*args, 0, count)
+    else:
+        pool.run(function, [count * k // parts for k in range(parts + 1)], args)
+
+
+def start(function: Callable[..., object], *args: Any) -> Call | None:
+    """Call ``function(*args)`` on a worker, in the background; with one thread, call it now and return None.
+
+    Whoever needs what it does calls its `Call.finish`, which does the work itself where no worker has begun it.
+    """
+    pool = _current_pool()
+    if pool.threads == 1:
+        function(*args)
+        return None
+    call = Call(function, args)
+    _in_flight.add(call)
+    pool.put(call)
+    return call
+
+
+def _finish_all() -> None:
+    for call in list(_in_flight):
+        call.wait()
+
+
+# A forked child has no worker to end what one has begun, and an interpreter that exits takes the memory away.
+atexit.register(_finish_all)
+
+
+def _forget_pool() -> None:
+    # A forked child has none of its parent's threads: it makes a pool of its own when it first needs one.
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # Nor has it the thread that was compiling a kernel, and would hold the lock of Numba's compiler for ever. What is
+    # registered later runs earlier before a fork: calls that still have to compile end before the lock is taken.
+    release = global_compiler_lock.release
+    os.register_at_fork(before=global_compiler_lock.acquire, after_in_parent=release, after_in_child=release)
+    os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)
