@@ -1,4 +1,15 @@
-"""Embedding tables of any size, trained exactly."""
+"""Embedding tables of any size, trained exactly.
+
+`Table` keeps rows of weights and optimizer state, in RAM or on disk. `embedrock.torch` and `embedrock.keras` have layers
+whose rows it keeps, and optimizers that step them.
+
+Example:
+    >>> import embedrock as er
+    >>> table = er.Table(rows=10**9, dim=2, rule=er.SGD(lr=0.5), init=er.Zeros())
+    >>> table.update([7, 7], [[1.0, 1.0], [1.0, 1.0]])
+    >>> table.lookup([7])
+    array([[-1., -1.]], dtype=float32)
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The programs a user types: ``embedrock demo`` and ``embedrock bench``."""
+"""The command ``embedrock``: it looks after tables on disk, and imports and exports their rows."""

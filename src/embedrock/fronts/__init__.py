@@ -1,1 +1,1 @@
-"""What the front ends share: whatever of their work needs no framework. They import it by its modules."""
+"""What the front ends share and needs no framework. They import it by its modules."""

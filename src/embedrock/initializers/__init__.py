@@ -1,4 +1,4 @@
-"""First values of rows. A new one is a file here and a row in `INITIALIZERS`."""
+"""First values of rows. A new one is a file here, a row in `INITIALIZERS`, and arithmetic in the kernels."""
 
 from __future__ import annotations
 

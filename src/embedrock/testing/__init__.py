@@ -1,8 +1,8 @@
 """Conformance suites: what every set of kernels, every rule and every table must pass. Needs the `dev` extra.
 
-`KernelSuite` compares kernels with the NumPy reference on poisoned memory; `RuleSuite` drives every rule of a table
-through its oracle; `TableMachine` is a stateful property test of whole tables against a dict. A new backend or tier
-passes by subclassing them. `FaultFS` is a disk that fails and loses power on demand.
+`KernelSuite` compares kernels with the NumPy reference on poisoned memory. `RuleSuite` compares every rule with the
+optimizer that it must equal. `TableMachine` is a stateful property test of whole tables against a dict. Subclass them
+to test a new set of kernels, rule or tier. `FaultFS` is a disk that fails and loses power on demand.
 """
 
 from __future__ import annotations
