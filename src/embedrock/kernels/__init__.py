@@ -1,8 +1,8 @@
 """The arithmetic: arrays in, arrays out.
 
-``reference`` is short NumPy and is the specification; ``cpu`` is Numba, with the same file and function names; ``gpu``
-is Triton, which not every machine has. Each is imported when it is first used, because Numba alone takes longer to
-import than all the rest.
+``reference`` is short NumPy and is the specification. ``cpu`` is Numba: a kernel has the name, the arguments and the
+file of its reference. ``gpu`` is Triton, which not every machine has; its kernels take addresses of records instead of
+slots. Each set is imported when it is first used, because Numba alone takes longer to import than all the rest.
 """
 
 from __future__ import annotations
