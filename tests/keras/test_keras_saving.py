@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import shutil
 import zipfile
 from typing import Any
 
+import golden_model
 import h5py
 import keras
 import numpy as np
@@ -112,6 +114,24 @@ def test_keras_file_holds_rows_in_ram(tmp_path, options):
     train(model)
     train(loaded)
     assert_same(model, loaded)
+
+
+def test_model_of_the_first_release_loads():
+    """Keras writes down the modules of layers, and those have moved."""
+    model, expected = load(golden_model.FOLDER / "model.keras"), np.load(golden_model.FOLDER / "contents.npz")
+    found = golden_model.contents(model)
+    assert found.keys() == set(expected.files)
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6 if name == "out" else 0)
+    model.train_on_batch(golden_model.INPUTS, golden_model.Y)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [("embedding", erk.Embedding), ("bag", erk.EmbeddingBag), ("group", erk.EmbeddingCollection)],
+)
+def test_modules_in_files_of_the_first_release_can_be_imported(module, kind):
+    assert getattr(importlib.import_module(f"embedrock.keras.{module}"), kind.__name__) is kind
 
 
 def test_rule_of_a_layer_is_in_its_config():

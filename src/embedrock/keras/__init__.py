@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from embedrock.keras.export import export
 from embedrock.keras.layers.bag import EmbeddingBag
 from embedrock.keras.layers.collection import EmbeddingCollection, fuse
@@ -31,3 +33,7 @@ __all__ = [
     "prefetch",
     "worker_errors",
 ]
+
+# Files of the first release name the modules in which layers were, and Keras before 3.9 imports them by these names.
+for _old, _kind in {"embedding": Embedding, "bag": EmbeddingBag, "group": EmbeddingCollection}.items():
+    sys.modules[f"{__name__}.{_old}"] = sys.modules[_kind.__module__]
