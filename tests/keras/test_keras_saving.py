@@ -21,7 +21,7 @@ import workers
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
-from embedrock.keras.saving import state as saving
+from embedrock.keras.saving import callers
 from embedrock.keras.saving.loading import load_model
 from embedrock.table.files import UncommittedWarning
 
@@ -624,14 +624,14 @@ def test_snapshot_is_saved_as_such(place, tmp_path):
 def test_keras_still_has_the_functions_that_saving_looks_for(tmp_path, monkeypatch):
     """Where Keras no longer has them, commits get no name and rows in RAM are refused: nothing is lost."""
     seen = []
-    local = saving._local
+    local = callers.local
 
     def noting(module, function, variable):
         found = local(module, function, variable)
-        seen.append((function, variable, found is not saving._missing))
+        seen.append((function, variable, found is not callers.MISSING))
         return found
 
-    monkeypatch.setattr(saving, "_local", noting)
+    monkeypatch.setattr(callers, "local", noting)
     model = make_model()
     train(model)
     model.save(tmp_path / "m.keras")
@@ -643,7 +643,7 @@ def test_keras_still_has_the_functions_that_saving_looks_for(tmp_path, monkeypat
     on_disk.save_weights(tmp_path / "m.weights.h5")
     on_disk.save(tmp_path / "m.keras")
     assert {("save_model", "filepath", True), ("save_weights_only", "filepath", True)} <= set(seen)
-    monkeypatch.setattr(saving, "_local", lambda *names: saving._missing)
+    monkeypatch.setattr(callers, "local", lambda *names: callers.MISSING)
     with pytest.raises(UnsupportedError):
         model.save(tmp_path / "m.keras")
     table_of(on_disk).close()

@@ -17,8 +17,8 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
 from embedrock.fronts.batch_ids import asked_by_table
 from embedrock.keras.layers.row_layer import RowLayer
+from embedrock.keras.training.host_calls import span
 from embedrock.keras.training.lookup import checked_ids
-from embedrock.keras.training.spans import span
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.prefetch import Ticket
 from embedrock.table.table import Table

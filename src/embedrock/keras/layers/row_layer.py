@@ -9,10 +9,12 @@ import keras
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
+from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import initializer_of
-from embedrock.keras.saving import configs, loading, state
+from embedrock.keras.saving import loading, state
+from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
-from embedrock.keras.workers import sharding
+from embedrock.keras.workers import shards
 from embedrock.rules import Rule
 from embedrock.table.table import Table
 
@@ -28,7 +30,7 @@ REFUSED = {
     "input_length": "it is not needed. Leave it out",
     "batch_input_shape": "use keras.Input",
 }
-KERAS = frozenset({"name", "trainable", "dtype", "autocast", "activity_regularizer", "dynamic"})
+OF_KERAS = frozenset({"name", "trainable", "dtype", "autocast", "activity_regularizer", "dynamic"})
 
 
 class RowLayer(keras.layers.Layer):
@@ -56,9 +58,9 @@ class RowLayer(keras.layers.Layer):
         **more: Any,
     ) -> None:
         kind = f"erk.{type(self).__name__}"
-        given = {name for name, value in more.items() if name not in KERAS and value is not None}
+        given = {name for name, value in more.items() if name not in OF_KERAS and value is not None}
         refuse(kind, [name for name in more if name in given], REFUSED)
-        super().__init__(**{name: value for name, value in more.items() if name in KERAS})
+        super().__init__(**{name: value for name, value in more.items() if name in OF_KERAS})
         self.mask_zero = self.supports_masking = mask_zero
         self.supports_jit = False  # XLA cannot call the host
         self._config = {
@@ -77,12 +79,12 @@ class RowLayer(keras.layers.Layer):
             "sharded": sharded,
         }
         self._brought_rule = rule
-        self.shares_open_table = False  # with another model: which `configs` sets
+        self.shares_open_table = False  # with another model: which `layer_of` sets
         self._table = self._open(kind)
         if sharded:
-            sharding.note(self._table)
+            shards.note(self._table)
         loading.remember(self._table)
-        self._row_state = state.RowState(self)  # which tf.train.Checkpoint finds among the attributes
+        self._row_state = RowState(self)  # which tf.train.Checkpoint finds among the attributes
         self._handle: Handle | None = None
 
     def _open(self, kind: str) -> Table:
@@ -90,7 +92,7 @@ class RowLayer(keras.layers.Layer):
         options = {name: config[name] for name in TableOptions._fields if name in config}
         rows, dim = config["input_dim"], config["output_dim"]
         if config["sharded"]:
-            sharding.check_options(kind, rows)
+            shards.check_options(kind, rows)
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
@@ -107,8 +109,8 @@ class RowLayer(keras.layers.Layer):
             made_of["seed"] = seed
         options |= made_of
         if config["sharded"] and options["path"] is not None:
-            options["path"] = sharding.place_of_shard(options["path"], f"{self.name!r}, {kind}")
-        if options["path"] is not None and dim is not None and loading.scope() is not None:
+            options["path"] = shards.folder_of_shard(options["path"], f"{self.name!r}, {kind}")
+        if options["path"] is not None and dim is not None and loading.shared_objects() is not None:
             table, self.shares_open_table = loading.open_for(options["path"], {**options, "rows": rows, "dim": dim})
             return table
         return open_table(kind, rows, dim, None, TableOptions(**options), dim_name="output_dim")
@@ -158,7 +160,7 @@ class RowLayer(keras.layers.Layer):
         """Make the handle, or take that of another layer on the table."""
         if self.built:
             return
-        sharding.check_strategy(self.table, self.label)
+        shards.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
         handle.check_strategy()
         handle.bring_rule(self._brought_rule)
@@ -172,26 +174,26 @@ class RowLayer(keras.layers.Layer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer. Keras builds a subclassed model that it loads by running it with floats, ids or not."""
-        if args and loading.scope() is not None:
+        if args and loading.shared_objects() is not None:
             args = keras.tree.map_structure(_as_ids, args[0]), *args[1:]
         return super().__call__(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data."""
         state.refuse_legacy_format(self)
-        return {**super().get_config(), **configs.config_of(self, self._config)}
+        return {**super().get_config(), **config_of(self, self._config)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """Make a layer of what `get_config` returned."""
-        return configs.layer_of(cls, config)
+        return layer_of(cls, config)
 
     def save_own_variables(self, store: Any) -> None:
         """Store which rows of the table are meant; rows themselves never."""
         state.save_own_variables(self, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Have a table on disk go to the commit that was stored."""
+        """Take a table on disk to the commit that was stored."""
         state.load_own_variables(self, store)
 
     def save_assets(self, dir_path: str) -> None:

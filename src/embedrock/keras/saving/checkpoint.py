@@ -14,12 +14,12 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
 from embedrock.fronts.references import go_to
-from embedrock.keras.saving.state import is_accumulating, with_commits
+from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import Handle, handle_behind
-from embedrock.keras.workers.exchange import Crew
+from embedrock.keras.workers.exchange import Workers
 from embedrock.table.table import Table
 
-PLACE = "embedrock_epoch_and_batch"
+POSITION = "embedrock_epoch_and_batch"
 ENDINGS = Endings(file=".weights.h5", draft=".tmp.weights.h5")
 
 
@@ -96,16 +96,17 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.epoch = self.batch = 0
         self._seen, self._is_due = 0, False
         self._underway: _Underway | None = None
-        self._crew = Crew(None)
+        self._workers = Workers(None)
 
     @property
     def _trained(self) -> Any:
         return self.model
 
     @property
-    def _place_of_files(self) -> Path:
+    def _own_folder(self) -> Path:
         """The folder of this worker's checkpoints."""
-        return self.folder if self._crew.size == 1 else self.folder / f"worker-{self._crew.rank}-of-{self._crew.size}"
+        workers = self._workers
+        return self.folder if workers.count == 1 else self.folder / f"worker-{workers.rank}-of-{workers.count}"
 
     # ---------------------------------------------------------------- what Keras calls
 
@@ -115,32 +116,32 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._seen, self._is_due, self._underway = 0, False, None
         if self.resume and (self.restore(self._trained) or self.step == _step_of(self._trained)):
             self._trained._initial_epoch = self.epoch  # as BackupAndRestore does
-        collect(self._place_of_files, ENDINGS, _tables(self._trained))
-        self._place = self.epoch, 0
+        collect(self._own_folder, ENDINGS, _tables(self._trained))
+        self._position = self.epoch, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where training is."""
-        self._place = epoch, 0
+        self._position = epoch, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Make a checkpoint if it is time for one; finish the one before once its commits are there."""
-        epoch, before = self._place
-        self._place, self._seen = (epoch, batch + 1), self._seen + batch + 1 - before
+        epoch, before = self._position
+        self._position, self._seen = (epoch, batch + 1), self._seen + batch + 1 - before
         self._finish()
         self._is_due |= self.every != "epoch" and self._seen >= int(self.every)
         self._save_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Make a checkpoint if it is time for one."""
-        self._place = epoch + 1, 0
+        self._position = epoch + 1, 0
         self._is_due |= self.every == "epoch"
         self._save_if_due()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Make the last checkpoint, and wait for it."""
         self._finish(wait=True)
-        now, newest = (_step_of(self._trained), self._place), checkpoints(self._place_of_files, ENDINGS)[-1:]
-        if [(each.step, _place_in(each.file)) for each in newest] != [now] and _has_stepped(self._trained):
+        now, newest = (_step_of(self._trained), self._position), checkpoints(self._own_folder, ENDINGS)[-1:]
+        if [(each.step, _position_in(each.file)) for each in newest] != [now] and _has_stepped(self._trained):
             self._save()
             self._finish(wait=True)
 
@@ -153,7 +154,7 @@ class TableCheckpoint(keras.callbacks.Callback):
     def _save(self) -> None:
         """Begin a checkpoint: commits go on in the background, all else is written."""
         self._is_due, self._seen = False, 0
-        made = Checkpoint.new(self._place_of_files, _step_of(self._trained), ENDINGS)
+        made = Checkpoint.new(self._own_folder, _step_of(self._trained), ENDINGS)
         made.begin()
         tables = _tables(self._trained)
         commits = {table: table.commit(step=made.step, name=made.commit_name, wait=False) for table in tables}
@@ -161,11 +162,11 @@ class TableCheckpoint(keras.callbacks.Callback):
         with with_commits(commits):
             self._trained.save_weights(made.draft)
         with h5py.File(made.draft, "a") as file:
-            file.attrs[PLACE] = self._place
+            file.attrs[POSITION] = self._position
         self._underway = _Underway(made, commits)
 
     def _finish(self, wait: bool = False) -> None:
-        """Have the checkpoint that is under way exist, once its commits are durable; then drop old ones."""
+        """Publish the checkpoint that is under way once its commits are durable, then drop old ones."""
         if self._underway is None:
             return
         made, commits = self._underway
@@ -173,11 +174,11 @@ class TableCheckpoint(keras.callbacks.Callback):
             if wait and table.last_commit < number:
                 table.commit(step=made.step, name=made.commit_name)  # which waits for the one before
         # At one time on all workers: so each has the last checkpoint but one that any of them has.
-        if not self._crew.all(all(table.last_commit >= number for table, number in commits.items())):
+        if not self._workers.all(all(table.last_commit >= number for table, number in commits.items())):
             return
         self._underway = None
         made.publish()
-        before = [each for each in checkpoints(self._place_of_files, ENDINGS) if each != made]
+        before = [each for each in checkpoints(self._own_folder, ENDINGS) if each != made]
         drop_older(before, made, self.keep, commits)
 
     # ---------------------------------------------------------------- going back
@@ -188,7 +189,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         Where the first checkpoint of all was cut short, so that there is none, tables go back to before it.
         """
         self._check(model)
-        found = self._agree(checkpoints(self._place_of_files, ENDINGS), _tables(model))
+        found = self._agree(checkpoints(self._own_folder, ENDINGS), _tables(model))
         if not found:
             return False
         if not model.optimizer.built:
@@ -196,16 +197,16 @@ class TableCheckpoint(keras.callbacks.Callback):
         if _step_of(model) == found[-1].step and not any(table.uncommitted for table in _tables(model)):
             return False
         model.load_weights(found[-1].file)
-        self.step, (self.epoch, self.batch) = found[-1].step, _place_in(found[-1].file)
+        self.step, (self.epoch, self.batch) = found[-1].step, _position_in(found[-1].file)
         return True
 
     def _agree(self, found: list[Checkpoint], tables: list[Table]) -> list[Checkpoint]:
         """Return the checkpoints that all workers have; drop what a lost worker never came to."""
-        steps = self._crew.common([each.step for each in found])
+        steps = self._workers.common([each.step for each in found])
         agreed = [each for each in found if each.step in steps]
         newer = [each for each in found if not agreed or each.step > agreed[-1].step]
         if not agreed:
-            self._undo([*newer, *drafts(self._place_of_files, ENDINGS)], tables)
+            self._undo([*newer, *drafts(self._own_folder, ENDINGS)], tables)
             self._check_alike(tables)
         drop(newer, tables)
         return agreed
@@ -213,7 +214,7 @@ class TableCheckpoint(keras.callbacks.Callback):
     def _check_alike(self, tables: list[Table]) -> None:
         """Raise an error where workers begin without a checkpoint, and not at the same step."""
         for table in tables:
-            if not self._crew.common([table.steps]):
+            if not self._workers.common([table.steps]):
                 raise ArgumentError(
                     f"all workers must have a checkpoint, or begin at the same step: there is no checkpoint in "
                     f"{str(self.folder)!r} that all have, and the table at {table.path!r} has seen {table.steps} "
@@ -237,13 +238,13 @@ class TableCheckpoint(keras.callbacks.Callback):
                 "TableCheckpoint must be given a model that is compiled and built: give it a keras.Input, or call it "
                 "on a batch of data, so that what was saved can be loaded into it."
             )
-        self._crew = Crew(model._distribute_strategy)
-        if self._crew.size > 1 and self.keep == 1:
+        self._workers = Workers(model._distribute_strategy)
+        if self._workers.count > 1 and self.keep == 1:
             raise ArgumentError(
                 "`keep` of TableCheckpoint must be 2 or more under several workers, or None: got 1. When a worker is "
                 "lost, the others may have a checkpoint that it has not; they go back to the one before."
             )
-        _check_crew(self.folder, self._crew.size)
+        _check_workers(self.folder, self._workers.count)
         folder = os.path.realpath(self.folder)
         for handle in _handles(model):
             table = handle.table
@@ -265,7 +266,7 @@ def _check_count(name: str, value: Any, other: str | None) -> None:
         raise ArgumentError(f"`{name}` of TableCheckpoint must be a whole number from 1, or {other!r}: got {value!r}.")
 
 
-def _check_crew(folder: Path, workers: int) -> None:
+def _check_workers(folder: Path, workers: int) -> None:
     """Raise an error where a folder has checkpoints of another number of workers."""
     names = [path.name for path in folder.glob("worker-*-of-*")]
     if others := [name for name in names if not name.endswith(f"-of-{workers}")]:
@@ -290,12 +291,12 @@ def _step_of(model: keras.Model) -> int:
 
 
 def _has_stepped(model: keras.Model) -> bool:
-    """Tell whether no gradients wait for more batches, which a file does not hold."""
+    """Return whether no gradients wait for more batches, which a file does not hold."""
     return not is_accumulating(getattr(model.optimizer, "inner_optimizer", model.optimizer))
 
 
-def _place_in(file: Path) -> tuple[int, int]:
+def _position_in(file: Path) -> tuple[int, int]:
     """Return the epoch and the batch in which a checkpoint was made."""
     with h5py.File(file) as opened:
-        epoch, batch = np.asarray(opened.attrs[PLACE]).tolist()
+        epoch, batch = np.asarray(opened.attrs[POSITION]).tolist()
     return epoch, batch

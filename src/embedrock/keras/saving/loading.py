@@ -20,7 +20,8 @@ from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
-from embedrock.keras.saving.state import GO_BACK, KEY
+from embedrock.keras.saving.references import GO_BACK
+from embedrock.keras.saving.state import KEY
 from embedrock.table.table import Table, open_table
 
 
@@ -101,7 +102,7 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- tables of layers that are loaded
 
 
-def scope() -> dict[Any, Any] | None:
+def shared_objects() -> dict[Any, Any] | None:
     """Return what all objects of a model that is being saved or loaded share; None where none is."""
     return global_state.get_global_attribute("shared_objects/id_to_obj_map")
 
@@ -113,18 +114,18 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
         path: at which the table was when the model was saved.
         options: with which it is opened: arguments of `Table`.
     """
-    loading, shared = _loading.get(), scope()
+    loading, shared = _loading.get(), shared_objects()
     assert shared is not None  # a model is being loaded
     asked = os.path.abspath(path)
     if (KEY, asked) not in shared:
-        now = moved(asked)
+        now = path_now(asked)
         if not os.path.isdir(os.path.join(now, "manifest")):
             raise ArgumentError(
                 f"there is no table at {now!r}, to which the file refers. If it was moved, load the model by "
                 f"erk.load_model(file, relocate={{{asked!r}: new path}})."
             )
         if loading is not None and loading.mode == "r":
-            shared[KEY, asked] = snapshot(now, loading.commits.get(asked), options), False
+            shared[KEY, asked] = open_snapshot(now, loading.commits.get(asked), options), False
         else:
             table = _open_in_this_process(now)
             if table is not None and table.uncommitted:  # refused now, as the loaded optimizer might change more
@@ -132,29 +133,29 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
                     f"the table at {now!r} is open in this process, and has changes since commit {table.last_commit}: "
                     f"the file refers to an earlier state. {GO_BACK}"
                 )
-            shared[KEY, asked] = (made({**options, "path": now}), False) if table is None else (table, True)
+            shared[KEY, asked] = (open_or_make({**options, "path": now}), False) if table is None else (table, True)
     return shared[KEY, asked]
 
 
-def snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Table:
+def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Table:
     """Open a table for reading, as of a commit."""
     names = ("memory", "on_nonfinite", "policy", "name", *["init"] * is_from_array(options["init"]))
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 
-def made(options: Mapping[str, Any]) -> Table:
+def open_or_make(options: Mapping[str, Any]) -> Table:
     """Return a new table, or the one that there is at its path; of that, tell where it goes on."""
     return make_table(options["rows"], options["dim"], {k: v for k, v in options.items() if k not in ("rows", "dim")})
 
 
-def moved(path: str) -> str:
+def path_now(path: str) -> str:
     """Return where the table of a file that is being loaded lies now."""
     loading = _loading.get()
     return path if loading is None else os.path.abspath(loading.where(path))
 
 
 def is_from_array(init: Any) -> bool:
-    """Tell whether first values come from an array."""
+    """Return whether first values come from an array."""
     return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
 
 

@@ -24,7 +24,7 @@ SCALARS, IDS, RECORDS, HISTORY = "table.json", "ids.bin", "records.bin", "histor
 
 
 def are_in(folder: str | None) -> bool:
-    """Tell whether there are rows in a folder."""
+    """Return whether there are rows in a folder."""
     return folder is not None and Path(folder, SCALARS).exists()
 
 

@@ -1,9 +1,10 @@
-"""Calls of the host from TensorFlow's programs."""
+"""Calls of the host from TensorFlow's programs, and how they show in its traces."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -25,7 +26,7 @@ T = TypeVar("T")
 def call(
     function: Callable[..., Any],
     inputs: Sequence[Any],
-    kinds: Any,
+    dtypes: Any,
     *,
     keeper: list[Callable[..., Any]],
     stateful: bool = True,
@@ -38,15 +39,15 @@ def call(
     Args:
         function: of arrays.
         inputs: tensors.
-        kinds: dtypes of the outputs.
+        dtypes: of the outputs.
         keeper: keeps the functions of programs. It belongs to what must outlive them: a `Handle`.
         stateful: calls come one after the other, in the order of the program.
     """
     if tf.executing_eagerly():
-        made = tf.numpy_function(function, inputs, kinds)
+        made = tf.numpy_function(function, inputs, dtypes)
     else:
         keeper.append(function)
-        made = tf.numpy_function(_weakly(function), inputs, kinds, stateful=stateful, name=NAME)
+        made = tf.numpy_function(_weakly(function), inputs, dtypes, stateful=stateful, name=NAME)
     return tf.nest.flatten(made)  # a single one comes without its list when there is no graph
 
 
@@ -68,3 +69,10 @@ def known_to_programs(thing: T) -> Callable[[], T]:
 def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
     known = known_to_programs(function)
     return lambda *arrays: known()(*arrays)
+
+
+@contextlib.contextmanager
+def span(work: str, tables: int = 1) -> Iterator[None]:
+    """Show a piece of the host's work, "lookup", "fetch", "sum" or "step", in the traces of `tf.profiler`."""
+    with tf.profiler.experimental.Trace(f"embedrock.{work}", tables=tables):
+        yield

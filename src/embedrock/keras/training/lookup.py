@@ -13,89 +13,90 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
+from embedrock.keras.training.fetching import Fetching, sharded
 from embedrock.keras.training.handle import Handle, keeper_of
+from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import Group, Request, groups_of
-from embedrock.keras.training.spans import span
-from embedrock.keras.training.tickets import TICKETS
-from embedrock.keras.workers import sharding
+from embedrock.keras.training.requests import Request, TableLookup, by_table
+from embedrock.keras.workers import shards
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
 
 
-class Place:
-    """A place in a program where rows are looked up, all of them in one call of the host.
+class Lookup:
+    """A lookup in a program: rows of several tables, all of them in one call of the host.
 
-    It is made when the program is traced, once for each replica; what the host does there runs in `look_up` and
+    It is made when the program is traced, once for each replica; what the host does for it runs in `look_up` and
     `sum_gradients`. Requests of one table are planned together.
 
     Attributes:
         handles: of the tables.
         trained: those whose rows get gradients.
-        groups: what is planned together.
+        by_table: what is planned together.
         functions: keeps what programs call here: see `host_calls.call`.
     """
 
     _count = 0
 
     def __init__(self, requests: Sequence[Request], keep: bool) -> None:
-        Place._count += 1
-        self._number, self._keep = Place._count, keep
+        Lookup._count += 1
+        self._number, self._keep = Lookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.functions = keeper_of(self.handles)
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
-        self.groups = groups_of(requests)
-        self.fetching = sharding.fetching(self.groups) if sharding.has_workers() else None
+        self.by_table = by_table(requests)
+        self._sharded = sharded(self.by_table)
+        self._fetching = Fetching(self._sharded) if self._sharded and shards.has_workers() else None
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
     def look_up(self, replica: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
-        """Return a ticket, the rows or bags of each request, and what groups have saved for the backward pass.
+        """Return the number of a lease, the rows or bags of each request, and what is saved for the backward pass.
 
         Args:
             replica: which one asks.
             inputs: the handles' values, the parts of the requests, and what was fetched from other workers.
         """
         values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
-        there = self._fetched(requests, inputs[len(self.handles) + self._parts :])
-        with span("lookup", len(self.handles)):
+        fetched = self._fetched(requests, inputs[len(self.handles) + self._part_count :])
+        with host_calls.span("lookup", len(self.handles)):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
                 if self._keep and handle in self.trained:
                     handle.pending.begin_forward(int(replica))
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
-            for group in self.groups:
-                rows_there = there.get(group)
-                plan = group.plan(requests) if self._keep or group.pools or rows_there is not None else None
-                found, saved = group.read(requests, plan, rows_there)
-                for k, part in zip(group.which, found, strict=True):
+            for one in self.by_table:
+                its_rows = fetched.get(one)
+                plan = one.plan(requests) if self._keep or one.pools or its_rows is not None else None
+                found, saved = one.read(requests, plan, its_rows)
+                for k, part in zip(one.which, found, strict=True):
                     rows[k] = part
                 plans.append(plan)
-                kept += [saved] if group.saves else []
-            ticket = TICKETS.issue(plans if self._keep else [])
-        return [np.asarray(ticket, np.int64), *rows, *kept]
+                kept += [saved] if one.saves else []
+            lease = LEASES.grant(plans if self._keep else [])
+        return [np.asarray(lease, np.int64), *rows, *kept]
 
-    def sum_gradients(self, replica: np.ndarray, ticket: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
+    def sum_gradients(self, replica: np.ndarray, lease: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
         """Sum gradients by row; return the gradient of each trained handle, and of the weights of each request.
 
         Args:
             replica: whose they are.
-            ticket: that the lookup returned.
-            inputs: the parts of the requests, what groups have saved, and the gradients of the rows and bags.
+            lease: its number, which `look_up` returned.
+            inputs: the parts of the requests, what `look_up` saved, and the gradients of the rows and bags.
         """
         count = len(self._requests)
-        requests, saved, grads = self._filled(inputs), iter(inputs[self._parts : -count]), inputs[-count:]
-        plans = TICKETS.use(int(ticket), self.handles[0].label) or [group.plan(requests) for group in self.groups]
+        requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
+        plans = LEASES.end(int(lease), self.handles[0].label) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[Handle, list[RowGradients]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, np.ndarray] = {}
-        with span("sum", len(self.handles)):
-            for group, plan in zip(self.groups, plans, strict=True):
-                kept = next(saved) if group.saves else None
-                summed, weights = group.sum_gradients(requests, plan, grads, kept)
-                by_handle[group.handle].append(summed)
-                weighted = [k for k in group.which if requests[k].weights is not None]
+        with host_calls.span("sum", len(self.handles)):
+            for one, plan in zip(self.by_table, plans, strict=True):
+                kept = next(saved) if one.saves else None
+                summed, weights = one.sum_gradients(requests, plan, grads, kept)
+                by_handle[one.handle].append(summed)
+                weighted = [k for k in one.which if requests[k].weights is not None]
                 of_weights.update(zip(weighted, weights, strict=True))
             vectors = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
         return [*vectors, *(of_weights[k] for k in sorted(of_weights))]
@@ -110,10 +111,10 @@ class Place:
             grads: of the rows and bags.
             shapes: of the weights.
         """
-        kinds = [tf.float32] * (len(self.trained) + len(shapes))
+        dtypes = [tf.float32] * (len(self.trained) + len(shapes))
 
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
-            return host_calls.call(self.sum_gradients, [*sent, *grads], kinds, keeper=self.functions)
+            return host_calls.call(self.sum_gradients, [*sent, *grads], dtypes, keeper=self.functions)
 
         found = _once_differentiable(summed, self.handles[0].label)(*grads)
         vectors = dict(zip(self.trained, found, strict=False))
@@ -125,27 +126,26 @@ class Place:
 
     def fetch(self, parts: list[tf.Tensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
-        if self.fetching is None:
+        if self._fetching is None:
             return []
         unique = host_calls.call(self.unique_ids, parts, [tf.int32], keeper=self.functions, stateful=False)
-        return self.fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
+        return self._fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
         """Return a message to the other workers: the ids whose rows the lookup needs from them."""
-        assert self.fetching is not None
-        return self.fetching.ask(self._filled(parts))
+        assert self._fetching is not None
+        return self._fetching.ask(self._filled(parts))
 
-    def _fetched(self, requests: Sequence[Request], messages: Sequence[np.ndarray]) -> dict[Group, np.ndarray]:
+    def _fetched(self, requests: Sequence[Request], messages: Sequence[np.ndarray]) -> dict[TableLookup, np.ndarray]:
         """Return the rows that were fetched from other workers; check that none are needed where none were."""
-        sharded = sharding.sharded_groups(self.groups)
-        if self.fetching is not None:
-            return dict(zip(sharded, self.fetching.rows(*messages), strict=True))
-        for group in sharded:
-            sharding.check_own(group.handle, group.ids(requests))
+        if self._fetching is not None:
+            return dict(zip(self._sharded, self._fetching.rows(*messages), strict=True))
+        for one in self._sharded:
+            shards.check_own(one.handle.table, one.handle.label, one.ids(requests))
         return {}
 
     @property
-    def _parts(self) -> int:
+    def _part_count(self) -> int:
         return sum(len(request.parts()) for request in self._requests)
 
     def _filled(self, inputs: Sequence[np.ndarray]) -> list[Request]:
@@ -173,29 +173,30 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
         return [_served(request) for request in requests]
     for request in requests:
         request.handle.check_strategy()
-    place, replica = Place(requests, keep=training is not False), _replica()
+    lookup, replica = Lookup(requests, keep=training is not False), _replica()
     # What a gradient goes to: handles, whose value tells nothing, and weights.
-    values = [tf.convert_to_tensor(handle.variable.value) for handle in place.handles]
-    values = [v if h in place.trained else tf.stop_gradient(v) for h, v in zip(place.handles, values, strict=True)]
+    values = [tf.convert_to_tensor(handle.variable.value) for handle in lookup.handles]
+    values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
-    fetched = place.fetch(parts, values)
-    known = host_calls.known_to_programs(place)
+    fetched = lookup.fetch(parts, values)
+    known = host_calls.known_to_programs(lookup)
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
         inputs = [replica, *values_and_weights[: len(values)], *parts, *fetched]
-        kinds = [tf.int64] + [tf.float32] * len(requests) + [_kept(group) for group in place.groups if group.saves]
-        # Stateless, so that those of several replicas, or places, need not wait for each other.
-        ticket, *found = host_calls.call(place.look_up, inputs, kinds, keeper=place.functions, stateful=False)
+        saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
+        dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
+        # Stateless, so that those of several replicas, or in several places, need not wait for each other.
+        lease, *found = host_calls.call(lookup.look_up, inputs, dtypes, keeper=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
-        sent, shapes = [replica, ticket, *parts, *kept], [weight.shape for weight in weights]
+        sent, shapes = [replica, lease, *parts, *kept], [weight.shape for weight in weights]
         return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)
-    _before_next_step(place.handles, rows)
+    _before_next_step(lookup.handles, rows)
     return rows
 
 
@@ -208,13 +209,13 @@ def _shape(request: Request) -> list[int | None]:
     return [None if ends is None else ends - 1, dim]
 
 
-def _kept(group: Group) -> tf.DType:
-    return tf.int32 if group.is_max else tf.float32
+def _dtype_saved(one: TableLookup) -> tf.DType:
+    return tf.int32 if one.is_max else tf.float32
 
 
 def _served(request: Request) -> tf.Tensor:
     """Return what a request asks for by TensorFlow's own operations, for a program that other processes run."""
-    sharding.check_whole(request.handle.table, request.handle.label, "exported")
+    shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
 
@@ -238,7 +239,7 @@ def _replica() -> tf.Tensor:
 
 
 def _before_next_step(handles: list[Handle], rows: list[tf.Tensor]) -> None:
-    """Have steps that come later in the program wait for a lookup, even if they use nothing of it.
+    """Make steps that come later in the program wait for a lookup, even if they use nothing of it.
 
     TensorFlow lets no write to a variable overtake a read of it, and a step writes to the handle.
     """

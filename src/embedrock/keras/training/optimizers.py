@@ -11,18 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.steps import Due, step_all
-from embedrock.keras.training import host_calls
-from embedrock.keras.training.following import FOLLOWED, check_followed, follow
+from embedrock.keras.training import host_calls, steps
+from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import Handle, handle_behind, keeper_of
-from embedrock.keras.training.spans import span
 from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
-from embedrock.keras.workers.exchange import Reader, gather, pack
-from embedrock.keras.workers.sharding import own_part
-from embedrock.rules import Rule
+from embedrock.keras.workers.exchange import gather
 
 PACKAGE = "embedrock"
 
@@ -44,10 +38,10 @@ class RowOptimizer:
             self._refuse_for_rows(handles[0])
         for handle in handles:
             if handle.rule is None:
-                check_followed(self, _decays(self, handle))
+                check_followed(self, steps.decays(self, handle))
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
         for handle in handles:
-            handle.bind(self, _rule(self, handle, None))
+            steps.bind(handle, self)
 
     def _refuse_for_rows(self: Any, handle: Handle) -> None:
         strategy = handle.strategy
@@ -96,9 +90,9 @@ class RowOptimizer:
         rows = [(handle_behind(v), grad) for v, grad in zip(trainable_variables, grads, strict=True)]
         rows = [(handle, grad) for handle, grad in rows if handle is not None]
         if rows and has_several_workers(self._distribution_strategy):
-            take = functools.partial(_take, weakref.ref(self), [handle for handle, _ in rows])
+            message_of = functools.partial(steps.message_to_workers, weakref.ref(self), [handle for handle, _ in rows])
             message = host_calls.call(
-                take, [grad for _, grad in rows], [tf.int32], keeper=keeper_of(handle for handle, _ in rows)
+                message_of, [grad for _, grad in rows], [tf.int32], keeper=keeper_of(handle for handle, _ in rows)
             )
             self._gathered = gather(message[0])
         try:
@@ -126,9 +120,9 @@ class RowOptimizer:
         lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
         handles = [handle for handle, _ in rows]
         if self._gathered is None:
-            function, inputs = _step, [local(grad) for _, grad in rows]
+            function, inputs = steps.step, [local(grad) for _, grad in rows]
         else:
-            function, inputs = _step_of_workers, [local(self._gathered)]
+            function, inputs = steps.step_of_workers, [local(self._gathered)]
         step = functools.partial(function, weakref.ref(self), handles)
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
@@ -136,87 +130,6 @@ class RowOptimizer:
         with tf.control_dependencies(done):
             _touch(cells)
         return done[0]
-
-
-# What programs call. An optimizer is known to them weakly, as all else is: see `host_calls.call`.
-def _step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
-    """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
-    optimizer = _checked_owner(known, handles)
-    taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
-    return _step_by(optimizer, handles, lr, taken)
-
-
-def _take(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
-    """Return a message to all workers: what the gradients of this worker's handles stand for."""
-    optimizer = _checked_owner(known, handles)
-    message = []
-    for handle, vector in zip(handles, vectors, strict=True):
-        grads = handle.take(vector, optimizer.clipvalue)
-        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, grads.values]
-    return pack(message)
-
-
-def _step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
-    """Step the rows that are here by what `_take` returned on all workers, summed in the order of their ranks."""
-    reader = Reader(messages)
-    parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
-    while not reader.is_at_end:
-        for handle in handles:
-            count = int(reader.ints(1)[0])
-            parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
-    return _step_by(known(), handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
-
-
-def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients:
-    ids, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return RowGradients.sum(make_plan(ids), values)
-
-
-def _checked_owner(known: Any, handles: list[Handle]) -> Any:
-    """Return the optimizer that a program knows, if it holds all of the rows."""
-    optimizer = known()
-    for handle in handles:
-        if not handle.claim(optimizer):
-            raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, which steps them instead of this "
-                f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
-            )
-    return optimizer
-
-
-def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients]) -> np.int64:
-    """Step tables by the gradients of their rows."""
-    with span("step", len(handles)):
-        due = [
-            Due(handle.table, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
-            for handle, grads in zip(handles, summed, strict=True)
-        ]
-        step_all(due)
-    return np.int64(len(due))
-
-
-def rebind(handle: Handle) -> None:
-    """Give a table that went back to an earlier commit the rule of its optimizer again."""
-    owner = handle.owner
-    if owner is not None:
-        handle.bind(owner, _rule(owner, handle, None))
-
-
-def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
-    """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
-
-    Args:
-        lr: the optimizer's learning rate; None where only the layout of records counts.
-    """
-    own = handle.rule
-    if own is None:
-        return follow(optimizer, 1e-3 if lr is None else lr, _decays(optimizer, handle))
-    return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
-
-
-def _decays(optimizer: Any, handle: Handle) -> bool:
-    """Tell whether an optimizer's weight decay is meant for a table's rows."""
-    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)
 
 
 def _touch(cells: list[Any]) -> list[Any]:

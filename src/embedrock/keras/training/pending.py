@@ -29,15 +29,15 @@ class Arrival(NamedTuple):
     """What one backward pass brought.
 
     Attributes:
-        replica, forward, place: whose it is, the how manieth forward pass of that replica it belongs to, and where in
-            the program. In this order gradients are summed, whenever they arrived.
+        replica, forward, lookup: whose it is, the how manieth forward pass of that replica it belongs to, and which
+            lookup of the program. In this order gradients are summed, whenever they arrived.
         number: what stands for it.
         grads: of the rows.
     """
 
     replica: int
     forward: int
-    place: int
+    lookup: int
     number: float
     grads: RowGradients
 
@@ -67,7 +67,7 @@ class Pending:
             if self._sums.pop(replica, None) is not None or replica not in self._forwards:
                 self._forwards[replica] = self._forwards.get(replica, 0) + 1
 
-    def add(self, replica: int, place: int, grads: RowGradients) -> tuple[int, float]:
+    def add(self, replica: int, lookup: int, grads: RowGradients) -> tuple[int, float]:
         """Add what a backward pass brought; return the slot and the number for the handle's gradient."""
         with self._lock:
             slot = self._next_slot
@@ -83,7 +83,7 @@ class Pending:
             self._next_slot = (slot + 1) % SLOTS
             number = self._number(replica, grads)
             forward = self._forwards.setdefault(replica, 1)
-            self._arrivals[slot] = Arrival(replica, forward, place, number, grads)
+            self._arrivals[slot] = Arrival(replica, forward, lookup, number, grads)
             return slot, number
 
     def _number(self, replica: int, grads: RowGradients) -> float:
@@ -151,7 +151,7 @@ class Pending:
             )
         numbers = {slot: float(vector[slot]) for slot in slots}
         found = [(self._arrivals[slot], numbers[slot]) for slot in slots]
-        found.sort(key=lambda pair: (pair[0].forward, pair[0].replica, pair[0].place))
+        found.sort(key=lambda pair: (pair[0].forward, pair[0].replica, pair[0].lookup))
         return _with_factors(found)
 
 

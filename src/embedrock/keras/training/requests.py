@@ -43,14 +43,14 @@ class Request(NamedTuple):
         return Request(self.handle, ids, offsets, weights, self.is_max)
 
 
-class Group:
+class TableLookup:
     """Requests of a lookup that share a plan: all those of one table, but for maxima, which have a plan of their own.
 
     Where some of them are bags, rows that are asked for themselves are bags of one.
 
     Attributes:
         handle: of the table.
-        which: the places of its requests in the lookup.
+        which: the indices of its requests in the lookup.
         is_max: as in `Request`.
         pools: whether any of them are bags.
         saves: whether a backward pass needs an array of its forward pass besides the plan.
@@ -82,7 +82,7 @@ class Group:
 
         Returns:
             The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
-            rows, or the places of maxima.
+            rows, or the positions of maxima.
         """
         table = self.handle.table
         if not self.pools:
@@ -140,12 +140,12 @@ class Group:
         return [part.reshape(*shape, found.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def groups_of(requests: Sequence[Request]) -> list[Group]:
-    """Return requests by what is planned together."""
+def by_table(requests: Sequence[Request]) -> list[TableLookup]:
+    """Return the requests of a lookup by what is planned together."""
     members: dict[tuple[Handle, bool], list[int]] = {}
     for k, request in enumerate(requests):
         members.setdefault((request.handle, request.is_max), []).append(k)
-    return [Group(requests, which) for which in members.values()]
+    return [TableLookup(requests, which) for which in members.values()]
 
 
 def _ends(request: Request) -> np.ndarray:

@@ -13,31 +13,32 @@ from embedrock.keras.workers.cluster import has_several_workers
 WORD = np.int32
 
 
-class Crew:
+class Workers:
     """The workers that train a model together, as one of them sees them. All must ask it the same, in the same order.
 
     Attributes:
-        rank, size: of this worker, from 0, and how many there are; one process is a crew of one.
+        rank: of this worker, from 0.
+        count: how many there are; one process is the only one.
     """
 
     def __init__(self, strategy: Any) -> None:
-        self._strategy, self.rank, self.size = strategy, 0, 1
+        self._strategy, self.rank, self.count = strategy, 0, 1
         if has_several_workers(strategy):
-            self.rank, self.size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+            self.rank, self.count = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 
     def all(self, is_so: bool) -> bool:
-        """Tell whether something is so on all workers."""
-        if self.size == 1:
+        """Return whether something is so on all workers."""
+        if self.count == 1:
             return is_so
         return not self._strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(float(not is_so)), axis=None)
 
     def common(self, numbers: Sequence[int]) -> list[int]:
         """Return those numbers that all workers have given, in their order."""
-        if self.size == 1:
+        if self.count == 1:
             return list(numbers)
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
-        reader = Reader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
-        given = [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.size)]
+        reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
+        given = [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
         return [number for number in numbers if all(number in others for others in given)]
 
 
@@ -57,7 +58,7 @@ def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, WORD), *words])
 
 
-class Reader:
+class MessageReader:
     """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
 
     def __init__(self, words: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Tables that are sharded by id over the workers of a cluster: who has which rows, and lookups of all of them.
+"""Tables that are sharded by id over the workers of a cluster: who has which rows.
 
 A row is in the table of the worker that owns its id:
 
@@ -14,7 +14,6 @@ import errno
 import os
 import re
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +23,7 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
-from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import Handle, keeper_of
-from embedrock.keras.training.requests import Group, Request
 from embedrock.keras.workers.cluster import has_several_workers
-from embedrock.keras.workers.exchange import Reader, gather, pack
 from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
@@ -42,7 +37,7 @@ class Shard(NamedTuple):
     workers: int
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Tell of ids, int64 (n,), which rows are here."""
+        """Return of ids, int64 (n,), which rows are here."""
         return owners(ids, self.workers) == self.rank
 
 
@@ -82,7 +77,7 @@ def check_options(kind: str, rows: Any) -> None:
         )
 
 
-def place_of_shard(path: str | os.PathLike[str], label: str) -> str:
+def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
     """Return the folder of this worker's part of the table at `path`.
 
     Raises:
@@ -141,7 +136,7 @@ def check_whole(table: Table, label: str, verb: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- steps
+# ---------------------------------------------------------------- steps and lookups
 
 
 def own_part(table: Table, grads: RowGradients) -> RowGradients:
@@ -153,98 +148,20 @@ def own_part(table: Table, grads: RowGradients) -> RowGradients:
     return RowGradients.sum(make_plan(grads.plan.ids[is_own]), grads.values[is_own])
 
 
-# ---------------------------------------------------------------- lookups
-
-
-class Fetching:
-    """How the workers look up rows of sharded tables for each other, at one place of a program.
-
-    Each tells all others which ids it needs, unique ones; each tells all others the rows that it owns of those.
-
-    Args:
-        groups: of the lookup, on sharded tables.
-    """
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self._shard = shard_of(groups[0].handle.table) or Shard(0, 1)
-
-    def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, what `rows` takes.
-
-        Args:
-            values: of the handles, which order this among the steps.
-            ids: what `ask` returned.
-        """
-        asked = gather(ids)
-        keeper = keeper_of(group.handle for group in self._groups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], keeper=keeper, stateful=False)
-        return [asked, gather(served[0])]
-
-    def ask(self, requests: Sequence[Request]) -> np.ndarray:
-        """Return a message with the unique ids that each group needs."""
-        ids = [group.plan(requests).ids for group in self._groups]
-        return pack([np.array([len(one) for one in ids], np.int64), *ids])
-
-    def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
-        """Return a message with the rows that all workers ask for and that are here."""
-        found = []
-        for ids in self._needs(asked):
-            for group, part in zip(self._groups, ids, strict=True):
-                found.append(group.handle.table.lookup(part[self._shard.owns(part)]))
-        return pack(found)
-
-    def rows(self, asked: np.ndarray, served: np.ndarray) -> list[np.ndarray]:
-        """Return the unique rows that each group has asked for, of the messages of all workers."""
-        reader, needs = Reader(served), self._needs(asked)
-        mine = needs[self._shard.rank]
-        rows = [
-            np.empty((len(ids), group.handle.table.dim), np.float32)
-            for group, ids in zip(self._groups, mine, strict=True)
-        ]
-        for owner in range(self._shard.workers):
-            for asker, ids in enumerate(needs):
-                for k, part in enumerate(ids):
-                    is_here = owners(part, self._shard.workers) == owner
-                    found = reader.rows(int(is_here.sum()), rows[k].shape[1])
-                    if asker == self._shard.rank:
-                        rows[k][is_here] = found
-        return rows
-
-    def _needs(self, asked: np.ndarray) -> list[list[np.ndarray]]:
-        """Return, for each worker, the ids of each group."""
-        reader, needs = Reader(asked), []
-        for _ in range(self._shard.workers):
-            counts = reader.ints(len(self._groups)).tolist()
-            needs.append([reader.ints(count) for count in counts])
-        return needs
-
-
-def fetching(groups: Sequence[Group]) -> Fetching | None:
-    """Return how rows of sharded tables are fetched; None where there is no such table."""
-    sharded = sharded_groups(groups)
-    return Fetching(sharded) if sharded else None
-
-
-def sharded_groups(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups on sharded tables."""
-    return [group for group in groups if shard_of(group.handle.table) is not None]
-
-
 def has_workers() -> bool:
-    """Tell whether the other workers run the same program, so that rows can be fetched from them."""
+    """Return whether the other workers run the same program, so that rows can be fetched from them."""
     return tf.distribute.get_replica_context() is not None and current_shard().workers > 1
 
 
-def check_own(handle: Handle, ids: np.ndarray) -> None:
+def check_own(table: Table, label: str, ids: np.ndarray) -> None:
     """Raise an error where some rows of a sharded table, looked up by one worker for itself, are not here."""
-    shard = shard_of(handle.table)
+    shard = shard_of(table)
     if shard is None:
         return
     flat = np.asarray(ids, np.int64).reshape(-1)
     if len(others := flat[~shard.owns(flat)]):
         raise ArgumentError(
-            f"{handle.label} is sharded, and rows of ids {others[:4].tolist()} are not here: this is worker "
+            f"{label} is sharded, and rows of ids {others[:4].tolist()} are not here: this is worker "
             f"{shard.rank} of {shard.workers}. Look them up on all workers at once: model.predict, or "
             "strategy.run(model, args=(ids,)) on each."
         )

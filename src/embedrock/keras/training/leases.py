@@ -1,4 +1,4 @@
-"""`Tickets`: which lookups may still get gradients, and what was planned for them."""
+"""`Leases`: which lookups may still get gradients, and the plans that are kept for them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ KEPT_BYTES = 1 << 27
 REMEMBERED = 4096
 
 
-class Tickets:
-    """Numbers of lookups. A lookup's number goes through the graph to its backward pass, which may come once."""
+class Leases:
+    """The plans of each lookup, on lease until its backward pass, which may come once.
+
+    What tells a backward pass which lookup it belongs to is the number of its lease, which goes through the graph.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._plans: OrderedDict[int, list[Plan]] = OrderedDict()
         self._bytes = 0
-        self._used: OrderedDict[int, None] = OrderedDict()
+        self._ended: OrderedDict[int, None] = OrderedDict()
 
-    def issue(self, plans: list[Plan]) -> int:
-        """Return the number of a lookup, for which these plans were made."""
+    def grant(self, plans: list[Plan]) -> int:
+        """Return the number of a new lease, of the plans of a lookup."""
         with self._lock:
             number = next(self._numbers)
             self._plans[number] = plans
@@ -35,21 +38,21 @@ class Tickets:
                 self._bytes -= _size(self._plans.popitem(last=False)[1])
             return number
 
-    def use(self, number: int, label: str) -> list[Plan] | None:
-        """Return the plans of a lookup whose gradients come; None where they are no longer kept.
+    def end(self, number: int, label: str) -> list[Plan] | None:
+        """Return the plans of the lookup whose gradients come; None where they are no longer kept.
 
         Raises:
             UnsupportedError: its gradients came before.
         """
         with self._lock:
-            if number in self._used:
+            if number in self._ended:
                 raise UnsupportedError(
                     f"gradients of {label} were asked for twice in one lookup, and would be applied twice: a "
                     "persistent tape, or a gradient of a gradient. Call the layer once for each tape.gradient."
                 )
-            self._used[number] = None
-            if len(self._used) > REMEMBERED:
-                self._used.popitem(last=False)
+            self._ended[number] = None
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
             plans = self._plans.pop(number, None)
             self._bytes -= 0 if plans is None else _size(plans)
             return plans
@@ -59,4 +62,4 @@ def _size(plans: list[Plan]) -> int:
     return sum(each.nbytes for plan in plans for each in (plan.ids, plan.inverse, plan.starts, plan.order, plan.slots))
 
 
-TICKETS = Tickets()
+LEASES = Leases()

@@ -1,21 +1,16 @@
-"""Layers as configs: their tables and first values as plain data, and back."""
+"""Tables, rules and first values as plain data, and back."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import TableOptions
-from embedrock.initializers import FromArray, FromBfloat16, Initializer, read_initializer
+from embedrock.initializers import FromArray, FromBfloat16, read_initializer
 from embedrock.keras.saving import loading
-from embedrock.keras.saving.row_files import rule_of
-from embedrock.keras.saving.state import KEY
-from embedrock.keras.workers.sharding import check_whole
+from embedrock.keras.workers.shards import check_whole
 from embedrock.rules import Rule, describe_rule
 from embedrock.table.table import Table
 
@@ -76,66 +71,18 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
     options = {**description, "init": read_initializer_of(description["init"])}
     path, at = options.get("path"), options.pop("at", None)
     if path is None:
-        return loading.made(options), False
+        return loading.open_or_make(options), False
     if at is not None:
-        return loading.snapshot(loading.moved(path), at, options), False
-    if loading.scope() is not None:
+        return loading.open_snapshot(loading.path_now(path), at, options), False
+    if loading.shared_objects() is not None:
         return loading.open_for(path, options)
     loading.check_not_copied(path, label)
-    return loading.made(options), False
+    return loading.open_or_make(options), False
 
 
-def _describe_rule(rule: Rule | None) -> dict[str, Any] | None:
+def describe_rule_of_layer(rule: Rule | None) -> dict[str, Any] | None:
     """Return a rule as plain data, without a learning rate that it does not bring."""
     described = describe_rule(rule)
     if rule is not None and described is not None and not rule.brings_lr:
         del described["lr"]
     return described
-
-
-OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *TableOptions._fields} - {
-    "rule",
-    "name",
-    "dtype",
-}
-
-
-def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
-    table, config = layer.table, {**arguments, "rule": _describe_rule(arguments["rule"])}
-    if isinstance(config["input_dim"], Table):
-        config = {name: value for name, value in config.items() if name not in OF_TABLE}
-        config["table"] = describe_table(table, layer.label)
-    else:
-        drawn, path = config["embeddings_initializer"], config["path"]
-        if isinstance(drawn, Initializer):
-            config["embeddings_initializer"] = {KEY: describe_initializer(drawn, layer.label)}
-        elif drawn is not None:
-            config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
-        config["path"] = None if path is None else os.path.abspath(path)
-    if loading.scope() is not None:
-        config["shared"] = id(table)
-    return config
-
-
-def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
-    """Return a layer of what its `get_config` returned."""
-    config, shared, label = dict(config), loading.scope(), f"{config['name']!r}, erk.{kind.__name__}"
-    key, described = (KEY, config.pop("shared", None)), config.pop("table", None)
-    config["rule"] = rule_of(config["rule"])
-    there = None if shared is None else shared.get(key)
-    if there is None and described is not None:
-        there = table_of(described, label)
-    if there is not None:
-        layer = kind(there[0], **{name: value for name, value in config.items() if name not in OF_TABLE})
-        layer.shares_open_table = there[1]
-    else:
-        drawn = config["embeddings_initializer"]
-        if isinstance(drawn, dict) and KEY in drawn:
-            config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
-        if shared is None and config["path"] is not None:
-            loading.check_not_copied(config["path"], label)
-        layer = kind(**config)
-    if shared is not None:
-        shared[key] = layer.table, layer.shares_open_table
-    return layer

@@ -1,0 +1,70 @@
+"""Layers as configs, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from embedrock.fronts.arguments import TableOptions
+from embedrock.initializers import Initializer
+from embedrock.keras.saving import loading
+from embedrock.keras.saving.descriptions import (
+    describe_initializer,
+    describe_rule_of_layer,
+    describe_table,
+    read_initializer_of,
+    table_of,
+)
+from embedrock.keras.saving.row_files import rule_of
+from embedrock.keras.saving.state import KEY
+from embedrock.table.table import Table
+
+OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *TableOptions._fields} - {
+    "rule",
+    "name",
+    "dtype",
+}
+
+
+def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
+    table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
+    if isinstance(config["input_dim"], Table):
+        config = {name: value for name, value in config.items() if name not in OF_TABLE}
+        config["table"] = describe_table(table, layer.label)
+    else:
+        drawn, path = config["embeddings_initializer"], config["path"]
+        if isinstance(drawn, Initializer):
+            config["embeddings_initializer"] = {KEY: describe_initializer(drawn, layer.label)}
+        elif drawn is not None:
+            config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
+        config["path"] = None if path is None else os.path.abspath(path)
+    if loading.shared_objects() is not None:
+        config["shared"] = id(table)
+    return config
+
+
+def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
+    """Return a layer of what its `get_config` returned."""
+    config, shared, label = dict(config), loading.shared_objects(), f"{config['name']!r}, erk.{kind.__name__}"
+    key, described = (KEY, config.pop("shared", None)), config.pop("table", None)
+    config["rule"] = rule_of(config["rule"])
+    there = None if shared is None else shared.get(key)
+    if there is None and described is not None:
+        there = table_of(described, label)
+    if there is not None:
+        layer = kind(there[0], **{name: value for name, value in config.items() if name not in OF_TABLE})
+        layer.shares_open_table = there[1]
+    else:
+        drawn = config["embeddings_initializer"]
+        if isinstance(drawn, dict) and KEY in drawn:
+            config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
+        if shared is None and config["path"] is not None:
+            loading.check_not_copied(config["path"], label)
+        layer = kind(**config)
+    if shared is not None:
+        shared[key] = layer.table, layer.shares_open_table
+    return layer

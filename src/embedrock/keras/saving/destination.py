@@ -1,0 +1,101 @@
+"""`Destination`: where a layer is being saved to, whose name the commits bear that it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+from embedrock.errors import ArgumentError
+from embedrock.keras.saving import callers
+from embedrock.table.table import Table
+
+
+class Destination(NamedTuple):
+    """Where a layer is being saved to.
+
+    Its key is the file, not just its path: one that was moved away, where another took its place, is another file.
+    Those that only the system's own file can tell apart (remote ones) are told by path.
+
+    Attributes:
+        path: absolute, of a file; the prefix of a `tf.train.Checkpoint`.
+        is_checkpoint: whether it is one of those, whose files TensorFlow removes.
+    """
+
+    path: str
+    is_checkpoint: bool = False
+
+    @property
+    def _key(self) -> str:
+        told = os.path.dirname(self.path) if self.is_checkpoint else f"{self.path}:{_file_number(self.path)}"
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+    @property
+    def _base(self) -> str:
+        base = os.path.basename(self.path)
+        return "".join(letter if letter.isprintable() else "?" for letter in base)[-64:]
+
+    def new_name(self) -> str:
+        """Return a new name for a commit."""
+        return f"{self._base} {self._key} {secrets.token_hex(4)}"
+
+    def owns(self, name: str | None) -> bool:
+        """Return whether a commit of that name was made for this file."""
+        return name is not None and name.rsplit(" ", 1)[0] == f"{self._base} {self._key}"
+
+    def is_over(self, name: str | None) -> bool:
+        """Return whether a commit was made for a checkpoint in the same folder that was removed since."""
+        if not self.is_checkpoint or name is None or name.rsplit(" ", 2)[1:2] != [self._key]:
+            return False
+        index = os.path.join(os.path.dirname(self.path), name.rsplit(" ", 2)[0] + ".index")
+        return not self.owns(name) and not os.path.exists(index)
+
+
+def _file_number(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except (OSError, ValueError):
+        return 0
+
+
+def of_keras() -> Destination | None:
+    """Return where Keras is saving to; None for RAM, as when pickling."""
+    for function, variable in (
+        ("save_model", "filepath"),
+        ("_save_model_to_fileobj", "fileobj"),
+        ("_save_model_to_dir", "dirpath"),
+        ("save_weights_only", "remote_filepath"),
+        ("save_weights_only", "filepath"),
+    ):
+        found = callers.local(callers.KERAS_SAVING, function, variable)
+        found = getattr(found, "name", None) if isinstance(found, io.IOBase) else found
+        if isinstance(found, str | os.PathLike):
+            path = os.fspath(found)
+            return Destination(path if "://" in path else os.path.abspath(path))
+    return None
+
+
+def of_tf_checkpoint() -> Destination | None:
+    """Return where a `tf.train.Checkpoint` is being saved to; None where that is not known."""
+    prefix = callers.local(callers.TF_CHECKPOINT, "save", "file_prefix")
+    return Destination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
+
+
+def check_outside(destination: Destination | None, table: Table) -> None:
+    """Raise an error, and leave nothing, where a file is saved to the folder of a table."""
+    if destination is None or table.path is None:
+        return
+    folder = os.path.realpath(table.path)
+    if not Path(os.path.realpath(destination.path)).is_relative_to(folder):
+        return
+    if not destination.is_checkpoint:
+        with contextlib.suppress(OSError):
+            os.unlink(destination.path)  # which Keras has just made
+    raise ArgumentError(
+        f"a model must be saved outside of its tables: got {destination.path!r}, inside of the table at {folder!r}. "
+        "Save it to another folder."
+    )

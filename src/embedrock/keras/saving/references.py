@@ -1,0 +1,129 @@
+"""References to tables on disk: what files have of their rows, which is only the commit that is meant.
+
+The table commits, and the file gets {path, uuid, commit, step}. The commit bears the name of the file, so that
+retention keeps it for as long as the file needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from embedrock.errors import ArgumentError
+from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
+from embedrock.keras.saving.destination import Destination
+from embedrock.keras.training.steps import rebind
+from embedrock.table.table import Table
+
+KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
+
+REMEDIES = Remedies(
+    moved="Make the layer with path=, the place where that table is now; erk.load_model(file, relocate={old path: new "
+    "path}) does so for a whole model.",
+    dropped="A file keeps its rows until two newer ones were saved in its place: save to a name of its own, or by "
+    "erk.TableCheckpoint.",
+)
+
+GO_BACK = (
+    'Load the file as it was by erk.load_model(file, mode="r"); or close the table by layer.table.close(), or start '
+    "another process, to go on from there; or take the open model back by model.load_weights(file)."
+)
+
+_made: ContextVar[Mapping[Table, int] | None] = ContextVar("_made", default=None)
+
+# Of a table that went back: the commit that it went to, and the number that this has now.
+_origins: weakref.WeakKeyDictionary[Table, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+# ---------------------------------------------------------------- saving
+
+
+@contextlib.contextmanager
+def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
+    """Make layers refer to commits that were begun already, for whose end somebody else waits."""
+    token = _made.set(made)
+    try:
+        yield
+    finally:
+        _made.reset(token)
+
+
+def reference_of(layer: Any, destination: Destination | None) -> dict[str, Any]:
+    """Return the reference to a table on disk as it is now, whose commit the file will keep."""
+    table, made = layer.table, _made.get()
+    if made is not None and table in made:
+        return {"path": str(table.path), "uuid": table.uuid, "commit": made[table], "step": iterations_of(layer)}
+    if table.mode == "w" and destination is not None:
+        names = [commit["name"] for commit in table.commits()]
+        if table.uncommitted or not destination.owns(names[-1]):
+            names.append(destination.new_name())
+            table.commit(step=iterations_of(layer), name=names[-1])
+        own = [name for name in names if destination.owns(name)]
+        for name in own[:-KEPT_PER_FILE] + [name for name in names if destination.is_over(name)]:
+            table.release(name)
+    elif table.uncommitted:
+        table.commit(step=iterations_of(layer))
+    return reference_to(table)
+
+
+def iterations_of(layer: Any) -> int | None:
+    """Return how many steps the optimizer of a layer's rows has made; None where there is none."""
+    owner = layer.handle.owner if layer.built else None
+    return None if owner is None else int(owner.iterations.numpy())
+
+
+def warn_between_steps(layer: Any) -> None:
+    """Say what is missing in a file that is made while gradients wait for more batches."""
+    owner = layer.handle.owner if layer.built else None
+    if owner is not None and is_accumulating(owner):
+        warnings.warn(
+            f"the model is saved between two steps of gradient_accumulation_steps={owner.gradient_accumulation_steps}: "
+            f"gradients of rows of {layer.label} that wait are not saved, and training cannot go on from the file. "
+            "Save after a step, by erk.TableCheckpoint for example; to predict, the file is whole.",
+            stacklevel=2,
+        )
+
+
+def is_accumulating(optimizer: Any) -> bool:
+    """Return whether gradients wait for more batches."""
+    steps = optimizer.gradient_accumulation_steps
+    return bool(steps) and int(optimizer._iterations.numpy()) % steps != 0
+
+
+# ---------------------------------------------------------------- loading
+
+
+def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
+    """Take a layer's table to the commit of a reference."""
+    table = layer.table
+    check_state(table, state, layer.label, REMEDIES)
+    if _is_at(table, state):
+        layer.shares_open_table = False  # it is loaded, and may go anywhere from now on
+        return
+    if table.mode == "r":
+        raise ArgumentError(
+            f"{layer.label} has a snapshot of commit {table.last_commit}, which never moves, and the file refers to "
+            f'commit {state["commit"]}: load it by erk.load_model(file, mode="r"), or open the table so: '
+            f'er.open(path, mode="r", at={state["commit"]}).'
+        )
+    if layer.shares_open_table:  # (Keras tries again what has failed.)
+        if table.uncommitted:  # it was not before: the optimizer of the loaded model has another rule
+            table.rollback(table.last_commit)
+        raise ArgumentError(
+            f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
+            f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
+        )
+    go_to(table, state)
+    _origins[table] = state["commit"], table.last_commit
+    if layer.built:
+        rebind(layer.handle)
+    tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
+
+
+def _is_at(table: Table, state: dict[str, Any]) -> bool:
+    here = table.last_commit
+    return not table.uncommitted and (here == state["commit"] or _origins.get(table) == (state["commit"], here))

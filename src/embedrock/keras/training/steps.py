@@ -1,0 +1,107 @@
+"""The host's part of a step: rows of tables are stepped by what became of their handles' gradients.
+
+Programs call `step`; those of several workers, `message_to_workers` and `step_of_workers`. They know optimizers
+weakly, as all else: see `host_calls.call`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
+from embedrock.errors import ArgumentError
+from embedrock.fronts.steps import Due, step_all
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.following import follow
+from embedrock.keras.training.handle import Handle
+from embedrock.keras.workers.exchange import MessageReader, pack
+from embedrock.keras.workers.shards import own_part
+from embedrock.rules import Rule
+
+
+def step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
+    """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
+    optimizer = _checked_owner(known, handles)
+    taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
+    return _step_by(optimizer, handles, lr, taken)
+
+
+def message_to_workers(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
+    """Return a message to all workers: what the gradients of this worker's handles stand for."""
+    optimizer = _checked_owner(known, handles)
+    message = []
+    for handle, vector in zip(handles, vectors, strict=True):
+        grads = handle.take(vector, optimizer.clipvalue)
+        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, grads.values]
+    return pack(message)
+
+
+def step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
+    """Step the rows that are here by the messages of all workers, summed in the order of their ranks."""
+    reader = MessageReader(messages)
+    parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
+    while not reader.is_at_end:
+        for handle in handles:
+            count = int(reader.ints(1)[0])
+            parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
+    return _step_by(known(), handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
+
+
+def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients:
+    ids, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return RowGradients.sum(make_plan(ids), values)
+
+
+def _checked_owner(known: Any, handles: list[Handle]) -> Any:
+    """Return the optimizer that a program knows, if it holds all of the rows."""
+    optimizer = known()
+    for handle in handles:
+        if not handle.claim(optimizer):
+            raise ArgumentError(
+                f"the rows of {handle.label} are held by another optimizer, which steps them instead of this "
+                f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
+            )
+    return optimizer
+
+
+def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients]) -> np.int64:
+    """Step tables by the gradients of their rows."""
+    with host_calls.span("step", len(handles)):
+        due = [
+            Due(handle.table, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
+            for handle, grads in zip(handles, summed, strict=True)
+        ]
+        step_all(due)
+    return np.int64(len(due))
+
+
+def bind(handle: Handle, optimizer: Any) -> None:
+    """Bind a table's rows to the optimizer that steps them, and give them its rule."""
+    handle.bind(optimizer, _rule(optimizer, handle, None))
+
+
+def rebind(handle: Handle) -> None:
+    """Give a table that went back to an earlier commit the rule of its optimizer again."""
+    if handle.owner is not None:
+        bind(handle, handle.owner)
+
+
+def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
+    """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
+
+    Args:
+        lr: the optimizer's learning rate; None where only the layout of records counts.
+    """
+    own = handle.rule
+    if own is None:
+        return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))
+    return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+
+
+def decays(optimizer: Any, handle: Handle) -> bool:
+    """Return whether an optimizer's weight decay is meant for a table's rows."""
+    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)
