@@ -120,12 +120,31 @@ def test_page_is_wrapped(page: Path):
     assert wide_lines(page.read_text()) == []
 
 
-def test_the_design_has_every_room():
-    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+def rooms_of(tree: str) -> list[str]:
+    """Return the packages and modules of a drawn tree, as paths from its root."""
+    above: list[str] = []
+    rooms = []
+    for line in tree.splitlines():
+        name = line.split()[0]
+        above[(len(line) - len(line.lstrip())) // 2 - 1 :] = [name]
+        rooms.append("".join(above))
+    return rooms
+
+
+def test_the_design_draws_the_tree():
     design = (REPOSITORY / "docs" / "design.md").read_text()
-    assert "```\n{}\n```".format("\n".join(f" {layer}" for layer in contract["layers"])) in design
-    rooms = re.findall(r"\w+", " ".join(contract["layers"]))
-    assert [room for room in rooms if not re.search(rf"^\|[^|]*`{room}/?`[^|]*\|", design, re.MULTILINE)] == []
+    drawn = re.search(r"^```\nsrc/embedrock/\n(.*?)^```$", design, re.MULTILINE | re.DOTALL)
+    assert drawn
+    package = REPOSITORY / "src" / "embedrock"
+    rooms = [f"{file.parent.relative_to(package)}/" for file in package.glob("*/**/__init__.py")]
+    modules = [file.name for file in package.glob("*.py") if file.name != "__init__.py"]
+    assert sorted(rooms_of(drawn[1])) == sorted([*rooms, *modules])
+
+
+def test_the_design_has_the_floors_of_the_contract():
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = "\n".join(f" {layer}" for layer in contract["layers"])
+    assert f"```\n{floors}\n```" in (REPOSITORY / "docs" / "design.md").read_text()
 
 
 def test_what_is_missing_and_what_is_wide_is_found():
