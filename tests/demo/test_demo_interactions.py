@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedrock.demo.interactions import Log, LogError, read_log
+from embedrock.demo.data.interactions import Interactions, LogError, read_log
 
 ROWS = [("7", "lamp", "3", "881250949"), ("ann", "5", "4.5", "881250950"), ("7", "5", "1", "881250951")]
 SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "movielens": "::", "space": " ", "spaces": "   "}
 
 
-def read(folder: Path, text: str | bytes) -> Log:
+def read(folder: Path, text: str | bytes) -> Interactions:
     path = folder / "log.txt"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_log(path)
@@ -26,7 +26,7 @@ def lines(rows: list[tuple[str, ...]], separator: str, width: int) -> str:
     return "".join(separator.join(row[:width]) + "\n" for row in rows)
 
 
-def assert_rows(log: Log, timed: bool) -> None:
+def assert_rows(log: Interactions, timed: bool) -> None:
     """Assert that `log` is what `ROWS` say."""
     assert log.users.tolist() == [0, 1, 0]
     assert log.items.tolist() == [0, 1, 1]

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedrock.demo.interactions import Log
-from embedrock.demo.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Unseen, batches, leave_one_out
+from embedrock.demo.data.interactions import Interactions
+from embedrock.demo.data.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Unseen, leave_one_out
 
 
-def log_of(pairs: list[tuple[int, int]], times: list[float] | None = None, users: int = 0, items: int = 0) -> Log:
+def log_of(
+    pairs: list[tuple[int, int]], times: list[float] | None = None, users: int = 0, items: int = 0
+) -> Interactions:
     array = np.array(pairs, np.int64).reshape(-1, 2)
     stamps = None if times is None else np.array(times, np.float64)
     counts = (max(users, array[:, 0].max() + 1), max(items, array[:, 1].max() + 1))
-    return Log(array[:, 0].copy(), array[:, 1].copy(), stamps, int(counts[0]), int(counts[1]), "")
+    return Interactions(array[:, 0].copy(), array[:, 1].copy(), stamps, int(counts[0]), int(counts[1]), "")
 
 
 @st.composite
-def logs(draw: st.DrawFn) -> Log:
+def logs(draw: st.DrawFn) -> Interactions:
     users, items = draw(st.integers(1, 6)), draw(st.integers(1, 8))
     pair = st.tuples(st.integers(0, users - 1), st.integers(0, items - 1))
     pairs = draw(st.lists(pair, min_size=1, max_size=40))
@@ -30,14 +32,14 @@ def logs(draw: st.DrawFn) -> Log:
     return log_of(pairs, times, users, items)
 
 
-def touched(log: Log) -> dict[int, set[int]]:
+def touched(log: Interactions) -> dict[int, set[int]]:
     sets: dict[int, set[int]] = defaultdict(set)
     for user, item in zip(log.users.tolist(), log.items.tolist(), strict=True):
         sets[user].add(item)
     return sets
 
 
-def expected_order(log: Log, user: int) -> list[int]:
+def expected_order(log: Interactions, user: int) -> list[int]:
     """The user's items by time, ties in the order of the file, each once: the slow way."""
     times = np.zeros(len(log.users)) if log.times is None else log.times
     rows = sorted((time, row) for row, time in enumerate(times) if log.users[row] == user)
@@ -45,7 +47,7 @@ def expected_order(log: Log, user: int) -> list[int]:
 
 
 @given(logs())
-def test_the_last_item_is_held_out_and_the_rest_trained(log: Log):
+def test_the_last_item_is_held_out_and_the_rest_trained(log: Interactions):
     split, sets = leave_one_out(log, seed=0), touched(log)
     tested = dict(zip(split.test_users.tolist(), split.candidates[:, 0].tolist(), strict=True))
     trained = defaultdict(list)
@@ -61,7 +63,7 @@ def test_the_last_item_is_held_out_and_the_rest_trained(log: Log):
 
 
 @given(logs(), st.integers(0, 3))
-def test_negatives_are_never_items_of_the_user(log: Log, seed: int):
+def test_negatives_are_never_items_of_the_user(log: Interactions, seed: int):
     split, sets = leave_one_out(log, seed), touched(log)
     for number in range(2):
         epoch = split.epoch(seed, number)
@@ -76,7 +78,7 @@ def test_negatives_are_never_items_of_the_user(log: Log, seed: int):
 
 
 @given(logs())
-def test_candidates_are_different_items_that_the_user_never_touched(log: Log):
+def test_candidates_are_different_items_that_the_user_never_touched(log: Interactions):
     split, sets = leave_one_out(log, seed=1), touched(log)
     for user, (_, *negatives) in zip(split.test_users.tolist(), split.candidates.tolist(), strict=True):
         real = [item for item in negatives if item != NOTHING]
@@ -138,7 +140,7 @@ def test_a_repeated_last_item_is_not_trained_on():
 @pytest.mark.parametrize("size", [1, 3, 10, 100])
 def test_batches_are_the_epoch_in_order(size: int):
     epoch = leave_one_out(log_of([(0, 1), (0, 2), (1, 3), (1, 4)], items=9), seed=0).epoch(0, 0)
-    parts = list(batches(epoch, size))
+    parts = [epoch.batch(number, size) for number in range(epoch.batches(size))]
     assert [len(part.users) for part in parts[:-1]] == [size] * (len(parts) - 1)
     np.testing.assert_array_equal(np.concatenate([part.items for part in parts]), epoch.items)
     np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), epoch.labels)

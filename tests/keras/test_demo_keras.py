@@ -19,10 +19,11 @@ pytest.importorskip("tqdm")
 
 from embedrock.bench.harness.processes import child_environment
 from embedrock.cli.main import FAILED, INTERRUPTED, main
-from embedrock.demo import course, keras_run
-from embedrock.demo.keras_models import MODELS, make_model
+from embedrock.demo import clicks
+from embedrock.demo.keras import learner
+from embedrock.demo.keras.models import MODELS, make_model
+from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.options import DIM_MULTIPLES
-from embedrock.demo.plan import ModelPlan
 
 TINY = ["--users", "3k", "--items", "500", "--steps", "40", "--batch-size", "256", "--dim", "8"]
 SMALL = ["--users", "20k", "--items", "2k", "--steps", "600", "--batch-size", "256", "--dim", "8", "--memory", "1MiB"]
@@ -89,7 +90,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_train(model: str):
-    made = make_model(ModelPlan(model, users=300, items=100, dim=16, lr=0.01, seed=3))
+    made = make_model(ModelSpec(model, users=300, items=100, dim=16, lr=0.01, seed=3))
     inputs = {"users": np.arange(64) % 7, "items": np.arange(64) % 5}
     labels = (np.arange(64) % 2)[:, None]
     losses = made.fit(inputs, labels, epochs=20, batch_size=64, verbose=0).history["loss"]
@@ -104,7 +105,7 @@ def test_options_know_the_models():
 def test_losses_are_those_of_single_batches():
     losses = [0.5, 0.25, 0.75, 0.5]
     noted: list[float] = []
-    callback = keras_run._Losses(noted.append)
+    callback = learner._Losses(noted.append)
     for epoch in range(2):
         callback.on_epoch_begin(epoch)
         for batch in range(len(losses)):
@@ -116,7 +117,7 @@ def test_losses_are_those_of_single_batches():
 
 
 def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(course, "available_bytes", lambda: 200_000)
+    monkeypatch.setattr(clicks, "available_bytes", lambda: 200_000)
     assert main(["demo", "--keras", "--in-ram", *TINY]) == FAILED
     error = capsys.readouterr().err
     assert "embedrock: error: " in error

@@ -1,4 +1,5 @@
 """``embedrock demo``: train a recommender on planted clicks, or on a log of the user's own.
 
-`click_run` and `log_run` tell the two stories from top to bottom; the other files are their nouns.
+`clicks` and `log` tell the two stories from top to bottom; `training` is the one loop of both. `data` is what is
+trained on; `torch` and `keras` are what each framework brings, a `Learner`.
 """

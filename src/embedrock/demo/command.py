@@ -16,7 +16,7 @@ from typing import Any
 
 import embedrock as er
 from embedrock.bench.harness.workload import MAX_ROWS
-from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, LogOptions, Options
+from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, DemoOptions, LogOptions
 from embedrock.errors import EmbedrockError
 from embedrock.terminal.arguments import count, size, writable_file
 
@@ -98,17 +98,13 @@ def _run(arguments: Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that lines arrive as they come through a pipe too
     if isinstance(options, LogOptions):
-        from embedrock.demo import log_run
+        from embedrock.demo import log
 
-        results = log_run.run(options)
-    elif is_keras:
-        from embedrock.demo import keras_run
-
-        results = keras_run.run(options)
+        results = log.run(options)
     else:
-        from embedrock.demo import click_run
+        from embedrock.demo import clicks
 
-        results = click_run.run(options)
+        results = clicks.run(options)
     if "json" in arguments:
         circumstances = {"embedrock": er.__version__, "command": sys.argv[1:], "options": vars(options)}
         text = json.dumps(circumstances | results, indent=1, default=str)
@@ -143,7 +139,7 @@ def _options(arguments: Namespace) -> ClickOptions | LogOptions:
     return options
 
 
-def _check_dim(options: Options, parser: ArgumentParser) -> None:
+def _check_dim(options: DemoOptions, parser: ArgumentParser) -> None:
     multiple = DIM_MULTIPLES[options.model]
     if options.dim % multiple:
         parser.error(f"argument --dim: must be a multiple of {multiple} for {options.model}: got {options.dim}")

@@ -10,7 +10,7 @@ DIM_MULTIPLES = {"mf": 1, "gmf": 1, "neumf": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DemoOptions:
     """Options of either demo.
 
     Attributes:
@@ -33,7 +33,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClickOptions(Options):
+class ClickOptions(DemoOptions):
     """Options of the demo on planted clicks.
 
     Attributes:
@@ -57,7 +57,7 @@ class ClickOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogOptions(Options):
+class LogOptions(DemoOptions):
     """Options of the demo on a log of the user's own.
 
     Attributes:

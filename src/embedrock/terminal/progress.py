@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+
+MANY = 10_000  # a larger number is shown as 12.3k
+
+
+class Advance(Protocol):
+    """Adds to what is done, and shows a few words beside it."""
+
+    def __call__(self, count: int, note: str = "") -> None: ...
 
 
 @contextmanager
-def progress(label: str, total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """Show how many of `total` rows are done; yield a function that adds to them. Without tqdm nothing is shown."""
+def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator[Advance]:
+    """Show how many of `total` rows, or steps, are done; without tqdm nothing is shown.
+
+    Yields:
+        A function that adds to them, and may show a few words beside: ``advance(count, "loss=0.5")``.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
-        yield lambda count: None
+        yield lambda count, note="": None
         return
-    with tqdm(desc=label, total=total, initial=done, unit=" rows", unit_scale=True, leave=False, disable=None) as bar:
-        yield bar.update
+    scale = total > MANY
+    with tqdm(desc=label, total=total, initial=done, unit=unit, unit_scale=scale, leave=False, disable=None) as bar:
+
+        def advance(count: int, note: str = "") -> None:
+            if note:
+                bar.set_postfix_str(note, refresh=False)
+            bar.update(count)
+
+        yield advance
+
+
+def print_above(text: str) -> None:
+    """Print a line on standard output while a bar is shown, which stays below it."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(text)
+    else:
+        tqdm.write(text)
 
 
 def say(text: str, transient: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -13,6 +14,37 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
+
+
+class Column(NamedTuple):
+    """A column of a table whose lines are printed as they come.
+
+    Attributes:
+        title: what its numbers are.
+        width: in characters.
+        form: of the numbers, as `format` takes it.
+    """
+
+    title: str
+    width: int
+    form: str
+
+
+def format_head(columns: Sequence[Column]) -> str:
+    """Return the line above those of `format_row`."""
+    return "  ".join(column.title.rjust(column.width) for column in columns)
+
+
+def format_row(columns: Sequence[Column], values: Sequence[Any]) -> str:
+    """Return one line of a table that grows.
+
+    Example:
+        >>> format_row((Column("step", 6, ",d"), Column("loss", 6, ".4f")), (1000, 0.5))
+        ' 1,000  0.5000'
+    """
+    return "  ".join(
+        format(value, column.form).rjust(column.width) for column, value in zip(columns, values, strict=True)
+    )
 
 
 def format_number(value: float) -> str:

@@ -40,7 +40,7 @@ class LogError(EmbedrockError, ValueError):
 
 
 @dataclass(frozen=True)
-class Log:
+class Interactions:
     """Interactions, in the order of the file.
 
     Attributes:
@@ -59,7 +59,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LineLayout:
     """Where the fields of a line are.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layout:
         return f"{names}, separated by {SEPARATOR_NAMES[self.separator]}, {header}"
 
 
-def read_log(path: Path) -> Log:
+def read_log(path: Path) -> Interactions:
     """Read interactions from a text file.
 
     Fields are separated by tabs, "::", commas, semicolons or whitespace; users and items are any text. A
@@ -113,7 +113,7 @@ class _Reader:
         self._path = path
         self._line = 0  # number of the line that was read last, from 1
 
-    def read(self, file: Iterable[str]) -> Log:
+    def read(self, file: Iterable[str]) -> Interactions:
         lines = self._text(file)
         first = next((line for line in lines if line.strip()), "")
         separator = next((one for one in SEPARATORS if one in first), None)
@@ -145,12 +145,12 @@ class _Reader:
         except csv.Error as error:
             self._fail("CSV", str(error), "Close its quotes.", self._line)
 
-    def _layout(self, head: list[Line], separator: str | None) -> Layout:
+    def _layout(self, head: list[Line], separator: str | None) -> LineLayout:
         line, first = head[0]
         named = {_field_called(name): column for column, name in reversed(list(enumerate(first)))}
         if "user" in named and "item" in named:
             columns = {field: named[field] for field in FIELDS if field in named}
-            return Layout(columns, len(first), separator, header=True)
+            return LineLayout(columns, len(first), separator, header=True)
         if not 2 <= len(first) <= len(FIELDS):
             self._fail(
                 f"2 to 4 fields separated by {SEPARATOR_NAMES[separator]}: user item [rating] [timestamp]",
@@ -160,9 +160,9 @@ class _Reader:
             )
         columns = {field: column for column, field in enumerate(FIELDS[: len(first)])}
         header = len(head) > 1 and _is_header(first, head[1][1])
-        return Layout(columns, len(first), separator, header)
+        return LineLayout(columns, len(first), separator, header)
 
-    def _parse(self, rows: Iterable[Line], layout: Layout) -> Log:
+    def _parse(self, rows: Iterable[Line], layout: LineLayout) -> Interactions:
         users, items, times = array("q"), array("q"), array("d")
         user_numbers: dict[str, int] = {}
         item_numbers: dict[str, int] = {}
@@ -181,7 +181,7 @@ class _Reader:
                 times.append(self._number(fields[columns["timestamp"]], "timestamp", line))
         if not users:
             self._fail("interactions after the header line", "none")
-        return Log(
+        return Interactions(
             np.array(users, np.int64),
             np.array(items, np.int64),
             np.array(times, np.float64) if timed else None,
@@ -200,7 +200,7 @@ class _Reader:
             self._fail(f"a number as {field}", repr(text), remedy, line)
         return value
 
-    def _refuse_width(self, line: int, fields: list[str], layout: Layout) -> NoReturn:
+    def _refuse_width(self, line: int, fields: list[str], layout: LineLayout) -> NoReturn:
         expected = f"{layout.width} fields ({layout})"
         self._fail(expected, f"{len(fields)}: {' '.join(fields)!r}", "Fix or remove the line.", line)
 
@@ -216,7 +216,7 @@ def _field_called(name: str) -> str | None:
 
 
 def _is_header(first: list[str], second: list[str]) -> bool:
-    """Tell whether the first line has no number, and the second has."""
+    """Return whether the first line has no number, and the second has."""
     return any(map(_is_number, second)) and not any(map(_is_number, first))
 
 

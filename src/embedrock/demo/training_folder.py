@@ -7,19 +7,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from embedrock.bench.harness.workload import Workload
+from embedrock.demo.data.planted import ZIPF
+from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.options import ClickOptions
-from embedrock.demo.plan import ModelPlan
-from embedrock.demo.synthetic import ZIPF
 from embedrock.errors import EmbedrockError
 from embedrock.machine.sizes import format_bytes
 
-DEPTH = 2  # batches that are looked ahead
-SAVE_STEPS = 250  # between two checkpoints
 TIMES_SMALLER = 10  # the tables' RAM, if it was not chosen, than the rows trained
 LEAST_BATCHES = 8  # whose rows fit into the RAM of a table, if it was not chosen
 STATE = 3  # columns of a record for each column of a row: weights and Adam's two states
@@ -32,7 +29,7 @@ class OtherTrainingError(EmbedrockError, ValueError):
 
 
 @dataclass(frozen=True)
-class Storage:
+class TrainingFolder:
     """A folder with two tables and the checkpoints of a training.
 
     Attributes:
@@ -48,7 +45,7 @@ class Storage:
     is_kept: bool
 
     @classmethod
-    def of(cls, options: ClickOptions) -> Storage:
+    def of(cls, options: ClickOptions) -> TrainingFolder:
         """Return where a training with these options has its files."""
         lookups = options.steps * options.batch_size
         touched = [Workload(rows, batch=lookups, features=1, zipf=ZIPF).expected_misses(0) for rows in _rows(options)]
@@ -74,6 +71,10 @@ class Storage:
             f"take about {format_bytes(self.trained)}, {self.trained / memory:.0f} times as much"
         )
 
+    def placed(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec of the same model with its tables in this folder."""
+        return replace(spec, folder=self.folder, budgets=self.budgets)
+
     def claim(self, options: ClickOptions) -> None:
         """Make the folder, or find in it a training with the same options.
 
@@ -95,8 +96,8 @@ class Storage:
         file.write_text(json.dumps(wanted))
 
     @contextmanager
-    def claimed(self, options: ClickOptions) -> Iterator[Storage]:
-        """Have the folder for a training with these options, say so, and say what becomes of it."""
+    def claimed(self, options: ClickOptions) -> Iterator[TrainingFolder]:
+        """Hold the folder for a training with these options; print that, and at the end what became of it."""
         print(f"\n{self.describe()}")
         self.claim(options)
         try:
@@ -118,12 +119,6 @@ class Storage:
 def default_folder() -> Path:
     """Return the folder of a demo without ``--path``: on disk, where /tmp may be in RAM, and found again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock" / "demo"
-
-
-def on_disk(plan: ModelPlan, storage: Storage) -> ModelPlan:
-    """Return the plan of the same model with its tables in a folder."""
-    changes: dict[str, Any] = {"folder": storage.folder, "budgets": storage.budgets}
-    return ModelPlan(**{**vars(plan), **changes})
 
 
 def _rows(options: ClickOptions) -> tuple[int, int]:

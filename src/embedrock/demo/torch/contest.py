@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,18 @@ import numpy as np
 
 from embedrock.bench.harness.machine import rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.demo.backends import BACKENDS
-from embedrock.demo.plan import ModelPlan
-from embedrock.demo.synthetic import Clicks, PlantedLog
-from embedrock.demo.train import Trainer, use_threads, warm_up
+from embedrock.demo.data.examples import Examples
+from embedrock.demo.data.planted import PlantedLog
+from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.torch.backends import BACKENDS
+from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_table
 
 BATCHES = 15
 PASSES = 3  # over the same batches: in the first one, most rows are new
-PASSES_TIME_S = 10  # slow contenders make fewer steps
+PASSES_TIME_S = 10  # slow backends make fewer steps
 TIMEOUT_S = 300
 PROCESS_BYTES = 600 << 20  # an interpreter with torch, and the activations of a batch
 STREAM = 2  # of random numbers; training and test have others
@@ -31,7 +33,7 @@ STREAM = 2  # of random numbers; training and test have others
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one contender.
+    """What came of one backend.
 
     Attributes:
         name: of its backend.
@@ -52,45 +54,65 @@ class Outcome:
     reason: str = ""
 
 
-def contest(plan: ModelPlan, batch_size: int, threads: int | None) -> Iterator[Outcome]:
+def contest(spec: ModelSpec, batch_size: int, threads: int | None) -> Iterator[Outcome]:
     """Run every backend on the same batches of planted clicks, one after the other.
 
     One that would not fit in the RAM available is skipped, with the reason.
     """
     for key, backend in BACKENDS.items():
-        need = backend.copies * sum(size.weight_bytes for size in plan.sizes)
+        need = backend.copies * sum(embedding.weight_bytes for embedding in spec.embeddings)
         available = available_bytes()
         if need + PROCESS_BYTES > available:
             reason = f"needs {format_bytes(need)} for {backend.needs}; {format_bytes(available)} of RAM available"
             yield Outcome(backend.name, need, reason=reason)
             continue
         try:
-            with Child(Contender, key, plan, threads, environment={}, timeout_s=TIMEOUT_S) as child:
+            with Child(TimedBackend, key, spec, threads, environment={}, timeout_s=TIMEOUT_S) as child:
                 yield Outcome(backend.name, need, **child.call("run", batch_size))
         except ChildError as error:
             yield Outcome(backend.name, need, reason=f"failed: {error}")
 
 
-class Contender:
-    """One backend's part, in its own process."""
+def format_outcomes(outcomes: Sequence[Outcome]) -> str:
+    """Return the table that people read; below it, who was skipped, and why."""
+    base = outcomes[0].step_s
+    done = [
+        (
+            outcome.name,
+            f"{outcome.step_s * 1e3:.1f}",
+            f"{outcome.step_s / base:.1f}x" if base else "",
+            f"{outcome.new_step_s * 1e3:.1f}",
+            f"{outcome.setup_s:.1f}",
+            format_bytes(outcome.rss_bytes),
+        )
+        for outcome in outcomes
+        if outcome.step_s
+    ]
+    table = format_table(("", "ms/step", "time", "with new rows, ms", "first step, s", "RAM"), done)
+    skipped = [f"{outcome.name}: skipped, {outcome.reason}" for outcome in outcomes if outcome.reason]
+    return "\n".join([table, *skipped])
 
-    def __init__(self, backend: str, plan: ModelPlan, threads: int | None) -> None:
+
+class TimedBackend:
+    """One backend's steps, timed in a process of their own."""
+
+    def __init__(self, backend: str, spec: ModelSpec, threads: int | None) -> None:
         _die_first()
         use_threads(threads)
-        self._plan, self._backend = plan, BACKENDS[backend]
+        self._spec, self._backend = spec, BACKENDS[backend]
 
     def run(self, batch_size: int) -> dict[str, Any]:
         """Make the tables, train some steps, and return the measured fields of `Outcome`."""
-        warm_up(self._plan, self._backend)
-        log = PlantedLog(self._plan.users, self._plan.items, self._plan.seed)
-        random = np.random.default_rng((self._plan.seed, STREAM))
+        warm_up(self._spec, self._backend)
+        log = PlantedLog(self._spec.users, self._spec.items, self._spec.seed)
+        random = np.random.default_rng((self._spec.seed, STREAM))
         first, *batches = [log.clicks(random, batch_size) for _ in range(1 + BATCHES)]
         start = time.perf_counter()
-        trainer = Trainer(self._plan, self._backend)
-        _step(trainer, first)  # optimizers make their state in the first step
+        learner = TorchLearner(self._spec, self._backend)
+        learner.step(first)  # optimizers make their state in the first step
         setup_s = time.perf_counter() - start
-        new = _timed(trainer, batches)
-        again = _timed(trainer, batches[: len(new)] * (PASSES - 1))
+        new = _timed(learner, batches)
+        again = _timed(learner, batches[: len(new)] * (PASSES - 1))
         return {
             "step_s": median(again),
             "new_step_s": median(new),
@@ -99,20 +121,16 @@ class Contender:
         }
 
 
-def _timed(trainer: Trainer, batches: Iterable[Clicks]) -> list[float]:
+def _timed(learner: TorchLearner, batches: Iterable[Examples]) -> list[float]:
     """Return the seconds of a step on each batch, until there are enough of them."""
     times: list[float] = []
     for clicks in batches:
         if sum(times) > PASSES_TIME_S:
             break
         start = time.perf_counter()
-        _step(trainer, clicks)
+        learner.step(clicks)
         times.append(time.perf_counter() - start)
     return times
-
-
-def _step(trainer: Trainer, clicks: Clicks) -> None:
-    trainer.step(clicks.users, clicks.items, clicks.labels)
 
 
 def _die_first() -> None:

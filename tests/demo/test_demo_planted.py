@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from embedrock.bench.harness.workload import SCATTER
+from embedrock.demo.data.planted import BIAS, ITEM_PULL, MATCH, RANK, USER_PULL, PlantedLog
 from embedrock.demo.metrics import auc
-from embedrock.demo.synthetic import BIAS, ITEM_PULL, MATCH, RANK, USER_PULL, PlantedLog
 
 LOG = PlantedLog(users=20_000_000, items=2_000_000, seed=0)
 

@@ -9,7 +9,11 @@ import numpy as np
 
 import embedrock as er
 from embedrock.bench.harness.workload import SCATTER, bounded_zipf
+from embedrock.demo.data.examples import Examples
+from embedrock.demo.metrics import auc
 
+TEST_CLICKS = 200_000
+TRAIN_STREAM, TEST_STREAM = 0, 1  # of random numbers; the contest has another
 ZIPF = 1.05
 RANK = 2  # columns of the planted factors that meet in a product
 # Items differ more than users do, as in real logs; with these, the best AUC is about 0.87.
@@ -17,18 +21,13 @@ USER_PULL, ITEM_PULL, MATCH, BIAS = 0.5, 2.0, 0.7, -1.0
 
 
 @dataclass(frozen=True)
-class Clicks:
-    """Impressions, each shown by a user of an item that was clicked or not.
+class Clicks(Examples):
+    """Items that were shown to users, and clicked (label 1) or not.
 
     Attributes:
-        users, items: int64 (n,).
-        labels: float32 (n,), 1 for a click.
         planted: float32 (n,), the logit that the label was drawn from: no model scores better than by it.
     """
 
-    users: np.ndarray
-    items: np.ndarray
-    labels: np.ndarray
     planted: np.ndarray
 
 
@@ -83,3 +82,36 @@ class PlantedLog:
     def _ids(self, random: np.random.Generator, count: int, rows: int) -> np.ndarray:
         # The multiplicative hash puts the popular ids far apart, as they are in real logs.
         return bounded_zipf(random.random(count), rows, ZIPF) * SCATTER % rows
+
+
+class PlantedSplit:
+    """Planted clicks to train on, by number of the step, and others to test on.
+
+    Args:
+        log: where clicks come from.
+        batch_size: clicks in a batch.
+
+    Attributes:
+        test: clicks that are not trained on.
+        best: their AUC by the planted model itself, which no model can beat.
+    """
+
+    def __init__(self, log: PlantedLog, batch_size: int) -> None:
+        self._log, self._batch_size = log, batch_size
+        self.test = log.clicks(np.random.default_rng((log.seed, TEST_STREAM)), TEST_CLICKS)
+        self.best = auc(self.test.labels, self.test.planted)
+
+    def batch(self, step: int) -> Clicks:
+        """Return what is trained on in a step; the first one is step 0."""
+        return self._log.clicks(self._random(step), self._batch_size)
+
+    def unseen_share(self, steps: int) -> float:
+        """Return the share of the test whose user or item is in none of so many batches, by drawing them all again."""
+        users, items = np.zeros(self._log.users, bool), np.zeros(self._log.items, bool)
+        for step in range(steps):
+            seen_users, seen_items = self._log.pairs(self._random(step), self._batch_size)
+            users[seen_users] = items[seen_items] = True
+        return float(np.mean(~(users[self.test.users] & items[self.test.items])))
+
+    def _random(self, step: int) -> np.random.Generator:
+        return np.random.default_rng((self._log.seed, TRAIN_STREAM, step))

@@ -1,4 +1,4 @@
-"""Leave-one-out: what is trained on, what is held out, and the items a user never touched.
+"""Leave-one-out: what is trained on, what is held out, and the items that a user never touched.
 
 The protocol of He et al., "Neural Collaborative Filtering", WWW 2017: the last item of each user is held out
 and ranked among 100 items that the user never touched; training draws 4 such items for each interaction.
@@ -6,12 +6,12 @@ and ranked among 100 items that the user never touched; training draws 4 such it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from embedrock.demo.interactions import Log
+from embedrock.demo.data.examples import Examples
+from embedrock.demo.data.interactions import Interactions
 
 CANDIDATES = 100  # items that the held-out one is ranked among
 NEGATIVES = 4  # drawn for each interaction, in every epoch
@@ -52,15 +52,6 @@ class Unseen:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Users, items (int64) and labels (float32: 1 for an interaction, 0 for a negative), each (n,)."""
-
-    users: np.ndarray
-    items: np.ndarray
-    labels: np.ndarray
-
-
-@dataclass(frozen=True)
 class Split:
     """Interactions to train on, and one of each user to test on.
 
@@ -83,7 +74,7 @@ class Split:
     repeats: int
     unseen: Unseen
 
-    def epoch(self, seed: int, number: int) -> Batch:
+    def epoch(self, seed: int, number: int) -> Examples:
         """Return the interactions with fresh negatives, shuffled: the same for the same seed and epoch.
 
         Users who touched everything have no negatives.
@@ -99,17 +90,10 @@ class Split:
         labels = np.zeros(len(users), np.float32)
         labels[: len(self.users)] = 1
         order = random.permutation(len(users))
-        return Batch(users[order], items[order], labels[order])
+        return Examples(users[order], items[order], labels[order])
 
 
-def batches(epoch: Batch, size: int) -> Iterator[Batch]:
-    """Cut an epoch into batches of `size`, the last one smaller."""
-    for start in range(0, len(epoch.users), size):
-        part = slice(start, start + size)
-        yield Batch(epoch.users[part], epoch.items[part], epoch.labels[part])
-
-
-def leave_one_out(log: Log, seed: int) -> Split:
+def leave_one_out(log: Interactions, seed: int) -> Split:
     """Hold out the last item of each user with more than one.
 
     "Last" is by timestamp, and by the order of the file where there are none or they are equal. Only the
@@ -137,7 +121,7 @@ def leave_one_out(log: Log, seed: int) -> Split:
     )
 
 
-def _in_order(log: Log) -> tuple[np.ndarray, np.ndarray]:
+def _in_order(log: Interactions) -> tuple[np.ndarray, np.ndarray]:
     """Return users and items by user and time, each pair once."""
     times = np.zeros(len(log.users)) if log.times is None else log.times
     order = np.lexsort((times, log.users))  # stable: equal times stay in the order of the file

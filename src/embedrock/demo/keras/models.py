@@ -1,4 +1,4 @@
-"""The models of `embedrock.demo.models`, in Keras: matrix factorization, and two models of the NCF paper."""
+"""The models of `embedrock.demo.torch.models`, in Keras: matrix factorization, and two models of the NCF paper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras.layers import Dense
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.demo.plan import ModelPlan, TableSize
+from embedrock.demo.model_spec import EmbeddingSpec, ModelSpec
 
 MLP_SHRINKS = 3  # hidden layers, each half as wide as what it is given
 
@@ -39,21 +39,22 @@ def neumf(p: Any, q: Any, dim: int) -> Any:
 MODELS: dict[str, Callable[[Any, Any, int], Any]] = {"mf": mf, "gmf": gmf, "neumf": neumf}
 
 
-def make_model(plan: ModelPlan) -> Any:
+def make_model(spec: ModelSpec) -> Any:
     """Return a compiled model that turns ``{"users": (n,), "items": (n,)}`` into logits (n, 1).
 
     The layers of its two tables are called "user_rows" and "item_rows". As in PyTorch's demo, Adam leaves rows alone
     that a batch does not touch.
     """
-    keras.utils.set_random_seed(plan.seed)  # of the dense weights
+    keras.utils.set_random_seed(spec.seed)  # of the dense weights
     users, items = (keras.Input((), dtype="int64", name=name) for name in ("users", "items"))
-    p, q = (_embedding(size, name) for size, name in zip(plan.sizes, ("user_rows", "item_rows"), strict=True))
-    model = keras.Model({"users": users, "items": items}, MODELS[plan.model](p(users), q(items), plan.dim))
-    adam = keras.optimizers.Adam(plan.lr, epsilon=er.Adam.eps)
+    names = "user_rows", "item_rows"
+    p, q = (_embedding(embedding, name) for embedding, name in zip(spec.embeddings, names, strict=True))
+    model = keras.Model({"users": users, "items": items}, MODELS[spec.model](p(users), q(items), spec.dim))
+    adam = keras.optimizers.Adam(spec.lr, epsilon=er.Adam.eps)
     model.compile(optimizer=erk.optimizer(adam), loss=keras.losses.BinaryCrossentropy(from_logits=True))
     return model
 
 
-def _embedding(size: TableSize, name: str) -> Any:
-    options = {"seed": size.seed, "rule": er.Adam(), "name": name, **size.where}
-    return erk.Embedding(size.rows, size.dim, size.first_values, **options)
+def _embedding(spec: EmbeddingSpec, name: str) -> Any:
+    options = {"seed": spec.seed, "rule": er.Adam(), "name": name, **spec.placement}
+    return erk.Embedding(spec.rows, spec.dim, spec.first_values, **options)

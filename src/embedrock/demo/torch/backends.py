@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.demo.plan import TableSize
+from embedrock.demo.model_spec import EmbeddingSpec
 
 COPY_ROWS = 1 << 18  # rows whose first values are drawn at a time
 
@@ -32,30 +32,30 @@ class Backend:
     name: str
     needs: str
     copies: int
-    embedding: Callable[[TableSize], nn.Module]
+    embedding: Callable[[EmbeddingSpec], nn.Module]
     optimizers: Callable[[nn.Module, float], list[Optimizer]]
 
 
-def first_values(size: TableSize) -> torch.Tensor:
+def first_values(spec: EmbeddingSpec) -> torch.Tensor:
     """Return what rows of `er.Table` start with, for all rows: float32 (rows, dim)."""
-    weights = torch.empty(size.rows, size.dim)
-    with er.Table(size.rows, size.dim, init=size.first_values, seed=size.seed, directory="hashed") as table:
-        for start in range(0, size.rows, COPY_ROWS):
-            ids = np.arange(start, min(start + COPY_ROWS, size.rows))
+    weights = torch.empty(spec.rows, spec.dim)
+    with er.Table(spec.rows, spec.dim, init=spec.first_values, seed=spec.seed, directory="hashed") as table:
+        for start in range(0, spec.rows, COPY_ROWS):
+            ids = np.arange(start, min(start + COPY_ROWS, spec.rows))
             weights[start : start + len(ids)] = torch.from_numpy(table.lookup(ids))
     return weights
 
 
-def _our_embedding(size: TableSize) -> nn.Module:
-    return ert.Embedding(size.rows, size.dim, init=size.first_values, seed=size.seed, **size.where)
+def _our_embedding(spec: EmbeddingSpec) -> nn.Module:
+    return ert.Embedding(spec.rows, spec.dim, init=spec.first_values, seed=spec.seed, **spec.placement)
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [ert.Adam(model, lr=lr), torch.optim.Adam(ert.dense_parameters(model), lr=lr)]
 
 
-def _sparse_embedding(size: TableSize) -> nn.Module:
-    return nn.Embedding.from_pretrained(first_values(size), freeze=False, sparse=True)
+def _sparse_embedding(spec: EmbeddingSpec) -> nn.Module:
+    return nn.Embedding.from_pretrained(first_values(spec), freeze=False, sparse=True)
 
 
 def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
@@ -65,8 +65,8 @@ def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [torch.optim.SparseAdam(sparse, lr=lr), torch.optim.Adam(rest, lr=lr)]
 
 
-def _dense_embedding(size: TableSize) -> nn.Module:
-    return nn.Embedding.from_pretrained(first_values(size), freeze=False)
+def _dense_embedding(spec: EmbeddingSpec) -> nn.Module:
+    return nn.Embedding.from_pretrained(first_values(spec), freeze=False)
 
 
 def _dense_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -16,11 +16,11 @@ DISK_SCORE_PAIRS = 1 << 12  # ... and where their rows have to fit a cache
 
 
 @dataclass(frozen=True)
-class TableSize:
-    """Rows and columns of an embedding, and how its first values are drawn.
+class EmbeddingSpec:
+    """An embedding before it is made: how large, its first values, and where its rows are.
 
     Attributes:
-        rows, dim: as ever.
+        rows, dim: how many rows, and their width.
         std: standard deviation of the first values.
         seed: of the first values.
         memory: the most bytes of RAM for a table of Embedrock, which then follow the rows touched (a hashed
@@ -46,14 +46,14 @@ class TableSize:
         return er.Normal(std=self.std)
 
     @property
-    def where(self) -> dict[str, Any]:
+    def placement(self) -> dict[str, Any]:
         """Arguments of Embedrock's layers that say where the rows are."""
         hashed = {"directory": "hashed"} if self.path is None and self.memory is not None else {}
         return {"path": self.path, "memory": self.memory, **hashed}
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelSpec:
     """A model before it is made: everything but what keeps its rows.
 
     Args:
@@ -62,7 +62,7 @@ class ModelPlan:
         dim: width of their rows.
         lr: learning rate of Adam, for rows and dense weights.
         seed: of all first values.
-        budgets: RAM of the two tables, as for `TableSize`.
+        budgets: RAM of the two tables, as for `EmbeddingSpec`.
         folder: where the tables of Embedrock lie on disk; None: in RAM.
     """
 
@@ -76,13 +76,13 @@ class ModelPlan:
     folder: Path | None = None
 
     @property
-    def sizes(self) -> tuple[TableSize, TableSize]:
+    def embeddings(self) -> tuple[EmbeddingSpec, EmbeddingSpec]:
         """The user and the item table."""
         user_seed, item_seed = np.random.SeedSequence(self.seed).generate_state(2).tolist()
         user_path, item_path = (self.folder and self.folder / name for name in ("users.rock", "items.rock"))
         return (
-            TableSize(self.users, self.dim, FIRST_STD, user_seed, self.budgets[0], user_path),
-            TableSize(self.items, self.dim, FIRST_STD, item_seed, self.budgets[1], item_path),
+            EmbeddingSpec(self.users, self.dim, FIRST_STD, user_seed, self.budgets[0], user_path),
+            EmbeddingSpec(self.items, self.dim, FIRST_STD, item_seed, self.budgets[1], item_path),
         )
 
     @property

@@ -1,0 +1,1 @@
+"""The demo with Keras on TensorFlow: models and the learner."""
