@@ -1,7 +1,7 @@
 """Embedding tables of any size, trained exactly.
 
-`Table` keeps rows of weights and optimizer state, in RAM or on disk. `embedrock.torch` and `embedrock.keras` have layers
-whose rows it keeps, and optimizers that step them.
+`Table` keeps rows of weights and optimizer state, in RAM or on disk. `embedrock.torch` and `embedrock.keras` have
+layers whose rows it keeps, and optimizers that step them.
 
 Example:
     >>> import embedrock as er
