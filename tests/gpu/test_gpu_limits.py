@@ -14,7 +14,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, pinned, placement, timeline
 from embedrock.errors import UnsupportedError
-from embedrock.torch import placing
+from embedrock.torch import side
 
 
 class Scarce:
@@ -138,7 +138,7 @@ def test_pinned_memory_is_let_go(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(placing, "has_triton", lambda: False)
+    monkeypatch.setattr(side, "has_triton", lambda: False)
     model, asked = make(None), make(NONE_NEAR)
     on_device(model.whole)
     with pytest.warns(ert.PlacementWarning, match=r"Triton.*is not installed: the table is read and stepped by the"):

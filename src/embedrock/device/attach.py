@@ -63,7 +63,7 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
             f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
             f"{table.device_memory} is not used.",
             PlacementWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
     # How many rows there will be nobody knows: there is a cache where its size was said.
     near = 0 if table.is_on_disk else min(table.device_memory or 0, budget) // slot_bytes(table.spec)

@@ -14,7 +14,8 @@ from embedrock.device.near import Bringing, Near, present
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import Placement
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.side import DeviceSide, Room, drawn_by
+from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.steps import Targets
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
 from embedrock.table.table import Table
@@ -112,7 +113,7 @@ class DirectSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
-    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
             self.check()
             self._begin()
@@ -146,9 +147,9 @@ class DirectSide(DeviceSide):
         """
         self._expected = ids
 
-    def read(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DevicePlan) -> Tensor:
         with self.working():
-            out = super().read(plan)
+            out = super().read_rows(plan)
             expected, self._expected = self._expected, None
             if expected is not None:
                 self._bring_ahead(expected)
@@ -157,16 +158,17 @@ class DirectSide(DeviceSide):
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
         rows.read(places, plan.ids, plan.count, int(self.spec.key), self._drawn, self.form, out)
 
-    def prepare(self, plan: DevicePlan) -> Room:
-        return Room(torch.empty_like(plan.keys), torch.empty_like(plan.keys, dtype=torch.uint8))
+    def prepare(self, grads: DeviceGradients) -> Targets:
+        keys = grads.plan.keys
+        return Targets(torch.empty_like(keys), torch.empty_like(keys, dtype=torch.uint8))
 
-    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
+    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
         self._begin()
         self.timeline.wait_for_copies()
-        self.near.settle(plan, live, room.places, room.new)
+        self.near.settle(plan, live, targets.places, targets.new)
         drawn = plan.ids, int(self.spec.key), self._drawn
-        rows.begin(room.places, room.new, *drawn, self._first_state, plan.count, live, self.form)
-        return room.places
+        rows.begin(targets.places, targets.new, *drawn, self._first_state, plan.count, live, self.form)
+        return targets.places
 
     def note_change(self) -> None:
         super().note_change()

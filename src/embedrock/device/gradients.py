@@ -40,7 +40,23 @@ class DeviceGradients:
 
     def seen_as(self, number: Tensor) -> DeviceGradients:
         """Return them with another `number`."""
-        return replace(self, number=number)
+        return replace(self, number=number.detach().clone())  # autograd adds to that of a handle in place
+
+    def growth_since(self, earlier: DeviceGradients | None) -> Tensor:
+        """Return by how much `shown` is more than that of the gradients before, which these contain."""
+        if earlier is None:
+            return self.growth
+        return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
+
+    def by_frequency(self) -> DeviceGradients:
+        """Return each row's gradient divided by how often its id occurs in the plan."""
+        plan = self.plan
+        occurrences = (plan.starts[1:] - plan.starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
+        values = self.values.clone()
+        values[: len(occurrences)] /= occurrences[:, None]
+        squares = torch.empty(len(values), dtype=torch.float64, device=values.device)
+        sums.row_squares(values, plan.count, squares)
+        return DeviceGradients.of(plan, values, squares)
 
     def clipped(self, clip_value: float | None) -> DeviceGradients:
         """Return them with another `clip_value`."""

@@ -16,7 +16,8 @@ from embedrock.device.near import Bringing, Near
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import cached
 from embedrock.device.plan import DevicePlan
-from embedrock.device.side import DeviceSide, Room
+from embedrock.device.side import DeviceSide
+from embedrock.device.steps import Targets
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import FAR
@@ -107,7 +108,7 @@ class HostedSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
-    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         self._host_waits += ids.device.type != "cpu"
         self.check()
         host = self.table.plan(ids.cpu().numpy())
@@ -116,10 +117,10 @@ class HostedSide(DeviceSide):
             self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=True))
             return plan
 
-    def read(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._turn():
             host = self._located(self._host(plan))  # records of it may have been made, or moved
-            return super().read(replace(plan, host=host, keys=self.uploaded(host.slots)))
+            return super().read_rows(replace(plan, host=host, keys=self.uploaded(host.slots)))
 
     def _located(self, host: Plan) -> Plan:
         try:
@@ -149,13 +150,14 @@ class HostedSide(DeviceSide):
             fresh[absent] = self.table.values_of(host.ids[absent], here=host.epoch >= 0)
         rows.gather(places, self.uploaded(fresh) if absent.any() else out, plan.count, self.form, out)
 
-    def prepare(self, plan: DevicePlan) -> Room:
+    def prepare(self, grads: DeviceGradients) -> Targets:
+        host = self._host(grads.plan)
         with self._turn():
-            self.table.check_beside(self._host(plan))
-            self._cover(len(self._host(plan).ids))
-        return Room(plan.keys, plan.keys)  # its addresses are uploaded
+            self.table.check_beside(host)
+            self._cover(len(host.ids))
+        return Targets(grads.plan.keys, grads.plan.keys)  # its addresses are uploaded
 
-    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
+    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
         host = self._host(plan)
         if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
             return torch.full_like(plan.keys, -1)

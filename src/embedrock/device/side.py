@@ -6,16 +6,19 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device import pooling
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
+from embedrock.device.pooling import DeviceBags
+from embedrock.device.steps import Judged, Targets, judge
 from embedrock.device.timeline import Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
@@ -69,27 +72,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class Room(NamedTuple):
-    """Tensors that a step needs: int64 (n,) addresses, and uint8 (n,), which records are new."""
-
-    places: Tensor
-    new: Tensor
-
-
-class Judged(NamedTuple):
-    """How a step of a table is made.
-
-    Attributes:
-        factor: float32 (1,), every gradient is multiplied by it first.
-        live: int32 (1,), 0 where nothing is to change.
-        number: of the step, 0 where the host knows that it is made.
-    """
-
-    factor: Tensor
-    live: Tensor
-    number: int
-
-
 class _Histories:
     """Copies of a rule's history on the device, which get the rows that came since."""
 
@@ -123,6 +105,7 @@ class DeviceSide(ABC):
     """
 
     near: Near
+    judge = staticmethod(judge)
 
     def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
         self._table, self.tier, self.device = weakref.ref(table), tier, device
@@ -186,14 +169,22 @@ class DeviceSide(ABC):
     # ------------------------------------------------------------ lookups
 
     @abstractmethod
-    def plan(self, ids: Tensor, trains: bool = True) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         """Decide what a batch of ids needs, and bring its rows near; they stay so for a step, if one follows."""
 
     def oldest(self, trains: bool) -> int:
         """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
         return max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
 
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
+        return self.read(self.plan(ids, trains=False))
+
     def read(self, plan: DevicePlan) -> Tensor:
+        """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
+        return self.read_rows(plan).index_select(0, plan.inverse).reshape(*plan.shape, self.spec.dim)
+
+    def read_rows(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
         with self.working():
             self.timeline.wait_for_copies()
@@ -219,16 +210,24 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ gradients
 
-    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None = None) -> DeviceGradients:
-        """Return the gradients (n, dim) of a plan's positions, summed to one for each row; none for id `padding`."""
+    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceGradients:
+        """Return the gradients (n, dim) of a plan's positions, summed to one for each row.
+
+        Args:
+            plan: of the positions.
+            grads: of any float dtype.
+            padding: id whose row gets none.
+            by_frequency: divide a row's gradient by how often its id occurs.
+        """
         with self.working():
-            skip, plan = self.without(plan, padding)
+            skip, plan = self._without(plan, padding)
             grads = grads.reshape(-1, self.spec.dim)
             if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
                 grads = grads.contiguous()
-            return DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
+            summed = DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
+            return summed.by_frequency() if by_frequency else summed
 
-    def without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""
         if padding is None or not plan.ids.numel():
             return self._none, plan
@@ -248,23 +247,63 @@ class DeviceSide(ABC):
     @abstractmethod
     def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients: ...
 
+    # ------------------------------------------------------------ bags
+
+    def bounds(self, offsets: Tensor, n: int) -> Tensor:
+        """Return where bags of n positions start and end, int64 (bags + 1,), for `bags`.
+
+        Args:
+            offsets: the same; on the host they have been checked, and a fault is noted of others.
+            n: positions in all bags.
+        """
+        with self.working():
+            placed = self.on_device(offsets)
+            return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
+
+    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
+        """Return the positions of a plan as bags, in which the id `padding` does not count."""
+        with self.working():
+            skip, plan = self._without(plan, padding)
+            return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
+
+    def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
+        """Pool rows that `read_rows` returned, times the weights (n,) of the positions: see `pooling.pool`."""
+        with self.working():
+            return pooling.pool(rows, self._float32(weights), bags)
+
+    def unpool(
+        self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
+    ) -> DeviceGradients:
+        """Return the gradients of the rows from those of the bags, (bags, dim): see `pooling.unpool` and `sum`."""
+        with self.working():
+            summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
+            return summed.by_frequency() if by_frequency else summed
+
+    def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,)."""
+        with self.working():
+            return pooling.weight_grads(grads.contiguous(), rows, bags)
+
+    def _float32(self, weights: Tensor | None) -> Tensor | None:
+        return None if weights is None else self.on_device(weights.detach()).to(torch.float32).contiguous()
+
     # ------------------------------------------------------------ steps
 
-    def step(self, rule: Rule, grads: DeviceGradients, room: Room, judged: Judged) -> None:
+    def step(self, rule: Rule, grads: DeviceGradients, targets: Targets, judged: Judged) -> None:
         """Make one step of the rule.
 
         Args:
             rule: laid out as the table's.
             grads: of the rows.
-            room: that `prepare` made for their plan.
+            targets: that `prepare` made for them.
             judged: how and whether it is made.
         """
         if not rule.same_layout(self.table.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
         with self.working():
             plan = grads.plan
-            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *room, judged.factor, judged.live)
-            places = self.ready(plan, judged.live, room)
+            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *targets, judged.factor, judged.live)
+            places = self.ready(plan, judged.live, targets)
             numbers, step = self.table.step_beside(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
@@ -276,11 +315,11 @@ class DeviceSide(ABC):
             self.faults.ask()
 
     @abstractmethod
-    def prepare(self, plan: DevicePlan) -> Room:
-        """Do all that can fail of `ready`. Nothing changes."""
+    def prepare(self, grads: DeviceGradients) -> Targets:
+        """Do all that can fail of `ready` for a step by these gradients. No row changes."""
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, live: Tensor, room: Room) -> Tensor:
+    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
         """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone."""
 
     def skip_step(self) -> None:

@@ -4,33 +4,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
-from embedrock.device.side import DeviceSide, Judged, Room
 from embedrock.device.timeline import enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 
+if TYPE_CHECKING:
+    from embedrock.device.side import DeviceSide
 
-class DeviceDue(NamedTuple):
+
+class DeviceDue(Protocol):
     """One table's part in a step."""
 
-    side: DeviceSide
-    rule: Rule
-    grads: DeviceGradients
+    @property
+    def side(self) -> DeviceSide: ...
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def grads(self) -> DeviceGradients: ...
 
 
-class Verdict(NamedTuple):
-    """What the device decided about a step of several tables.
+class Targets(NamedTuple):
+    """Which records a step writes: int64 (n,) addresses, and uint8 (n,), which of them are new."""
+
+    places: Tensor
+    new: Tensor
+
+
+class Judged(NamedTuple):
+    """How a step of a table is made.
+
+    Attributes:
+        factor: float32 (1,), every gradient is multiplied by it first.
+        live: int32 (1,), 0 where nothing is to change.
+        number: of the step, 0 where the host knows that it is made.
+    """
+
+    factor: Tensor
+    live: Tensor
+    number: int
+
+
+class DeviceStep(NamedTuple):
+    """A step of several tables, and what the device decided about it.
 
     Attributes:
         due: the tables.
-        rooms: what each table's step needs.
+        targets: of each table.
         factors: float32 (k,), what each table's gradients are to be multiplied by.
         live: int32 (k,), 1 where rows are stepped.
         finite: int32 (k,), 1 where the table's own gradients are finite.
@@ -38,7 +64,7 @@ class Verdict(NamedTuple):
     """
 
     due: Sequence[DeviceDue]
-    rooms: Sequence[Room]
+    targets: Sequence[Targets]
     factors: Tensor
     live: Tensor
     finite: Tensor
@@ -46,12 +72,12 @@ class Verdict(NamedTuple):
 
     def step(self) -> None:
         """Make the step that was judged."""
-        for k, (side, rule, grads) in enumerate(self.due):
+        for k, part in enumerate(self.due):
             judged = Judged(self.factors[k : k + 1], self.live[k : k + 1], self.number)
-            side.step(rule, grads, self.rooms[k], judged)
+            part.side.step(part.rule, part.grads, self.targets[k], judged)
 
 
-def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
+def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     """Decide whether tables are stepped: all of them or, where one has NaN or Inf, none.
 
     Nothing waits for the devices, and what is refused is raised by a later call, but where the host must know: where
@@ -62,7 +88,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
         alone: whether no other tables are stepped with them.
 
     Returns:
-        A verdict for each device.
+        What to do of it, for each device.
 
     Raises:
         NonFiniteGradientError: the host waited, and a table has NaN or Inf.
@@ -74,27 +100,27 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[Verdict]:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
     with enough_memory("a step"), torch.inference_mode(False):
-        verdicts = []
+        steps = []
         for group in groups.values():
             with group[0].side.timeline.ordered():
-                verdicts.append(_judge(group))
+                steps.append(_judge(group))
         if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
-            return verdicts
-        known = [(verdict, verdict.finite.tolist()) for verdict in verdicts]
-        for verdict, finite in known:
-            _raise_what_was_refused(verdict, finite)
-        return [_without_skipped(verdict, finite) for verdict, finite in known]
+            return steps
+        known = [(step, step.finite.tolist()) for step in steps]
+        for step, finite in known:
+            _raise_what_was_refused(step, finite)
+        return [_without_skipped(step, finite) for step, finite in known]
 
 
-def _judge(due: Sequence[DeviceDue]) -> Verdict:
-    rooms = [part.side.prepare(part.grads.plan) for part in due]
+def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
+    targets = [part.side.prepare(part.grads) for part in due]
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers = torch.stack([*(part.grads.number for part in due), *(part.grads.shown for part in due)])
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
     flags = torch.empty(2, count, dtype=torch.int32, device=device)
     factors = torch.empty(count, dtype=torch.float32, device=device)
     gate.judge(numbers, faults, factors, flags[0], flags[1], number)
-    return Verdict(due, rooms, factors, flags[0], flags[1], number)
+    return DeviceStep(due, targets, factors, flags[0], flags[1], number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,22 +128,22 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
-def _raise_what_was_refused(verdict: Verdict, finite: Sequence[int]) -> None:
-    for part in verdict.due:
+def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
+    for part in step.due:
         part.side.faults.raise_but_nonfinite()
-    for part, is_finite in zip(verdict.due, finite, strict=True):
+    for part, is_finite in zip(step.due, finite, strict=True):
         if not is_finite and part.side.table.on_nonfinite == "raise":
-            for other in verdict.due:
+            for other in step.due:
                 other.side.faults.forget(other is part)
 
 
-def _without_skipped(verdict: Verdict, finite: Sequence[int]) -> Verdict:
-    for part, is_finite in zip(verdict.due, finite, strict=True):
+def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
+    for part, is_finite in zip(step.due, finite, strict=True):
         part.side.faults.forget()
         if not is_finite:
             part.side.skip_step()
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
-    due, rooms = [verdict.due[k] for k in kept], [verdict.rooms[k] for k in kept]
+    due, targets = [step.due[k] for k in kept], [step.targets[k] for k in kept]
     live = [(~part.grads.is_dropped).to(torch.int32).reshape(1) for part in due]
-    empty = verdict.live[:0]
-    return Verdict(due, rooms, verdict.factors[kept], torch.cat([empty, *live]), verdict.finite[kept], 0)
+    empty = step.live[:0]
+    return DeviceStep(due, targets, step.factors[kept], torch.cat([empty, *live]), step.finite[kept], 0)

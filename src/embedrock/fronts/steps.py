@@ -19,16 +19,28 @@ class Due(NamedTuple):
 
 
 def step_all(due: Sequence[Due]) -> None:
-    """Step tables, each by its gradients.
+    """Step tables, each by its gradients: raises what `judge` raises, before anything was stepped."""
+    step_judged(judge(due))
+
+
+def judge(due: Sequence[Due]) -> list[Due]:
+    """Return those of the tables that are to be stepped: all but such as leave out steps with NaN or Inf.
 
     Raises:
         NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
         MemoryBudgetError: the new rows of a table do not fit its memory.
         ClosedTableError, ReadOnlyTableError: a table was closed, or opened with ``mode="r"``.
     """
-    # What is refused must be refused before anything was stepped: by this check, or (NaN and Inf) by coming first.
+    finite = [part for part in due if part.grads.is_finite]
+    for part in finite:
+        part.table.check_step(part.grads)
     for part in due:
-        if part.grads.is_finite:
-            part.table.check_step(part.grads)
-    for part in sorted(due, key=lambda part: part.grads.is_finite):
+        if not part.grads.is_finite:
+            part.table.step_by(part.rule, part.grads)  # refuses, or counts a step that is left out
+    return finite
+
+
+def step_judged(due: Sequence[Due]) -> None:
+    """Step tables that `judge` returned."""
+    for part in due:
         part.table.step_by(part.rule, part.grads)

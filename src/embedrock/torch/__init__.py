@@ -19,8 +19,7 @@ from embedrock.torch.optim import (
     RowOptimizer,
     RowwiseAdagrad,
 )
-from embedrock.torch.parameters import dense_parameters, handles
-from embedrock.torch.placing import place
+from embedrock.torch.parameters import dense_parameters, handles, place
 from embedrock.torch.vigil import ForgottenGradientsError
 
 __all__ = [

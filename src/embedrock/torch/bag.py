@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.pooling import Bags, index_of, pool
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.initializers import Initializer
@@ -18,8 +17,8 @@ from embedrock.table.table import Table
 from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer, outside_of_graphs
-from embedrock.torch.lookup import check_ids, deliver, host_ids
-from embedrock.torch.pooled_lookup import PooledLookup, host_weights
+from embedrock.torch.lookup import check_ids, host_ids
+from embedrock.torch.pooled_lookup import PooledLookup
 
 MODES = ("sum", "mean", "max")
 
@@ -133,18 +132,14 @@ class EmbeddingBag(RowLayer):
         trains = self._trains(handle)
         ids, bounds = self._flat(input, offsets, handle)
         weights = self._flat_weights(input, per_sample_weights, len(ids))
-        if (side := self._side(handle)) is not None:
-            from embedrock.torch.device_pooled_lookup import Request, device_pooled_lookup
-
-            request = Request(ids, bounds, self.mode, self._options(), trains)
-            return device_pooled_lookup(handle, side, weights, request)
-        ids, bounds = ids.cpu().numpy(), bounds.cpu().numpy()
-        plan = self.table.plan(ids)
+        side = handle.side()
+        bounds = side.bounds(bounds, len(ids))
+        plan = side.plan(ids, trains)
         self._renormalize(plan)
-        bags = Bags(plan, bounds, index_of(plan, self.padding_idx), self.mode)
+        bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
-            return PooledLookup.apply(handle, weights, bags, self._options())
-        return deliver(pool(self.table.read_rows(plan), host_weights(weights), bags)[0], handle.device, self.dtype)
+            return PooledLookup.apply(handle, side, weights, bags, self._options())
+        return side.pool(side.read_rows(bags.plan), weights, bags)[0].to(handle.device, self.dtype)
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""

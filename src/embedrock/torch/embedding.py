@@ -15,7 +15,7 @@ from embedrock.rules import Rule
 from embedrock.table.table import Table
 from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
 from embedrock.torch.layer import RowLayer, outside_of_graphs
-from embedrock.torch.lookup import Lookup, deliver, host_ids
+from embedrock.torch.lookup import Lookup, check_ids
 
 
 class Embedding(RowLayer):
@@ -143,16 +143,12 @@ class Embedding(RowLayer):
             UnsupportedError: training in several processes, tracing, replicas.
         """
         handle = self._usable_handle()
-        trains = self._trains(handle)
-        if (side := self._side(handle)) is not None:
-            from embedrock.torch.device_lookup import device_lookup
-
-            return device_lookup(handle, side, input, self._options(), trains)
-        ids = host_ids(input, handle.label)
+        trains, side = self._trains(handle), handle.side()
+        ids = check_ids(input, handle.label)
         if not trains and self.max_norm is None:
-            return deliver(self.table.lookup(ids), handle.device, self.dtype)
-        plan = self.table.plan(ids)
+            return side.lookup(ids).to(handle.device, self.dtype)
+        plan = side.plan(ids, trains)
         self._renormalize(plan)
         if trains:
-            return Lookup.apply(handle, plan, self._options())
-        return deliver(self.table.read(plan), handle.device, self.dtype)
+            return Lookup.apply(handle, side, plan, self._options())
+        return side.read(plan).to(handle.device, self.dtype)

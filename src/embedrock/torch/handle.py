@@ -5,25 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.table.table import Table
+from embedrock.torch.host_side import HostSide
 from embedrock.torch.pending import Pending
-from embedrock.torch.placing import attach
+from embedrock.torch.side import Gradients, RowSide, device_side
 from embedrock.torch.vigil import ForgottenGradientsError, Vigil
-
-if TYPE_CHECKING:
-    from embedrock.device.gradients import DeviceGradients
-    from embedrock.device.side import DeviceSide
-    from embedrock.torch.device_pending import DevicePending
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
@@ -50,10 +44,11 @@ class Handle(nn.Parameter):
 
     table: Table
     label: str
-    pending: Pending | DevicePending
+    pending: Pending
     vigil: Vigil
     max_norm: float | None
-    _arrived: dict[int, RowGradients | DeviceGradients]
+    _host: HostSide
+    _arrived: dict[int, Gradients]  # in backwards that run
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _is_applied: bool  # the pending gradients have made a step
@@ -68,7 +63,8 @@ class Handle(nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self.pending, self.vigil, self.max_norm = Pending(), Vigil(), None
+        self._host, self.vigil, self.max_norm = HostSide(table), Vigil(), None
+        self.pending = Pending(self._host)
         self._arrived, self._untouched_version, self._is_original = {}, self._version, True
         self._placed_on = self._stays_on_cpu = None
         self._is_applied = False
@@ -81,7 +77,7 @@ class Handle(nn.Parameter):
         if self._arrived and torch._C._current_graph_task_id() == -1:  # not inside of a backward
             self._arrived.clear()
 
-    def receive(self, grads: RowGradients | DeviceGradients) -> Tensor:
+    def receive(self, grads: Gradients) -> Tensor:
         """Take the row gradients of one lookup, during a backward.
 
         They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
@@ -90,10 +86,9 @@ class Handle(nn.Parameter):
         Returns:
             What autograd has to add for this lookup: by how much the norm of this backward's gradients grew.
         """
-        pending: Any = self.pending  # of the gradients' kind: see `side`
-        pending.follow(self.grad)
+        self.pending.follow(self.grad)
         task = torch._C._current_graph_task_id()
-        self._arrived[task], growth = pending.arrive(self._arrived.get(task), grads)
+        self._arrived[task], growth = self.pending.arrive(self._arrived.get(task), grads)
         return torch.as_tensor(growth, dtype=torch.float32, device=self.device)
 
     def accumulate(self) -> None:
@@ -101,9 +96,8 @@ class Handle(nn.Parameter):
         arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
         if arrived is None or self.grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
-        pending: Any = self.pending
         self._is_applied = False
-        norm: float | Tensor = pending.add(arrived)
+        norm = self.pending.add(arrived)
         self.grad.fill_(norm)
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
         if isinstance(norm, Tensor) or math.isfinite(norm):
@@ -118,7 +112,7 @@ class Handle(nn.Parameter):
 
     # ------------------------------------------------------------ steps
 
-    def gradients(self) -> RowGradients | DeviceGradients | None:
+    def gradients(self) -> Gradients | None:
         """Return the pending gradients, scaled as ``handle.grad`` was; None if there is no gradient.
 
         Raises:
@@ -133,9 +127,9 @@ class Handle(nn.Parameter):
                 "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
-        if not isinstance(self.pending, Pending):
-            return self.pending.nothing(self.table.dim)
-        return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+        side, nothing = self.pending.side, torch.empty(0, self.table.dim, device=self.device)
+        no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        return side.sum(side.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
@@ -186,10 +180,11 @@ class Handle(nn.Parameter):
         _handles.pop(self.table, None)
         self.forget()
         self.table = table
+        self.pending.side = self._host = HostSide(table)
         _handles[table] = weakref.ref(self)
 
     def move(self, device: torch.device) -> None:
-        """Have lookups delivered on another device. ("meta" asks to allocate nothing, and nothing ever is.)
+        """Deliver lookups on another device from now on. ("meta" asks to allocate nothing, and nothing ever is.)
 
         Raises:
             UnsupportedError: gradients of the rows are pending that only a GPU has, or that it will not have.
@@ -222,42 +217,38 @@ class Handle(nn.Parameter):
         return self.device if self._placed_on is None and self.device.type == "cuda" else self._placed_on
 
     def place(self, device: torch.device) -> None:
-        """Have kernels for GPUs use the rows on a device, "cpu" under Triton's interpreter, and deliver them there."""
+        """Let kernels for GPUs use the rows on a device, "cpu" under Triton's interpreter, and deliver them there."""
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
 
-    def side(self) -> DeviceSide | None:
-        """Return the rows on the GPU, and bring them there if they are not; None where the CPU uses them.
+    def side(self) -> RowSide:
+        """Return the rows where they are used, and bring them to the GPU if they are not there but should be.
 
         Raises:
-            UnsupportedError: GPU memory was asked for, and the rows cannot be used there.
+            UnsupportedError: GPU memory was asked for, and the rows cannot be used there; or gradients of them wait on
+                a GPU that they have to leave.
         """
         device = self.rows_on
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
-            return self._leave_side()
-        side = attach(self.table, device)
+            return self._host_side()
+        side = device_side(self.table, device)
         if side is None:
             self._stays_on_cpu = device
-            return self._leave_side()
-        self._pend_on(side)
+            return self._host_side()
+        self.pending.side = side
         return side
 
-    def _pend_on(self, side: DeviceSide) -> None:
-        if isinstance(self.pending, Pending):
-            from embedrock.torch.device_pending import DevicePending  # which needs Triton
+    def _host_side(self) -> HostSide:
+        if self.pending.side is not self._host:
+            self._check_nothing_pends(torch.device("cpu"))
+            self.pending.side = self._host
+            self.table.leave_side()
+        return self._host
 
-            self.pending = DevicePending(side)
-        self.pending.side = side
-
-    def _leave_side(self) -> DeviceSide | None:
-        if isinstance(self.pending, Pending):
-            return None
-        if self.pending.grads is not None:  # they are there until they are zeroed
-            return self.pending.side
-        self.pending = Pending()
-        self.table.leave_side()
-        return None
+    def side_of_gradients(self) -> RowSide:
+        """Return where the pending gradients are: the rows may have been laid out anew since."""
+        return self.pending.side if self.pending.side.is_current else self.side()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         if id(self) not in memo:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference, reference_to
@@ -18,9 +17,6 @@ from embedrock.table.table import Table
 from embedrock.torch.arguments import DTYPES, check_norm
 from embedrock.torch.handle import Handle, handle_of
 from embedrock.torch.lookup import Options, renormalize
-
-if TYPE_CHECKING:
-    from embedrock.device.side import DeviceSide
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -137,15 +133,11 @@ class RowLayer(nn.Module):
             _refuse_several_processes(handle)
         return True
 
-    def _side(self, handle: Handle) -> DeviceSide | None:
-        """Return the rows on the GPU; None where the CPU uses them: it does what the GPU does not."""
-        return handle.side()
-
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
-    def _renormalize(self, plan: Plan) -> None:
-        if self.max_norm is not None:
+    def _renormalize(self, plan: Any) -> None:
+        if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
 
     # ------------------------------------------------------------ what a parameter named weight would be used for

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.table.table import Table
 from embedrock.torch.handle import Handle
+from embedrock.torch.side import RowSide
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -62,17 +62,6 @@ def refuse_second_derivative() -> None:
         )
 
 
-def host_grads(grads: Tensor) -> np.ndarray:
-    """Return the gradient of an output, of any dtype and on any device, as float32."""
-    refuse_second_derivative()
-    return grads.to("cpu", torch.float32).contiguous().numpy()
-
-
-def deliver(values: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return values as a tensor: a view of them where device and dtype allow."""
-    return torch.from_numpy(values).to(device, dtype)
-
-
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
     """Shrink rows whose norm exceeds `max_norm`, in the table, as `torch.embedding_renorm_` does."""
     rows = torch.from_numpy(table.read_rows(plan))
@@ -83,25 +72,19 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
-def as_asked(grads: RowGradients, options: Options) -> RowGradients:
-    """Return the gradients of rows as the layer wants them."""
-    if options.scale_grad_by_freq:
-        counts = np.diff(grads.plan.starts).astype(np.float32)
-        grads = grads.with_values(grads.values / counts[:, None])
-    return grads if options.padding_idx is None else grads.without(options.padding_idx)
-
-
 class Lookup(torch.autograd.Function):
-    """Rows of a plan; the gradient goes to the table's handle."""
+    """Rows of a plan; the gradient goes to the table's handle. Nothing waits for a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, plan: Plan, options: Options) -> Tensor:
+    def forward(ctx: Any, handle: Handle, side: RowSide, plan: Any, options: Options) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``."""
-        ctx.handle, ctx.plan, ctx.options = handle, plan, options
-        return deliver(handle.table.read(plan), handle.device, options.dtype)
+        ctx.handle, ctx.side, ctx.plan, ctx.options = handle, side, plan, options
+        return side.read(plan).to(handle.device, options.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """Sum the gradient by row, for the handle."""
-        grads = ctx.handle.table.sum(ctx.plan, host_grads(grad_outputs[0]))
-        return ctx.handle.receive(as_asked(grads, ctx.options)), None, None
+        refuse_second_derivative()
+        options: Options = ctx.options
+        grads = ctx.side.sum(ctx.plan, grad_outputs[0], options.padding_idx, options.scale_grad_by_freq)
+        return ctx.handle.receive(grads), None, None, None

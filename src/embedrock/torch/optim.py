@@ -6,24 +6,19 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from embedrock import rules
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
-from embedrock.fronts.steps import Due, step_all
 from embedrock.rules import Rule
 from embedrock.torch.handle import Handle
 from embedrock.torch.layer import RowLayer
 from embedrock.torch.parameters import dense_parameters, handles
-
-if TYPE_CHECKING:
-    from embedrock.device.gradients import DeviceGradients
-    from embedrock.device.steps import DeviceDue, Verdict
+from embedrock.torch.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
 
@@ -186,34 +181,27 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due, on_device = [], []
-        for group in self.param_groups:
-            for part in self._due(group):
-                (due if isinstance(part, Due) else on_device).append(part)
-        verdicts = _judged(on_device, alone=not due)  # what is refused is refused before anything was stepped
-        step_all(due)
-        for verdict in verdicts:
-            verdict.step()
+        step_all([part for group in self.param_groups for part in self._due(group)])
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()
         return loss
 
-    def _due(self, group: dict[str, Any]) -> list[Due | DeviceDue]:
+    def _due(self, group: dict[str, Any]) -> list[DueStep]:
         """Return the steps of the tables of a param group that have gradients."""
         due = []
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
             if handle.table.mode == "r":
                 if (grads := handle.gradients()) is not None:
-                    handle.table.check_step(grads)  # raises ReadOnlyTableError
+                    handle.pending.side.prepare(grads)  # raises ReadOnlyTableError
                 continue
             rule = self._rule(group, handle.table.rule)
             self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
-                due.append(_part(handle, rule, grads, group["clip_value"]))
+                due.append(DueStep(handle.side_of_gradients(), rule, grads.clipped(group["clip_value"])))
         return due
 
     def _check_bound(self, handle: Handle, rule: Rule) -> None:
@@ -238,24 +226,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 handle.pending.drop()
                 if set_to_none:
                     handle.grad = None
-
-
-def _part(handle: Handle, rule: Rule, grads: RowGradients | DeviceGradients, clip: float | None) -> Due | DeviceDue:
-    if isinstance(grads, RowGradients):
-        return Due(handle.table, rule, grads.scaled(1.0, clip))
-    from embedrock.device.steps import DeviceDue
-
-    side = handle.side()
-    assert side is not None  # its gradients are there
-    return DeviceDue(side, rule, grads.clipped(clip))
-
-
-def _judged(due: list[DeviceDue], alone: bool) -> list[Verdict]:
-    if not due:
-        return []
-    from embedrock.device.steps import judge
-
-    return judge(due, alone)
 
 
 def _name_layers(model: nn.Module | None) -> None:

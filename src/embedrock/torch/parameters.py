@@ -1,10 +1,11 @@
-"""Which parameters of a model are handles, and which are dense."""
+"""Which parameters of a model are handles, and which are dense; where the rows behind the handles are used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError
@@ -49,3 +50,21 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
         [(1, 4), (1,)]
     """
     return [parameter for parameter in model.parameters() if not isinstance(parameter, Handle)]
+
+
+def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str) -> None:
+    """Let the kernels for GPUs use the rows of layers on a device, and deliver lookups there.
+
+    ``model.to("cuda")`` does so by itself. With "cpu", where Triton interprets its kernels (``TRITON_INTERPRET=1``),
+    it tries on a machine without a GPU what happens on one; slowly.
+
+    Raises:
+        UnsupportedError: "cpu" without Triton's interpreter, or gradients are pending.
+    """
+    where = torch.device(device)
+    if where.type == "cpu":
+        from embedrock.device.attach import check_interpreter
+
+        check_interpreter()
+    for handle in handles(layers):
+        handle.place(where)

@@ -1,0 +1,163 @@
+"""`HostSide`: the rows of a table as the CPU uses them, for tensors on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.batch import pooling
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
+from embedrock.batch.pooling import Bags
+from embedrock.fronts import steps
+from embedrock.table.table import Table
+from embedrock.torch.steps import DueStep
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class HostGradients(RowGradients):
+    """Row gradients, and the number that stands for them outside.
+
+    Attributes:
+        shown: their L2 norm as a float32, Inf where one of them is not finite; scaled as they were since.
+    """
+
+    shown: float
+
+    @staticmethod
+    def of(grads: RowGradients, shown: float | None = None) -> HostGradients:
+        """Take gradients; `shown` is their norm, if it is None."""
+        number = _norm(grads) if shown is None else shown
+        return HostGradients(grads.plan, grads.values, grads.square_norm, number)
+
+    def seen_as(self, number: Tensor) -> HostGradients | None:
+        """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
+        shown = number.item()
+        if shown == self.shown:
+            return self
+        if shown == 0.0:
+            return None
+        # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
+        factor = shown / self.shown if self.shown else shown
+        return HostGradients.of(self.scaled(factor), shown)
+
+    def clipped(self, clip_value: float | None) -> RowGradients:
+        """Return them with every element clamped to ``[-clip_value, clip_value]``."""
+        return self.scaled(1.0, clip_value)
+
+    def growth_since(self, earlier: HostGradients | None) -> float:
+        """Return by how much `shown` is more than that of the gradients before, which these contain."""
+        if earlier is None:
+            return self.shown
+        return self.shown - earlier.shown if math.isfinite(earlier.shown) else 0.0
+
+
+def _norm(grads: RowGradients) -> float:
+    norm = grads.norm
+    return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # NaN compares as false
+
+
+class HostStep(NamedTuple):
+    """A step of tables that nothing refuses any more."""
+
+    due: Sequence[steps.Due]
+
+    def step(self) -> None:
+        """Make it."""
+        steps.step_judged(self.due)
+
+
+def judge(due: Sequence[DueStep], alone: bool) -> list[HostStep]:
+    """Prepare a step of tables: see `fronts.steps.judge`, which finds out all the same who is stepped with them."""
+    return [HostStep(steps.judge([steps.Due(part.side.table, part.rule, part.grads) for part in due]))]
+
+
+class HostSide:
+    """Rows that the CPU reads and steps: a `RowSide`.
+
+    Args:
+        table: whose rows.
+    """
+
+    is_current = True
+    judge = staticmethod(judge)
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return rows for no gradient, in one pass: float32 ``ids.shape + (dim,)``."""
+        return torch.from_numpy(self.table.lookup(ids.cpu().numpy()))
+
+    def plan(self, ids: Tensor, trains: bool) -> Plan:
+        """Decide what a batch of ids needs."""
+        return self.table.plan(ids.cpu().numpy())
+
+    def read(self, plan: Plan) -> Tensor:
+        """Return the row of each position: float32 ``plan.shape + (dim,)``."""
+        return torch.from_numpy(self.table.read(plan))
+
+    def read_rows(self, plan: Plan) -> np.ndarray:
+        """Return each row once: float32 (unique, dim)."""
+        return self.table.read_rows(plan)
+
+    def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
+        """Return the gradients of positions summed to one for each row: see `RowSide.sum`."""
+        return _as_asked(self.table.sum(plan, _host(grads)), padding, by_frequency)
+
+    def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
+        """Return the sum of two gradients; in a row that both have, the earlier one comes first."""
+        return HostGradients.of(earlier.merge(later))
+
+    def bounds(self, offsets: Tensor, n: int) -> np.ndarray:
+        """Return where bags start and end, int64 (bags + 1,)."""
+        return offsets.cpu().numpy()
+
+    def bags(self, plan: Plan, bounds: np.ndarray, mode: str, padding: int | None) -> Bags:
+        """Return the positions of a plan as bags, in which the id `padding` does not count."""
+        return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
+
+    def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
+        """Pool unique rows float32 (unique, dim): see `RowSide.pool`."""
+        out, trace = pooling.pool(rows, _host_weights(weights), bags)
+        return torch.from_numpy(out), trace
+
+    def unpool(
+        self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
+    ) -> HostGradients:
+        """Return the gradients of the rows from those of the bags: see `RowSide.unpool`."""
+        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
+        return _as_asked(pooling.unpool(_host(grads), _host_weights(weights), bags, trace), padding, by_frequency)
+
+    def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,)."""
+        return torch.from_numpy(pooling.weight_grads(_host(grads), rows, bags))
+
+    def prepare(self, grads: RowGradients) -> None:
+        """Raise what a step by these gradients would raise, but for NaN and Inf. No row changes."""
+        self.table.check_step(grads)
+
+
+def _host(grads: Tensor) -> np.ndarray:
+    """Return the gradient of an output, of any dtype and on any device, as float32."""
+    return grads.to("cpu", torch.float32).contiguous().numpy()
+
+
+def _host_weights(weights: Tensor | None) -> np.ndarray | None:
+    """Return the positions' weights, of any dtype and on any device, as float32; None for ones."""
+    return None if weights is None else _host(weights.detach())
+
+
+def _as_asked(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:
+    if by_frequency:
+        counts = np.diff(grads.plan.starts).astype(np.float32)
+        grads = grads.with_values(grads.values / counts[:, None])
+    return HostGradients.of(grads if padding is None else grads.without(padding))

@@ -1,0 +1,169 @@
+"""`RowSide`: the rows of a table as lookups, gradients and optimizers use them. Who uses them is decided here, once."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from embedrock.errors import UnsupportedError
+from embedrock.table.table import Table
+from embedrock.tiers.side import PlacementWarning
+
+LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
+
+
+class Gradients(Protocol):
+    """One gradient for each row of a batch, where the rows are used. Values of this kind do not change."""
+
+    @property
+    def shown(self) -> float | Tensor:
+        """The number that stands for them outside, their L2 norm; Inf where one of them is not finite."""
+        ...
+
+    def seen_as(self, number: Tensor) -> Self | None:
+        """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
+        ...
+
+    def clipped(self, clip_value: float | None) -> Any:
+        """Return them with every element clamped to ``[-clip_value, clip_value]``, for a step."""
+        ...
+
+    def growth_since(self, earlier: Self | None) -> float | Tensor:
+        """Return by how much `shown` is more than that of the gradients before, which these contain."""
+        ...
+
+
+class PreparedStep(Protocol):
+    """A step of tables that nothing refuses any more."""
+
+    def step(self) -> None:
+        """Make it."""
+        ...
+
+
+class RowSide(Protocol):
+    """The rows of a table on the CPU or on a GPU: `HostSide`, and `DeviceSide` of `embedrock.device`.
+
+    Plans, bags, and rows that are no tensors are its own: whoever gets them from it only gives them back.
+    """
+
+    @property
+    def table(self) -> Table:
+        """Whose rows."""
+        ...
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the table's rows still are used here."""
+        ...
+
+    @property
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[PreparedStep]]:
+        """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
+
+        It takes the tables, all of this kind, and whether no other tables are stepped with them.
+        """
+        ...
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return rows for no gradient: float32 ``ids.shape + (dim,)``."""
+        ...
+
+    def plan(self, ids: Tensor, trains: bool) -> Any:
+        """Decide what a batch of ids needs; `trains`: a step may follow."""
+        ...
+
+    def read(self, plan: Any) -> Tensor:
+        """Return the row of each position: float32 ``plan.shape + (dim,)``."""
+        ...
+
+    def read_rows(self, plan: Any) -> Any:
+        """Return each row once: float32 (n, dim)."""
+        ...
+
+    def sum(self, plan: Any, grads: Tensor, padding: int | None, by_frequency: bool) -> Gradients:
+        """Return the gradients of positions, ``plan.shape + (dim,)``, summed to one for each row.
+
+        Args:
+            plan: of the positions.
+            grads: of any float dtype.
+            padding: id whose row gets none.
+            by_frequency: divide a row's gradient by how often its id occurs.
+        """
+        ...
+
+    def merge(self, earlier: Any, later: Any) -> Any:
+        """Return the sum of two gradients; in a row that both have, the earlier one comes first."""
+        ...
+
+    def bounds(self, offsets: Tensor, n: int) -> Any:
+        """Return where bags of n positions start and end, int64 (bags + 1,), as `bags` takes them."""
+        ...
+
+    def bags(self, plan: Any, bounds: Any, mode: str, padding: int | None) -> Any:
+        """Return the positions of a plan as bags, in which the id `padding` does not count."""
+        ...
+
+    def pool(self, rows: Any, weights: Tensor | None, bags: Any) -> tuple[Tensor, Any]:
+        """Pool what `read_rows` returned, times the weights (n,) of the positions.
+
+        Returns:
+            The bags, float32 (bags, dim), and what `unpool` needs.
+        """
+        ...
+
+    def unpool(self, grads: Tensor, weights: Tensor | None, bags: Any, trace: Any, by_frequency: bool) -> Gradients:
+        """Return the gradients of the rows from those of the bags, (bags, dim): see `pool` and `sum`."""
+        ...
+
+    def weight_grads(self, grads: Tensor, rows: Any, bags: Any) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,)."""
+        ...
+
+    def prepare(self, grads: Any) -> Any:
+        """Raise what a step by these gradients would raise. No row changes."""
+        ...
+
+
+def device_side(table: Table, device: torch.device) -> RowSide | None:
+    """Return the rows of a table on a GPU; None, with a warning, where only the CPU can use them.
+
+    Raises:
+        UnsupportedError: there is no Triton, and GPU memory was asked for.
+    """
+    if not has_triton():
+        _say_there_is_no_triton(table)
+        return None
+    from embedrock.device.attach import side_of
+
+    return side_of(table, device)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether there is a Triton that compiles the kernels."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
+
+
+def _say_there_is_no_triton(table: Table) -> None:
+    least = ".".join(map(str, LEAST_TRITON))
+    why = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed: {table.subject}"
+    if table.device_memory is not None:
+        raise UnsupportedError(
+            f"{why} cannot have device_memory={table.device_memory}. Install it: pip install triton."
+        )
+    warnings.warn(
+        f"{why} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU speed: pip install triton.",
+        PlacementWarning,
+        stacklevel=4,
+    )
