@@ -117,11 +117,11 @@ def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a real number: no bool, no NaN."""
+    """Return whether a value is a real number: no bool, no NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and bool(value == value)
 
 
 def lags_behind(rule: Rule | None) -> bool:
-    """Tell whether weights lag behind under a rule, so that they cannot be assigned: that of a dense optimizer."""
+    """Return whether weights lag behind under a rule, so that they cannot be assigned: that of a dense optimizer."""
     history = None if rule is None else rule.history()
     return history is not None and history.moves_weights

@@ -75,7 +75,7 @@ class Checkpoint(NamedTuple):
         return f"{folder[:64]}-{self.step}-{self.token}"
 
     def owns(self, commit: dict[str, Any]) -> bool:
-        """Tell whether a commit is of this checkpoint, whatever its folder was called then."""
+        """Return whether a commit is of this checkpoint, whatever its folder was called then."""
         return str(commit["name"]).endswith(f"-{self.step}-{self.token}")
 
     def begin(self) -> None:

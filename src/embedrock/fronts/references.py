@@ -41,7 +41,7 @@ def reference_to(table: Table) -> dict[str, Any]:
 
 
 def is_reference(state: Mapping[str, Any]) -> bool:
-    """Tell whether the state of a layer is a reference, instead of rows."""
+    """Return whether the state of a layer is a reference, instead of rows."""
     return "uuid" in state
 
 

@@ -28,7 +28,7 @@ def first_values(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
 
 
 def is_drawable(init: Initializer) -> bool:
-    """Tell whether `first_values` draws those of an initializer."""
+    """Return whether `first_values` draws those of an initializer."""
     return type(init) in _DRAWS
 
 

@@ -133,7 +133,7 @@ class ServingTable(tf.Module):
 
 @contextmanager
 def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
-    """Have layers look up in `tables`, while models are traced."""
+    """Make layers look up in `tables` while models are traced."""
     token = _serving.set(tables)
     try:
         yield
@@ -142,7 +142,7 @@ def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
 
 
 def is_serving() -> bool:
-    """Tell whether layers look up in serving tables now."""
+    """Return whether layers look up in serving tables now."""
     return _serving.get() is not None
 
 

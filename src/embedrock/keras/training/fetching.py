@@ -75,8 +75,3 @@ class Fetching:
             counts = reader.ints(len(self._lookups)).tolist()
             needs.append([reader.ints(count) for count in counts])
         return needs
-
-
-def sharded(lookups: Sequence[TableLookup]) -> list[TableLookup]:
-    """Return those of some lookups that are in sharded tables."""
-    return [one for one in lookups if shard_of(one.handle.table) is not None]

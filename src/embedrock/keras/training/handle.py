@@ -68,7 +68,7 @@ class Handle:
         return next((each for owner in reversed(self._owners) if (each := owner()) is not None), None)
 
     def claim(self, optimizer: Any) -> bool:
-        """Tell whether an optimizer may step the rows. From now on those that were built before may not."""
+        """Return whether an optimizer may step the rows. From now on those that were built before may not."""
         if all(owner() is not optimizer for owner in self._owners):
             return False
         self._owners = [weakref.ref(optimizer)]
@@ -172,7 +172,7 @@ def handle_behind(variable: Any) -> Handle | None:
 
 
 def _guard(cell: Any, handle: Handle) -> None:
-    """Have a variable tell whose it is, and refuse to be written to: that would do nothing to the rows."""
+    """Mark a variable as a handle's, and make it refuse to be written to: that would do nothing to the rows."""
     cell._embedrock_handle = weakref.ref(handle)
     label = handle.label
 

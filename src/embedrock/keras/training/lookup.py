@@ -13,7 +13,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.fetching import Fetching, sharded
+from embedrock.keras.training.fetching import Fetching
 from embedrock.keras.training.handle import Handle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
@@ -46,7 +46,7 @@ class Lookup:
         self.functions = keeper_of(self.handles)
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
-        self._sharded = sharded(self.by_table)
+        self._sharded = [one for one in self.by_table if shards.shard_of(one.handle.table) is not None]
         self._fetching = Fetching(self._sharded) if self._sharded and shards.has_workers() else None
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]

@@ -68,7 +68,7 @@ def distribute(model: Any) -> Any:
 
 @contextlib.contextmanager
 def worker_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Have all workers fail if one does, for training loops of one's own; in `fit` it is done already.
+    """Make all workers fail if one does, in training loops of one's own; `fit` does so already.
 
     Whatever is raised in it, on one worker, ends the collective operations of all: the others do not wait for it. And
     what TensorFlow says there about a lost worker is raised as `WorkerLostError`.
@@ -196,7 +196,7 @@ def check_traced_fit() -> None:
 
 
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
-    """Tell whether a strategy runs on several workers of a cluster."""
+    """Return whether a strategy runs on several workers of a cluster."""
     return trainer._collective_all_reduce_multi_worker(strategy)
 
 
@@ -221,7 +221,7 @@ def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None)
 
 
 def repair_loss_scaling() -> None:
-    """Have `keras.optimizers.LossScaleOptimizer` decide by the gradients of all replicas whether to skip a step.
+    """Make `keras.optimizers.LossScaleOptimizer` decide by the gradients of all replicas whether to skip a step.
 
     Keras asks each replica about its own, before they are summed, and goes by the first one; under several workers
     each goes by its own, and those that do not skip wait for the others.
