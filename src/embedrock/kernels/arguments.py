@@ -1,11 +1,19 @@
 """What one step tells a rule's kernel: numbers that hold for the whole step, computed in float64 outside.
 
-The type of these tuples is how a kernel knows its rule: one step kernel is compiled per type.
+The type of these tuples is how a kernel knows its rule: one step kernel is compiled per type. What steps a
+``DenseAdamStep`` is called ``dense_adam`` in each set of kernels: see `functions_of_steps`.
+
+A history holds such numbers for every step, as rows of an array. ``ADAM_COLUMN.eps`` says which column `eps` is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+
+def _columns(kind: Any) -> Any:
+    return kind(*range(len(kind._fields)))
 
 
 class SGDStep(NamedTuple):
@@ -21,16 +29,16 @@ class MomentumStep(NamedTuple):
     nesterov: float  # 1.0 or 0.0
 
 
+MOMENTUM_COLUMN = _columns(MomentumStep)
+
+
 class DenseMomentumStep(NamedTuple):
     """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
-    history: Any  # float32 (capacity, len(DENSE_MOMENTUM_COLUMNS))
+    history: Any  # float32 (capacity, len(MOMENTUM_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of momentum up to step t
     steps: int
     largest_rate: float  # buffer_rate, of all steps so far
-
-
-DENSE_MOMENTUM_COLUMNS = ("gradient_rate", "momentum", "buffer_rate", "nesterov")
 
 
 class AdagradStep(NamedTuple):
@@ -52,15 +60,15 @@ class RMSpropStep(NamedTuple):
     eps: float
 
 
+RMSPROP_COLUMN = _columns(RMSpropStep)
+
+
 class DenseRMSpropStep(NamedTuple):
     """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
-    history: Any  # float32 (capacity, len(DENSE_RMSPROP_COLUMNS))
+    history: Any  # float32 (capacity, len(RMSPROP_COLUMN))
     log_fade: Any  # float64 (capacity + 1, 1): logarithm of the product of alpha up to step t
     steps: int
-
-
-DENSE_RMSPROP_COLUMNS = ("lr", "alpha", "one_minus_alpha", "eps_inside", "eps")
 
 
 class AdamStep(NamedTuple):
@@ -81,27 +89,47 @@ class AdamWStep(NamedTuple):
     eps: float
 
 
+class DenseAdamNumbers(NamedTuple):
+    """Of one step of dense Adam or AdamW."""
+
+    step_size: float
+    beta1: float
+    beta2: float
+    one_minus_beta1: float
+    one_minus_beta2: float
+    bias_correction2_sqrt: float
+    eps: float
+    shrink: float
+    decay: float
+
+
+ADAM_COLUMN = _columns(DenseAdamNumbers)
+
+
+def adamw_step(numbers: DenseAdamNumbers) -> AdamWStep:
+    """Return the numbers of one step of AdamW, for rows that lag behind no step."""
+    return AdamWStep(*(getattr(numbers, name) for name in AdamWStep._fields))
+
+
+class DenseAdamFades(NamedTuple):
+    """The factors by which a row fades that a step of dense Adam or AdamW does not touch."""
+
+    first_moment: float  # beta1
+    second_moment: float  # beta2
+    weights: float  # shrink - decay
+
+
+ADAM_FADE = _columns(DenseAdamFades)
+
+
 class DenseAdamStep(NamedTuple):
     """Of Adam and AdamW. ``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
-    history: Any  # float32 (capacity, len(DENSE_ADAM_COLUMNS))
-    log_fade: Any  # float64 (capacity + 1, 3): logarithms of the products of beta1, beta2 and shrink - decay up to t
+    history: Any  # float32 (capacity, len(ADAM_COLUMN))
+    log_fade: Any  # float64 (capacity + 1, len(ADAM_FADE)): logarithms of the fades' products up to step t
     steps: int
     largest_step_size: float  # of all steps so far
     fading: float  # 1.0 while beta1 < sqrt(beta2) * (shrink - decay) in every step so far, else 0.0
-
-
-DENSE_ADAM_COLUMNS = (
-    "step_size",
-    "beta1",
-    "beta2",
-    "one_minus_beta1",
-    "one_minus_beta2",
-    "bias_correction2_sqrt",
-    "eps",
-    "shrink",
-    "decay",
-)
 
 
 class FtrlStep(NamedTuple):
@@ -112,11 +140,35 @@ class FtrlStep(NamedTuple):
     l2_shrinkage: float
 
 
+class DenseFtrlNumbers(NamedTuple):
+    """Of one step of dense Ftrl."""
+
+    lr: float
+    l1: float
+    l2: float
+    beta: float
+
+
+FTRL_COLUMN = _columns(DenseFtrlNumbers)
+
+
 class DenseFtrlStep(NamedTuple):
     """``history[t - 1]`` holds the numbers of step t, for the first `steps` steps."""
 
-    history: Any  # float32 (capacity, len(DENSE_FTRL_COLUMNS))
+    history: Any  # float32 (capacity, len(FTRL_COLUMN))
     steps: int
 
 
-DENSE_FTRL_COLUMNS = ("lr", "l1", "l2", "beta")
+STEPS: tuple[type, ...] = tuple(kind for name, kind in list(globals().items()) if name.endswith("Step"))
+
+
+def functions_of_steps(functions: Mapping[str, Any], prefix: str = "") -> dict[type, Callable[..., Any]]:
+    """Return the function of each kind of step that has one, found by name.
+
+    Args:
+        functions: the names of a file, ``globals()``. `DenseAdamStep` belongs to `dense_adam`.
+        prefix: of the functions' names.
+    """
+    named = {name.replace("_", ""): function for name, function in functions.items() if name[0] != "_"}
+    names = {kind: (prefix + kind.__name__.removesuffix("Step").lower()).replace("_", "") for kind in STEPS}
+    return {kind: named[name] for kind, name in names.items() if name in named}

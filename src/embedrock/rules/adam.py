@@ -33,13 +33,14 @@ class _AdamFamily(Rule):
         moments = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
         return (*moments, StateColumn("last_step", per_row=True)) if self.dense else moments
 
-    def dense_numbers(self, step: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def dense_numbers(self, step: int) -> tuple[arguments.DenseAdamNumbers, arguments.DenseAdamFades]:
         lr, (beta1, beta2), (shrink, decay) = float(self.lr), map(float, self.betas), self._decay()
         size, correction2 = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
         if self.eps_hat:
             size, correction2 = size * correction2, 1.0
-        row = size, beta1, beta2, 1 - beta1, 1 - beta2, correction2, float(self.eps), shrink, decay
-        return row, (beta1, beta2, shrink - decay)
+        rests = 1 - beta1, 1 - beta2
+        numbers = arguments.DenseAdamNumbers(size, beta1, beta2, *rests, correction2, float(self.eps), shrink, decay)
+        return numbers, arguments.DenseAdamFades(beta1, beta2, shrink - decay)
 
     def _decay(self) -> tuple[float, float]:
         """Return shrink and decay of a step: the weights become ``shrink * w - decay * w`` first."""
@@ -88,7 +89,7 @@ class Adam(_AdamFamily):
         return arguments.AdamStep(step_size, 1 - beta1, 1 - beta2, float(self.eps))
 
     def history(self) -> DenseAdamHistory | None:
-        kept = len(arguments.DENSE_ADAM_COLUMNS) - 2, 2  # without what only AdamW needs
+        kept = arguments.ADAM_COLUMN.shrink, arguments.ADAM_FADE.weights  # without what only AdamW needs
         return DenseAdamHistory(Adam, kept) if self.dense else None
 
 
@@ -139,8 +140,7 @@ class AdamW(_AdamFamily):
             )
 
     def numbers(self, step: int) -> arguments.AdamWStep:
-        (size, _, beta2, rest1, rest2, correction2, eps, shrink, decay), _ = self.dense_numbers(step)
-        return arguments.AdamWStep(size, shrink, decay, rest1, beta2, rest2, correction2, eps)
+        return arguments.adamw_step(self.dense_numbers(step)[0])
 
     def history(self) -> DenseAdamHistory | None:
         return DenseAdamHistory(AdamW) if self.dense else None
@@ -154,8 +154,8 @@ class AdamW(_AdamFamily):
 class DenseAdamHistory(DenseHistory):
     """The numbers of all steps of a table, for rows that catch up with dense Adam or AdamW."""
 
-    blank = (*(0.0,) * 7, 1.0, 0.0)
-    fades = 3
+    blank = arguments.DenseAdamNumbers(*(0.0,) * 7, shrink=1.0, decay=0.0)
+    fades = len(arguments.ADAM_FADE)
 
     def _clear(self) -> None:
         super()._clear()
@@ -165,9 +165,10 @@ class DenseAdamHistory(DenseHistory):
         return arguments.DenseAdamStep(self._table, self._log_fade, self._steps, self._largest, float(self._fading))
 
     def first_scale(self) -> float:
-        return math.exp(self._log_fade[self._steps, 2])
+        return math.exp(self._log_fade[self._steps, arguments.ADAM_FADE.weights])
 
     def _bound(self, rows: np.ndarray) -> None:
-        done = rows.astype(np.float64)
-        self._largest = max(self._largest, float(done[:, 0].max(initial=0.0)))
-        self._fading = self._fading and bool(np.all(done[:, 1] < np.sqrt(done[:, 2]) * (done[:, 7] - done[:, 8])))
+        done, at = rows.astype(np.float64), arguments.ADAM_COLUMN
+        self._largest = max(self._largest, float(done[:, at.step_size].max(initial=0.0)))
+        fades = np.sqrt(done[:, at.beta2]) * (done[:, at.shrink] - done[:, at.decay])
+        self._fading = self._fading and bool(np.all(done[:, at.beta1] < fades))

@@ -71,14 +71,14 @@ class Ftrl(Rule):
     def history(self) -> DenseFtrlHistory | None:
         return DenseFtrlHistory(Ftrl) if self.dense else None
 
-    def dense_numbers(self, step: int) -> tuple[tuple[float, ...], tuple[()]]:
-        return self.numbers(step)[:4], ()
+    def dense_numbers(self, step: int) -> tuple[arguments.DenseFtrlNumbers, tuple[()]]:
+        return arguments.DenseFtrlNumbers(*map(float, (self.lr, self.l1, self.l2, self.beta))), ()
 
 
 class DenseFtrlHistory(DenseHistory):
     """The numbers of all steps of a table, of which rows need the last one's."""
 
-    blank = (0.0,) * len(arguments.DENSE_FTRL_COLUMNS)
+    blank = (0.0,) * len(arguments.FTRL_COLUMN)
     fades = 0
 
     def numbers(self) -> Any:

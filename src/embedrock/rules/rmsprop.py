@@ -68,7 +68,7 @@ class DenseRMSpropHistory(DenseHistory):
     """The numbers of all steps of a table, for rows whose averages catch up with dense RMSprop."""
 
     moves_weights = False
-    blank = (0.0,) * len(arguments.DENSE_RMSPROP_COLUMNS)
+    blank = (0.0,) * len(arguments.RMSPROP_COLUMN)
     fades = 1
 
     def numbers(self) -> Any:

@@ -95,7 +95,7 @@ class Momentum(Rule):
 class DenseMomentumHistory(DenseHistory):
     """The numbers of all steps of a table, for rows that catch up with dense momentum."""
 
-    blank = (0.0,) * len(arguments.DENSE_MOMENTUM_COLUMNS)
+    blank = (0.0,) * len(arguments.MOMENTUM_COLUMN)
     fades = 1
 
     def _clear(self) -> None:
@@ -106,4 +106,4 @@ class DenseMomentumHistory(DenseHistory):
         return arguments.DenseMomentumStep(self._table, self._log_fade, self._steps, self._largest)
 
     def _bound(self, rows: np.ndarray) -> None:
-        self._largest = max(self._largest, float(rows[:, 2].max(initial=0.0)))
+        self._largest = max(self._largest, float(rows[:, arguments.MOMENTUM_COLUMN.buffer_rate].max(initial=0.0)))

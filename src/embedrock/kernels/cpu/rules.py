@@ -5,13 +5,12 @@ Each function takes one row's weights ``w`` (dim,), its optimizer state ``s`` (s
 belongs to the type of the numbers; the step kernel in ``rows.py`` is compiled once for each.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import types
 from numba.extending import overload
 
 from embedrock.kernels import arguments
+from embedrock.kernels.arguments import ADAM_COLUMN, ADAM_FADE, FTRL_COLUMN, MOMENTUM_COLUMN, RMSPROP_COLUMN
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
@@ -52,13 +51,13 @@ def momentum(w, s, g, a):
 def _catch_up_momentum(w, s, a, until):
     dim = w.shape[0]
     for t in range(_last_step(s, until), until):
-        keep, rate = a.history[t, 1], a.history[t, 2]
+        keep, rate = a.history[t, MOMENTUM_COLUMN.momentum], a.history[t, MOMENTUM_COLUMN.buffer_rate]
         if t % 8 == 0 and not _coasting(w, s, a):
             fade = f32(np.exp(a.log_fade[until, 0] - a.log_fade[t, 0]))
             for d in range(dim):
                 s[d] *= fade
             return
-        ahead = keep if a.history[t, 3] != f32(0) else f32(1)
+        ahead = keep if a.history[t, MOMENTUM_COLUMN.nesterov] != f32(0) else f32(1)
         for d in range(dim):
             s[d] *= keep
             w[d] -= rate * (ahead * s[d])
@@ -82,7 +81,8 @@ def refresh_dense_momentum(w, s, a):
 def dense_momentum(w, s, g, a):
     t = a.steps - 1
     _catch_up_momentum(w, s, a, t)
-    _momentum_step(w, s, g, a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3])
+    now, at = a.history[t], MOMENTUM_COLUMN
+    _momentum_step(w, s, g, now[at.gradient_rate], now[at.momentum], now[at.buffer_rate], now[at.nesterov])
     _last_step(s, a.steps)
 
 
@@ -113,9 +113,10 @@ def rmsprop(w, s, g, a):
 
 
 def dense_rmsprop(w, s, g, a):
-    t, now = a.steps - 1, a.history[a.steps - 1]
+    t, now, at = a.steps - 1, a.history[a.steps - 1], RMSPROP_COLUMN
     fade = f32(np.exp(a.log_fade[t, 0] - a.log_fade[_last_step(s, a.steps), 0]))
-    _rmsprop_step(w, s, g, fade, now[0], now[1], now[2], now[3], now[4])
+    numbers = now[at.lr], now[at.alpha], now[at.one_minus_alpha], now[at.eps_inside], now[at.eps]
+    _rmsprop_step(w, s, g, fade, *numbers)
 
 
 def adam(w, s, g, a):
@@ -172,8 +173,8 @@ def ftrl(w, s, g, a):
 def _catch_up_ftrl(w, s, a, until):
     if until == 0:
         return
-    dim, t = w.shape[0], until - 1
-    lr, l1, l2, beta = a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3]
+    dim, now, at = w.shape[0], a.history[until - 1], FTRL_COLUMN
+    lr, l1, l2, beta = now[at.lr], now[at.l1], now[at.l2], now[at.beta]
     for d in range(dim):
         z = s[dim + d]
         shrunk = (l1 if z > f32(0) else -l1) - z
@@ -189,7 +190,8 @@ def refresh_dense_ftrl(w, s, a):
 def dense_ftrl(w, s, g, a):
     t = a.steps - 1
     _catch_up_ftrl(w, s, a, t)
-    _ftrl_step(w, s, g, a.history[t, 0], a.history[t, 1], a.history[t, 2], a.history[t, 3], f32(0))
+    now, at = a.history[t], FTRL_COLUMN
+    _ftrl_step(w, s, g, now[at.lr], now[at.l1], now[at.l2], now[at.beta], f32(0))
 
 
 @kernel()
@@ -209,9 +211,10 @@ def _still_moving(w, s, a):
 def _fade(w, s, a, since, until):
     # The rest of the steps, when none of them moves the weights any more but by their own decay.
     dim = w.shape[0]
-    fade1 = f32(np.exp(a.log_fade[until, 0] - a.log_fade[since, 0]))
-    fade2 = f32(np.exp(a.log_fade[until, 1] - a.log_fade[since, 1]))
-    fade3 = f32(np.exp(a.log_fade[until, 2] - a.log_fade[since, 2]))
+    end, start, at = a.log_fade[until], a.log_fade[since], ADAM_FADE
+    fade1 = f32(np.exp(end[at.first_moment] - start[at.first_moment]))
+    fade2 = f32(np.exp(end[at.second_moment] - start[at.second_moment]))
+    fade3 = f32(np.exp(end[at.weights] - start[at.weights]))
     for d in range(dim):
         s[d] *= fade1
         s[dim + d] *= fade2
@@ -223,7 +226,7 @@ def _catch_up_adam(w, s, a, until):
     dim = w.shape[0]
     last = _last_step(s, until)
     if last == 0:  # it was never stepped: its moments are 0
-        shrink = f32(np.exp(a.log_fade[until, 2]))
+        shrink = f32(np.exp(a.log_fade[until, ADAM_FADE.weights]))
         for d in range(dim):
             w[d] *= shrink
         return
@@ -231,8 +234,9 @@ def _catch_up_adam(w, s, a, until):
         if a.fading != 0.0 and t % 8 == 0 and not _still_moving(w, s, a):
             _fade(w, s, a, t, until)
             return
-        step_size, beta1, beta2 = a.history[t, 0], a.history[t, 1], a.history[t, 2]
-        correction, eps, shrink, decay = a.history[t, 5], a.history[t, 6], a.history[t, 7], a.history[t, 8]
+        now, at = a.history[t], ADAM_COLUMN
+        step_size, beta1, beta2, eps = now[at.step_size], now[at.beta1], now[at.beta2], now[at.eps]
+        correction, shrink, decay = now[at.bias_correction2_sqrt], now[at.shrink], now[at.decay]
         for d in range(dim):
             m = s[d] * beta1
             v = s[dim + d] * beta2
@@ -249,33 +253,15 @@ def refresh_dense_adam(w, s, a):
 def dense_adam(w, s, g, a):
     t = a.steps - 1
     _catch_up_adam(w, s, a, t)
-    step_size, beta2, rest1, rest2 = a.history[t, 0], a.history[t, 2], a.history[t, 3], a.history[t, 4]
-    correction, eps, shrink, decay = a.history[t, 5], a.history[t, 6], a.history[t, 7], a.history[t, 8]
+    now, at = a.history[t], ADAM_COLUMN
+    step_size, beta2, rest1, rest2 = now[at.step_size], now[at.beta2], now[at.one_minus_beta1], now[at.one_minus_beta2]
+    correction, eps, shrink, decay = now[at.bias_correction2_sqrt], now[at.eps], now[at.shrink], now[at.decay]
     _adamw_step(w, s, g, step_size, beta2, rest1, rest2, correction, eps, shrink, decay)
     _last_step(s, a.steps)
 
 
-UPDATES: dict[type, Callable[..., None]] = {
-    arguments.SGDStep: sgd,
-    arguments.MomentumStep: momentum,
-    arguments.DenseMomentumStep: dense_momentum,
-    arguments.AdagradStep: adagrad,
-    arguments.RowwiseAdagradStep: rowwise_adagrad,
-    arguments.RMSpropStep: rmsprop,
-    arguments.DenseRMSpropStep: dense_rmsprop,
-    arguments.AdamStep: adam,
-    arguments.AdamWStep: adamw,
-    arguments.DenseAdamStep: dense_adam,
-    arguments.FtrlStep: ftrl,
-    arguments.DenseFtrlStep: dense_ftrl,
-}
-
-
-REFRESHES: dict[type, Callable[..., None]] = {
-    arguments.DenseMomentumStep: refresh_dense_momentum,
-    arguments.DenseAdamStep: refresh_dense_adam,
-    arguments.DenseFtrlStep: refresh_dense_ftrl,
-}
+UPDATES = arguments.functions_of_steps(globals())
+REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
 
 
 def update_row(w, s, g, a):

@@ -14,6 +14,11 @@ from embedrock.kernels.gpu.runtime import inlined
 
 STILL = tl.constexpr(2.0**-26)
 
+# Which column of a history holds which number.
+MOMENTUM, RMSPROP = tl.constexpr(arguments.MOMENTUM_COLUMN), tl.constexpr(arguments.RMSPROP_COLUMN)
+ADAM, ADAM_FADE = tl.constexpr(arguments.ADAM_COLUMN), tl.constexpr(arguments.ADAM_FADE)
+FTRL = tl.constexpr(arguments.FTRL_COLUMN)
+
 
 @inlined
 def _columns(s, rows, w, PART: tl.constexpr, FORM: tl.constexpr):
@@ -54,14 +59,15 @@ def _set_last_steps(s, rows, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _number(history, t, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.load(history + t.to(tl.int64) * COLUMNS + COLUMN)
+def _row(history, t, COLUMNS: tl.constexpr):
+    # Where the numbers of a step begin, which the columns say.
+    return history + t.to(tl.int64) * len(COLUMNS.value)
 
 
 @inlined
-def _fade(log_fade, since, until, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    end = _number(log_fade, until, COLUMN, COLUMNS)
-    return tl.exp(end - _number(log_fade, since, COLUMN, COLUMNS)).to(tl.float32)
+def _fade(start, end):
+    # From one step's logarithm to another's, by their addresses.
+    return tl.exp(tl.load(end) - tl.load(start)).to(tl.float32)
 
 
 @inlined
@@ -97,12 +103,13 @@ def _catch_up_momentum(w, s, rows, a, until, FORM: tl.constexpr):
         if t % 8 == 0:  # a later step is at most largest_rate * |b|, and b fades: see _catch_up_adam
             moving = _any(a.largest_rate * tl.abs(b) > STILL * tl.abs(w))
         if moving:
-            keep, rate = _number(a.history, t, 1, 4), _number(a.history, t, 2, 4)
+            now = _row(a.history, t, MOMENTUM)
+            keep, nesterov = tl.load(now + MOMENTUM.value.momentum), tl.load(now + MOMENTUM.value.nesterov)
             b *= keep
-            w -= rate * (tl.where(_number(a.history, t, 3, 4) != 0.0, keep, 1.0) * b)
+            w -= tl.load(now + MOMENTUM.value.buffer_rate) * (tl.where(nesterov != 0.0, keep, 1.0) * b)
             t += 1
         else:
-            b *= _fade(a.log_fade, t, until, 0, 1)
+            b *= _fade(a.log_fade + t, a.log_fade + until)
             t = until
     return w, b
 
@@ -117,8 +124,9 @@ def refresh_dense_momentum(w, s, rows, a, steps, FORM: tl.constexpr):
 def dense_momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
     t = steps - 1
     w, b = _catch_up_momentum(w, s, rows, a, t, FORM)
-    gradient_rate, keep = _number(a.history, t, 0, 4), _number(a.history, t, 1, 4)
-    buffer_rate, nesterov = _number(a.history, t, 2, 4), _number(a.history, t, 3, 4)
+    now = _row(a.history, t, MOMENTUM)
+    gradient_rate, keep = tl.load(now + MOMENTUM.value.gradient_rate), tl.load(now + MOMENTUM.value.momentum)
+    buffer_rate, nesterov = tl.load(now + MOMENTUM.value.buffer_rate), tl.load(now + MOMENTUM.value.nesterov)
     w, b = _momentum_step(w, b, g, gradient_rate, keep, buffer_rate, nesterov)
     _store(s, rows, b, 0, FORM)
     _set_last_steps(s, rows, steps, FORM)
@@ -155,13 +163,14 @@ def rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 @inlined
 def dense_rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    t = steps - 1
-    fade = _fade(a.log_fade, _last_steps(s, rows, FORM), t, 0, 1)
-    lr, alpha, rest = _number(a.history, t, 0, 5), _number(a.history, t, 1, 5), _number(a.history, t, 2, 5)
+    now = _row(a.history, steps - 1, RMSPROP)
+    alpha, rest = tl.load(now + RMSPROP.value.alpha), tl.load(now + RMSPROP.value.one_minus_alpha)
+    inside, eps = tl.load(now + RMSPROP.value.eps_inside), tl.load(now + RMSPROP.value.eps)
+    fade = _fade(a.log_fade + _last_steps(s, rows, FORM), a.log_fade + (steps - 1))
     v = (_load(s, rows, w, 0, FORM) * fade[:, None]) * alpha + (g * g) * rest
     _store(s, rows, v, 0, FORM)
     _set_last_steps(s, rows, steps, FORM)
-    return _moved(w, g, v, lr, _number(a.history, t, 3, 5), _number(a.history, t, 4, 5))
+    return _moved(w, g, v, tl.load(now + RMSPROP.value.lr), inside, eps)
 
 
 @inlined
@@ -199,12 +208,21 @@ def _still_moving(w, m, v, largest):
 
 
 @inlined
-def _adam_decay(w, m, v, history, t):
-    m *= _number(history, t, 1, 9)
-    v *= _number(history, t, 2, 9)
-    step_size, correction, eps = _number(history, t, 0, 9), _number(history, t, 5, 9), _number(history, t, 6, 9)
-    shrink, decay = _number(history, t, 7, 9), _number(history, t, 8, 9)
-    return _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay), m, v
+def _dense_adam_weights(w, m, v, now):
+    step_size, correction = tl.load(now + ADAM.value.step_size), tl.load(now + ADAM.value.bias_correction2_sqrt)
+    eps, shrink, decay = (
+        tl.load(now + ADAM.value.eps),
+        tl.load(now + ADAM.value.shrink),
+        tl.load(now + ADAM.value.decay),
+    )
+    return _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay)
+
+
+@inlined
+def _adam_decay(w, m, v, now):
+    m *= tl.load(now + ADAM.value.beta1)
+    v *= tl.load(now + ADAM.value.beta2)
+    return _dense_adam_weights(w, m, v, now), m, v
 
 
 @inlined
@@ -212,19 +230,20 @@ def _catch_up_adam(w, s, rows, a, until, FORM: tl.constexpr):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
     if t == 0:  # it was never stepped: its moments are 0
-        w *= tl.exp(_number(a.log_fade, until, 2, 3)).to(tl.float32)
+        w *= tl.exp(tl.load(_row(a.log_fade, until, ADAM_FADE) + ADAM_FADE.value.weights)).to(tl.float32)
         t = until
     while t < until:
         moving = t >= 0
         if (a.fading != 0.0) & (t % 8 == 0):
             moving = _still_moving(w, m, v, a.largest_step_size)
         if moving:
-            w, m, v = _adam_decay(w, m, v, a.history, t)
+            w, m, v = _adam_decay(w, m, v, _row(a.history, t, ADAM))
             t += 1
         else:  # none of the other steps moves the weights but by their own decay
-            m *= _fade(a.log_fade, t, until, 0, 3)
-            v *= _fade(a.log_fade, t, until, 1, 3)
-            w *= _fade(a.log_fade, t, until, 2, 3)
+            start, end = _row(a.log_fade, t, ADAM_FADE), _row(a.log_fade, until, ADAM_FADE)
+            m *= _fade(start + ADAM_FADE.value.first_moment, end + ADAM_FADE.value.first_moment)
+            v *= _fade(start + ADAM_FADE.value.second_moment, end + ADAM_FADE.value.second_moment)
+            w *= _fade(start + ADAM_FADE.value.weights, end + ADAM_FADE.value.weights)
             t = until
     return w, m, v
 
@@ -239,14 +258,13 @@ def refresh_dense_adam(w, s, rows, a, steps, FORM: tl.constexpr):
 def dense_adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
     t = steps - 1
     w, m, v = _catch_up_adam(w, s, rows, a, t, FORM)
-    m += (g - m) * _number(a.history, t, 3, 9)
-    v = v * _number(a.history, t, 2, 9) + (g * g) * _number(a.history, t, 4, 9)
+    now = _row(a.history, t, ADAM)
+    m += (g - m) * tl.load(now + ADAM.value.one_minus_beta1)
+    v = v * tl.load(now + ADAM.value.beta2) + (g * g) * tl.load(now + ADAM.value.one_minus_beta2)
     _store(s, rows, m, 0, FORM)
     _store(s, rows, v, 1, FORM)
     _set_last_steps(s, rows, steps, FORM)
-    step_size, correction, eps = _number(a.history, t, 0, 9), _number(a.history, t, 5, 9), _number(a.history, t, 6, 9)
-    shrink, decay = _number(a.history, t, 7, 9), _number(a.history, t, 8, 9)
-    return _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay)
+    return _dense_adam_weights(w, m, v, now)
 
 
 @inlined
@@ -273,12 +291,19 @@ def ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
+def _ftrl_numbers(history, t):
+    now = _row(history, t, FTRL)
+    lr, l1 = tl.load(now + FTRL.value.lr), tl.load(now + FTRL.value.l1)
+    return lr, l1, tl.load(now + FTRL.value.l2), tl.load(now + FTRL.value.beta)
+
+
+@inlined
 def refresh_dense_ftrl(w, s, rows, a, steps, FORM: tl.constexpr):
     """Bring rows up to step `steps`, which made their weights anew of their state, as it does to every row."""
     if steps > 0:
-        n, z, t = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM), steps - 1
-        lr, l1 = _number(a.history, t, 0, 4), _number(a.history, t, 1, 4)
-        w = _ftrl_weights(n, z, lr, l1, _number(a.history, t, 2, 4), _number(a.history, t, 3, 4))
+        n, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
+        lr, l1, l2, beta = _ftrl_numbers(a.history, steps - 1)
+        w = _ftrl_weights(n, z, lr, l1, l2, beta)
     return w
 
 
@@ -286,29 +311,11 @@ def refresh_dense_ftrl(w, s, rows, a, steps, FORM: tl.constexpr):
 def dense_ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
     t = steps - 1
     w = refresh_dense_ftrl(w, s, rows, a, t, FORM)
-    lr, l1, l2 = _number(a.history, t, 0, 4), _number(a.history, t, 1, 4), _number(a.history, t, 2, 4)
-    return _ftrl_step(w, g, s, rows, lr, l1, l2, _number(a.history, t, 3, 4), 0.0, FORM)
+    lr, l1, l2, beta = _ftrl_numbers(a.history, t)
+    return _ftrl_step(w, g, s, rows, lr, l1, l2, beta, 0.0, FORM)
 
 
-UPDATES = {
-    arguments.SGDStep: sgd,
-    arguments.MomentumStep: momentum,
-    arguments.DenseMomentumStep: dense_momentum,
-    arguments.AdagradStep: adagrad,
-    arguments.RowwiseAdagradStep: rowwise_adagrad,
-    arguments.RMSpropStep: rmsprop,
-    arguments.DenseRMSpropStep: dense_rmsprop,
-    arguments.AdamStep: adam,
-    arguments.AdamWStep: adamw,
-    arguments.DenseAdamStep: dense_adam,
-    arguments.FtrlStep: ftrl,
-    arguments.DenseFtrlStep: dense_ftrl,
-}
-
-REFRESHES = {
-    arguments.DenseMomentumStep: refresh_dense_momentum,
-    arguments.DenseAdamStep: refresh_dense_adam,
-    arguments.DenseFtrlStep: refresh_dense_ftrl,
-}
+UPDATES = arguments.functions_of_steps(globals())
+REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
 
 ONE_ROW = {arguments.DenseMomentumStep, arguments.DenseAdamStep}  # their loops are as long as a row has been away

@@ -6,7 +6,7 @@ gradients ``g`` (unique, dim), all float32, and the step's numbers; it changes `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def rmsprop(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RMSpropSte
 def dense_rmsprop(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseRMSpropStep) -> None:
     v, t = s[:, :-1], a.steps - 1
     for row, last in enumerate(_last_steps(s)):
-        for alpha in a.history[last:t, 1]:
+        for alpha in a.history[last:t, arguments.RMSPROP_COLUMN.alpha]:
             v[row] *= alpha
     rmsprop(w, v, g, arguments.RMSpropStep(*a.history[t]))
     _set_last_steps(s, a.steps)
@@ -113,27 +113,22 @@ def refresh_dense_adam(w: np.ndarray, s: np.ndarray, a: arguments.DenseAdamStep)
     """Bring rows up to step ``a.steps``: the steps that dense Adam made while no batch touched them."""
     dim = w.shape[1]
     for row, last in enumerate(_last_steps(s)):
-        for step_size, beta1, beta2, _, _, bias_correction2_sqrt, eps, shrink, decay in a.history[last : a.steps]:
+        for numbers in a.history[last : a.steps]:
+            n = arguments.DenseAdamNumbers(*numbers)
             if last == 0:  # it was never stepped: its moments are 0
-                w[row] = w[row] * shrink - w[row] * decay
+                w[row] = w[row] * n.shrink - w[row] * n.decay
                 continue
             m, v = s[row, :dim], s[row, dim : 2 * dim]
-            m *= beta1
-            v *= beta2
-            step = step_size * (m / (np.sqrt(v) / bias_correction2_sqrt + eps))
-            w[row] = w[row] * shrink - (w[row] * decay + step)
+            m *= n.beta1
+            v *= n.beta2
+            step = n.step_size * (m / (np.sqrt(v) / n.bias_correction2_sqrt + n.eps))
+            w[row] = w[row] * n.shrink - (w[row] * n.decay + step)
     _set_last_steps(s, a.steps)
 
 
 def dense_adam(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseAdamStep) -> None:
     refresh_dense_adam(w, s, a._replace(steps=a.steps - 1))
-    step_size, _, beta2, rest1, rest2, bias_correction2_sqrt, eps, shrink, decay = a.history[a.steps - 1]
-    adamw(
-        w,
-        s[:, :-1],
-        g,
-        arguments.AdamWStep(step_size, shrink, decay, rest1, beta2, rest2, bias_correction2_sqrt, eps),
-    )
+    adamw(w, s[:, :-1], g, arguments.adamw_step(arguments.DenseAdamNumbers(*a.history[a.steps - 1])))
     _set_last_steps(s, a.steps)
 
 
@@ -146,23 +141,5 @@ def _set_last_steps(s: np.ndarray, step: int) -> None:
     s[:, -1] = np.int32(step).view(f32)
 
 
-UPDATES: dict[type, Callable[[np.ndarray, np.ndarray, np.ndarray, Any], None]] = {
-    arguments.SGDStep: sgd,
-    arguments.MomentumStep: momentum,
-    arguments.DenseMomentumStep: dense_momentum,
-    arguments.AdagradStep: adagrad,
-    arguments.RowwiseAdagradStep: rowwise_adagrad,
-    arguments.RMSpropStep: rmsprop,
-    arguments.DenseRMSpropStep: dense_rmsprop,
-    arguments.AdamStep: adam,
-    arguments.AdamWStep: adamw,
-    arguments.DenseAdamStep: dense_adam,
-    arguments.FtrlStep: ftrl,
-    arguments.DenseFtrlStep: dense_ftrl,
-}
-
-REFRESHES: dict[type, Callable[[np.ndarray, np.ndarray, Any], None]] = {
-    arguments.DenseMomentumStep: refresh_dense_momentum,
-    arguments.DenseAdamStep: refresh_dense_adam,
-    arguments.DenseFtrlStep: refresh_dense_ftrl,
-}
+UPDATES = arguments.functions_of_steps(globals())
+REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
