@@ -14,7 +14,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, pinned, placement, timeline
 from embedrock.errors import UnsupportedError
-from embedrock.torch import side
+from embedrock.torch.training import side
 
 
 class Scarce:

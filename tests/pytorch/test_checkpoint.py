@@ -17,7 +17,7 @@ from torch import nn
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.machine.vfs import OSSystem
-from embedrock.torch import checkpoint
+from embedrock.torch.saving import checkpoint
 
 
 def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: range) -> None:

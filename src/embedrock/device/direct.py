@@ -140,7 +140,7 @@ class DirectSide(DeviceSide):
         self._is_brought = True
 
     def expect(self, ids: Tensor | None) -> None:
-        """Have the rows of the next batch brought near after the next lookup, beside what the device does then.
+        """Bring the rows of the next batch near after the next lookup, beside what the device does then.
 
         What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
         while it moves, whether it was expected or not.

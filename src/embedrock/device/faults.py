@@ -63,7 +63,7 @@ class Faults:
         self._launched.append(number)
 
     def ask(self) -> None:
-        """Have the fault copied to the host, behind what was launched so far."""
+        """Copy the fault to the host, behind what was launched so far."""
         if self._is_asked:
             return
         self._seen.copy_(self.tensor, non_blocking=True)
@@ -77,7 +77,7 @@ class Faults:
             self._take()
 
     def look(self) -> None:
-        """Have the next check see the fault as it is now. Waits for the device."""
+        """Let the next check see the fault as it is now. Waits for the device."""
         self._is_asked = False
         self.ask()
         if self._event is not None:

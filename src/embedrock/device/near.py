@@ -24,7 +24,7 @@ HALF_LIFE = 30.0
 
 
 def present(where: Tensor) -> Tensor:
-    """Tell which rows have a record."""
+    """Return which rows have a record."""
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
@@ -83,7 +83,7 @@ class Near:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
-        """Have no row in the cache. Its records are no newer than those in RAM."""
+        """Empty the cache. Its records are no newer than those in RAM."""
         self.slots.owner.fill_(-1)
         for state in (self.slots.worth, self.slots.used, self.slots.dirty):
             state.zero_()
@@ -152,7 +152,7 @@ class Near:
         cache.settle(plan.keys, plan.count, live, *args)
 
     def write_back(self) -> None:
-        """Have the records in RAM be as new as those of the cache."""
+        """Bring the records in RAM up to date with those of the cache."""
         changed = self.slots.dirty.nonzero()[:, 0]
         if len(changed):
             owners, order = self.slots.owner[changed].sort()

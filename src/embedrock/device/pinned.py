@@ -80,7 +80,7 @@ def _unregister(parts: list[int], memory: np.ndarray, device: torch.device) -> N
 
 
 def warn_of(error: PinningError, subject: str) -> None:
-    """Tell that rows of a table stay with the CPU."""
+    """Warn that rows of a table stay with the CPU."""
     warnings.warn(
         f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
         PinningWarning,

@@ -156,7 +156,7 @@ class DeviceSide(ABC):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Have the table, and do work on the device in its order."""
+        """Hold the table's lock, and do work on the device in its order."""
         with self.table.turn.lock, self.timeline.ordered():
             yield
 
@@ -328,11 +328,11 @@ class DeviceSide(ABC):
             self.table.skip_beside()
 
     def note_use(self) -> None:
-        """Have whatever changes the tier's records wait for `finish`."""
+        """Let whatever changes the tier's records wait for `finish`."""
         self.table.turn.running = self
 
     def note_change(self) -> None:
-        """Have whatever reads the tier's records wait for `finish`."""
+        """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
         self._seen, self._batch = self.table.changes, self._stamp + 1
 

@@ -100,7 +100,7 @@ class Timeline:
                 tensor.record_stream(stream)
 
     def wait_for_copies(self) -> None:
-        """Have what comes on the caller's stream wait for the copies so far. The host goes on."""
+        """Let what comes on the caller's stream wait for the copies so far. The host goes on."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from embedrock.tiers.side import PlacementWarning
-from embedrock.torch.bag import EmbeddingBag
-from embedrock.torch.checkpoint import NoCheckpointError, load, save
-from embedrock.torch.embedding import Embedding
-from embedrock.torch.handle import Handle
-from embedrock.torch.lookahead import prefetch
+from embedrock.torch.layers.bag import EmbeddingBag
+from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
     SGD,
     Adagrad,
@@ -19,8 +16,11 @@ from embedrock.torch.optim import (
     RowOptimizer,
     RowwiseAdagrad,
 )
-from embedrock.torch.parameters import dense_parameters, handles, place
-from embedrock.torch.vigil import ForgottenGradientsError
+from embedrock.torch.prefetch import prefetch
+from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.parameters import dense_parameters, handles, place
+from embedrock.torch.training.vigil import ForgottenGradientsError
 
 __all__ = [
     "SGD",

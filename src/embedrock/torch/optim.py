@@ -15,10 +15,10 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.rules import Rule
-from embedrock.torch.handle import Handle
-from embedrock.torch.layer import RowLayer
-from embedrock.torch.parameters import dense_parameters, handles
-from embedrock.torch.steps import DueStep, step_all
+from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.parameters import dense_parameters, handles
+from embedrock.torch.training.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
 

@@ -21,7 +21,6 @@ from embedrock.demo.torch.backends import EMBEDROCK, Backend
 from embedrock.demo.torch.models import MODELS
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
 from embedrock.table.table import Table
-from embedrock.torch.checkpoint import NoCheckpointError
 
 WARM_UP_STEPS = 3
 
@@ -86,7 +85,7 @@ class TorchLearner:
             return 0
         try:
             return ert.load(self.model, self._checkpoints, self.optimizers)
-        except NoCheckpointError:
+        except ert.NoCheckpointError:
             return 0
 
     def train(self, batches: Batches, steps: range, after_step: Callable[[float], None]) -> None:

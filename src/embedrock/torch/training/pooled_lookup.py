@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embedrock.torch.handle import Handle
-from embedrock.torch.lookup import Options, refuse_second_derivative
-from embedrock.torch.side import RowSide
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.lookup import Options, refuse_second_derivative
+from embedrock.torch.training.side import RowSide
 
 
 class PooledLookup(torch.autograd.Function):

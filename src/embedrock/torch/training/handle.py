@@ -14,10 +14,10 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.table.table import Table
-from embedrock.torch.host_side import HostSide
-from embedrock.torch.pending import Pending
-from embedrock.torch.side import Gradients, RowSide, device_side
-from embedrock.torch.vigil import ForgottenGradientsError, Vigil
+from embedrock.torch.training.host_side import HostSide
+from embedrock.torch.training.pending import Pending
+from embedrock.torch.training.side import Gradients, RowSide, device_side
+from embedrock.torch.training.vigil import ForgottenGradientsError, Vigil
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.

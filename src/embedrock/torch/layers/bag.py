@@ -14,11 +14,11 @@ from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table.table import Table
-from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
-from embedrock.torch.handle import Handle
-from embedrock.torch.layer import RowLayer, outside_of_graphs
-from embedrock.torch.lookup import check_ids, host_ids
-from embedrock.torch.pooled_lookup import PooledLookup
+from embedrock.torch.layers.arguments import REFUSED, dtype_name, pretrained_table
+from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.lookup import check_ids, host_ids
+from embedrock.torch.training.pooled_lookup import PooledLookup
 
 MODES = ("sum", "mean", "max")
 

@@ -14,9 +14,9 @@ from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference, reference_to
 from embedrock.table.table import Table
-from embedrock.torch.arguments import DTYPES, check_norm
-from embedrock.torch.handle import Handle, handle_of
-from embedrock.torch.lookup import Options, renormalize
+from embedrock.torch.layers.arguments import DTYPES, check_norm
+from embedrock.torch.training.handle import Handle, handle_of
+from embedrock.torch.training.lookup import Options, renormalize
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -125,7 +125,7 @@ class RowLayer(nn.Module):
         return handle
 
     def _trains(self, handle: Handle) -> bool:
-        """Tell whether a forward is followed by gradients of rows, and check that they will be applied."""
+        """Return whether a forward is followed by gradients of rows, and check that they will be applied."""
         if not (handle.requires_grad and torch.is_grad_enabled()):
             return False
         if self.training:

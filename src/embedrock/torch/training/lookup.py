@@ -11,8 +11,8 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.table.table import Table
-from embedrock.torch.handle import Handle
-from embedrock.torch.side import RowSide
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.side import RowSide
 
 ID_DTYPES = (torch.int32, torch.int64)
 

@@ -74,7 +74,7 @@ class Vigil:
             self._passed_by = type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
-        """Tell whether another optimizer's step shows that ours is forgotten."""
+        """Return whether another optimizer's step shows that ours is forgotten."""
         if parameters := self._model_parameters():
             # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
             return not _parameters(other).isdisjoint(parameters)

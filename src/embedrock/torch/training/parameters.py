@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError
-from embedrock.torch.handle import Handle
+from embedrock.torch.training.handle import Handle
 
 
 def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:

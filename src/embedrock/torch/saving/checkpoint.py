@@ -22,9 +22,9 @@ from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
 from embedrock.fronts.references import Relocate, check_state, go_to, tell_resumed
 from embedrock.table.table import Table
-from embedrock.torch.layer import REMEDIES, RowLayer
-from embedrock.torch.moved import open_moved, references
-from embedrock.torch.parameters import handles
+from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
+from embedrock.torch.saving.relocation import open_moved, references
+from embedrock.torch.training.parameters import handles
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")

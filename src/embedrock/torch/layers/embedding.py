@@ -13,9 +13,9 @@ from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
 from embedrock.table.table import Table
-from embedrock.torch.arguments import REFUSED, dtype_name, pretrained_table
-from embedrock.torch.layer import RowLayer, outside_of_graphs
-from embedrock.torch.lookup import Lookup, check_ids
+from embedrock.torch.layers.arguments import REFUSED, dtype_name, pretrained_table
+from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
+from embedrock.torch.training.lookup import Lookup, check_ids
 
 
 class Embedding(RowLayer):

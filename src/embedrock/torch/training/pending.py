@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from embedrock.torch.side import Gradients, RowSide
+from embedrock.torch.training.side import Gradients, RowSide
 
 
 class Pending:

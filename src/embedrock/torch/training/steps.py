@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from embedrock.rules import Rule
-from embedrock.torch.side import RowSide
+from embedrock.torch.training.side import RowSide
 
 
 class DueStep(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_table
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
-from embedrock.torch.layer import RowLayer
-from embedrock.torch.lookup import check_ids, host_ids
+from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.lookup import check_ids, host_ids
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RowLayer | Table)
@@ -76,7 +76,7 @@ class _Cache:
         return np.empty(0, np.int64)
 
     def advance(self) -> None:
-        """Have the next batch's rows brought; the first one's are in use from now on."""
+        """Bring the next batch's rows; the first one's are in use from now on."""
         self._ids.popleft()
         self._side.expect(self._ids[0] if self._ids else None)
 

@@ -17,7 +17,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.fronts import steps
 from embedrock.table.table import Table
-from embedrock.torch.steps import DueStep
+from embedrock.torch.training.steps import DueStep
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

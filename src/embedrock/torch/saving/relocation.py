@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError
 from embedrock.fronts.references import Relocate, is_reference, keep_rule, relocation
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table
-from embedrock.torch.layer import RowLayer
+from embedrock.torch.layers.row_layer import RowLayer
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:

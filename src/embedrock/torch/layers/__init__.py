@@ -1,0 +1,1 @@
+"""Layers: `torch.nn`'s embedding layers with their rows in a table."""

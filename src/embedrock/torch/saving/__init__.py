@@ -1,0 +1,1 @@
+"""Checkpoints of a model and its tables on disk."""
