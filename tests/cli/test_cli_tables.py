@@ -159,7 +159,9 @@ def test_commits(run: Run, capsys: pytest.CaptureFixture[str]):
     found = run("commits", "t.rock")["commits"]
     assert [(one["commit"], one["step"], one["name"]) for one in found][-2:] == [(1, 10, "first"), (2, 20, None)]
     assert main(["commits", "t.rock"]) == 0
-    assert "step 10  'first'" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["commit", "time", "rows", "size", "step", "name"]
+    assert [(line[0], line[2], *line[5:]) for line in lines[-2:]] == [("1", "60", "10", "'first'"), ("2", "60", "20")]
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "commits", "compact"])

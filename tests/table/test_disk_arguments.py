@@ -96,7 +96,7 @@ def test_a_folder_of_something_else(tmp_path: Path):
 
 
 def test_a_folder_whose_parent_is_missing(tmp_path: Path):
-    with pytest.raises(TableFileError, match=f"Make {tmp_path}/below first"):
+    with pytest.raises(TableFileError, match=f"Make this one first: '{tmp_path}/below'$"):
         make(tmp_path / "below" / "users.rock")
 
 

@@ -155,12 +155,11 @@ def _forget(table: er.Table) -> None:
 def _check_fit(job: ImportJob, table: er.Table) -> None:
     source, rows = job.source, table.rows
     if source.dim != table.dim:
-        fail(
-            source.path, f"vectors of {table.dim} numbers, as {job.table} has", f"{source.dim}", "Choose another table."
-        )
+        remedy = f"Choose another table than {job.table}."
+        fail(source.path, f"vectors of {table.dim} numbers, as the table has", f"{source.dim}", remedy)
     if rows is not None and not source.has_ids and source.rows > rows:
-        remedy = "Choose another table, or a larger --rows."
-        fail(source.path, f"at most {rows} rows, as {job.table} has", f"{source.rows}", remedy)
+        remedy = f"Choose a larger --rows, or another table than {job.table}."
+        fail(source.path, f"at most {rows} rows, as the table has", f"{source.rows}", remedy)
 
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:

@@ -25,11 +25,10 @@ from embedrock.store.verify import Verdict, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
 from embedrock.terminal.arguments import count, number
+from embedrock.terminal.tables import format_facts, format_table
 
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
-
-Told = tuple[dict[str, Any], str]  # the same as data and for people
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -147,7 +146,7 @@ def _bytes_by_kind(path: str) -> dict[str, int]:
 def _info_text(told: dict[str, Any]) -> str:
     last, kinds = told["commit"], told["bytes"]
     rows = "any int64 as id" if told["rows"] is None else f"{told['rows']:,}"
-    lines = {
+    facts = {
         "table": told["path"],
         "uuid": told["uuid"],
         "rows": f"{rows}; {told['rows_touched']:,} have records",
@@ -160,7 +159,7 @@ def _info_text(told: dict[str, Any]) -> str:
         "on disk": f"{format_bytes(sum(kinds.values()))}: "
         + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items()),
     }
-    return "\n".join(f"{name:13} {value}" for name, value in lines.items())
+    return format_facts(facts)
 
 
 def _call(described: dict[str, Any] | None) -> str:
@@ -173,15 +172,21 @@ def _call(described: dict[str, Any] | None) -> str:
 def _commits(arguments: Namespace) -> int:
     with er.open(arguments.table, mode="r") as table:
         found = table.commits()
-    text = "\n".join(_commit_text(one) for one in found)
+    text = format_table(("commit", "time", "rows", "size", "step", "name"), [_commit_cells(one) for one in found])
     return _tell(arguments, {"commits": found}, text)
 
 
 def _commit_text(commit: dict[str, Any]) -> str:
-    step = "" if commit["step"] is None else f"  step {commit['step']}"
-    name = "" if commit["name"] is None else f"  {commit['name']!r}"
-    size = format_bytes(commit["bytes"])
-    return f"{commit['commit']:>6}  {commit['time'][:19]}Z  {commit['rows']:>13,} rows  {size:>10}{step}{name}"
+    number, time, rows, size, step, name = _commit_cells(commit)
+    return ", ".join(filter(None, (number, time, f"{rows} rows", size, step and f"step {step}", name)))
+
+
+def _commit_cells(commit: dict[str, Any]) -> tuple[str, ...]:
+    """Return number, time, rows, size, step and name of a commit, for people."""
+    step = "" if commit["step"] is None else str(commit["step"])
+    name = "" if commit["name"] is None else repr(commit["name"])
+    number, time = str(commit["commit"]), f"{commit['time'][:19]}Z"
+    return number, time, f"{commit['rows']:,}", format_bytes(commit["bytes"]), step, name
 
 
 def _verify(arguments: Namespace) -> int:

@@ -22,7 +22,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.terminal.progress import print_above, progress
-from embedrock.terminal.tables import Column, format_head, format_row, format_table
+from embedrock.terminal.tables import Column, format_facts, format_head, format_row, format_table
 
 REPORTS = 4  # how often the AUC is measured
 RECENT = 100  # batches, whose mean loss is shown
@@ -159,14 +159,9 @@ def _results(training: Training, split: PlantedSplit, steps: range, disk: dict[s
 
 def _format_start(options: ClickOptions, spec: ModelSpec) -> str:
     """Return what is going to be trained, and on what."""
-    return "\n".join(
-        [
-            f"clicks   {options.users:,} users x {options.items:,} items, popularity Zipf({ZIPF}), seed {options.seed}",
-            f"model    {options.model}, Adam(lr={options.lr:g}), {options.steps:,} batches of {options.batch_size:,}",
-            "",
-            _format_sizes(spec.embeddings),
-        ]
-    )
+    clicks = f"{options.users:,} users x {options.items:,} items, popularity Zipf({ZIPF}), seed {options.seed}"
+    model = f"{options.model}, Adam(lr={options.lr:g}), {options.steps:,} batches of {options.batch_size:,}"
+    return f"{format_facts({'clicks': clicks, 'model': model})}\n\n{_format_sizes(spec.embeddings)}"
 
 
 def _format_sizes(specs: tuple[EmbeddingSpec, EmbeddingSpec]) -> str:
@@ -189,21 +184,19 @@ def _format_training(results: dict[str, Any]) -> str:
     used = sum(t["bytes_used"] for t in tables)
     steps = last["step"] - results["resumed_at"]
     rate = steps / last["train_s"] if steps else 0.0
-    return "\n".join(
-        [
-            "",
-            f"trained  {steps:,} steps in {last['train_s']:.1f} s, {rate:.0f} it/s",
-            *([_format_disk(results["disk"], list(tables))] if results["disk"] else []),
-            f"rows     {touched:,} of {rows:,} touched ({touched / rows:.0%})",
-            f"RAM      {format_bytes(used)} for the tables, {format_bytes(results['rss_bytes'])} for the process",
-            f"AUC      {last['auc']:.4f} trained, {results['planted_auc']:.4f} planted model; "
-            f"{results['test_unseen_share']:.0%} of the test has a user or item that was in no batch",
-        ]
-    )
+    facts = {
+        "trained": f"{steps:,} steps in {last['train_s']:.1f} s, {rate:.0f} it/s",
+        "disk": _format_disk(results["disk"], list(tables)) if results["disk"] else "",
+        "rows": f"{touched:,} of {rows:,} touched ({touched / rows:.0%})",
+        "RAM": f"{format_bytes(used)} for the tables, {format_bytes(results['rss_bytes'])} for the process",
+        "AUC": f"{last['auc']:.4f} trained, {results['planted_auc']:.4f} planted model; "
+        f"{results['test_unseen_share']:.0%} of the test has a user or item that was in no batch",
+    }
+    return "\n" + format_facts({name: text for name, text in facts.items() if text})
 
 
 def _format_disk(rates: dict[str, float], tables: list[dict[str, float]]) -> str:
     size = format_bytes(sum(table["disk_bytes"] for table in tables))
     waited = f", {rates['waited_share']:.0%} of the time spent waiting for them" if "waited_share" in rates else ""
     hits, reads = f"{rates['hit_rate']:.1%} of the rows were in RAM", f"{rates['reads_per_step']:,.0f} reads a step"
-    return f"disk     {hits}, {reads}{waited}; {size} of files"
+    return f"{hits}, {reads}{waited}; {size} of files"

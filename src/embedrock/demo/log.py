@@ -18,7 +18,7 @@ from embedrock.demo.torch.backends import EMBEDROCK, SPARSE
 from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
 from embedrock.demo.training import Batches, Learner, Measured, Training
 from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import Column, format_head, format_row, format_table
+from embedrock.terminal.tables import Column, format_facts, format_head, format_row, format_table
 
 CURVE_STEPS = 100  # of the two loss curves that are compared
 CURVE_TARGET, HIT_RATE_TARGET = 1e-5, 0.002
@@ -36,7 +36,7 @@ def run(options: LogOptions) -> dict[str, Any]:
             f"{options.data}: expected users with two interactions or more, and items that they did not touch; "
             "got none. There would be nothing to hold out."
         )
-    _print_start(log, split, options)
+    print(_format_start(log, split, options))
     trainings = _train(split, options)
     results: dict[str, Any] = {"courses": [_results(training) for training in trainings]}
     if options.compare:
@@ -101,16 +101,19 @@ def _epoch_s(training: Training) -> float:
 # ---------------------------------------------------------------- printing
 
 
-def _print_start(log: Interactions, split: Split, options: LogOptions) -> None:
+def _format_start(log: Interactions, split: Split, options: LogOptions) -> str:
     order = "order of the file" if log.times is None else "time"
     repeats = f"; {split.repeats:,} repeats left out" if split.repeats else ""
-    print(f"log      {options.data.name}: {log.form}")
-    print(f"         {len(log.users):,} interactions, {log.num_users:,} users, {log.num_items:,} items{repeats}")
-    print(
-        f"test     the last item (by {order}) of {len(split.test_users):,} users, each among {CANDIDATES} unseen items"
+    counts = f"{len(log.users):,} interactions, {log.num_users:,} users, {log.num_items:,} items{repeats}"
+    tested = f"of {len(split.test_users):,} users, each among {CANDIDATES} unseen items"
+    return format_facts(
+        {
+            "log": f"{options.data.name}: {log.form}\n{counts}",
+            "test": f"the last item (by {order}) {tested}",
+            "train": f"{len(split.users):,} interactions, each with {NEGATIVES} unseen items, anew in every epoch",
+            "model": f"{options.model}, dim {options.dim}, Adam(lr={options.lr:g}), batch {options.batch_size:,}",
+        }
     )
-    print(f"train    {len(split.users):,} interactions, each with {NEGATIVES} unseen items, anew in every epoch")
-    print(f"model    {options.model}, dim {options.dim}, Adam(lr={options.lr:g}), batch {options.batch_size:,}")
 
 
 def _format_head(trainings: Sequence[Training]) -> str:

@@ -16,6 +16,7 @@ from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.options import ClickOptions
 from embedrock.errors import EmbedrockError
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.tables import format_facts
 
 TIMES_SMALLER = 10  # the tables' RAM, if it was not chosen, than the rows trained
 LEAST_BATCHES = 8  # whose rows fit into the RAM of a table, if it was not chosen
@@ -64,12 +65,11 @@ class TrainingFolder:
         return self.folder / "checkpoints"
 
     def describe(self) -> str:
-        """Return one line about the folder and the RAM."""
+        """Return two lines about the folder and the RAM."""
         memory = sum(self.budgets)
-        return (
-            f"on disk  in {self.folder}, with {format_bytes(memory)} of RAM for the tables: the rows that are trained "
-            f"take about {format_bytes(self.trained)}, {self.trained / memory:.0f} times as much"
-        )
+        trained = f"{format_bytes(self.trained)}, {self.trained / memory:.1f} times as much"
+        ram = f"with {format_bytes(memory)} of RAM for the tables: the rows that are trained take about {trained}"
+        return format_facts({"on disk": f"in {self.folder}\n{ram}"})
 
     def placed(self, spec: ModelSpec) -> ModelSpec:
         """Return the spec of the same model with its tables in this folder."""
@@ -103,17 +103,20 @@ class TrainingFolder:
         try:
             yield self
         except KeyboardInterrupt:
-            print(f"\nfiles    stay in {self.folder}; the same command goes on from the last checkpoint")
+            text = f"the same command goes on from the last checkpoint; they stay in {self.folder}"
+            print("\n" + format_facts({"files": text}))
             raise
         print(self.finish())
 
     def finish(self) -> str:
         """Remove the folder unless the user chose it; return one line about it."""
-        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        size = format_bytes(sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()))
         if self.is_kept:
-            return f"files    {format_bytes(size)} stay in {self.folder}; the same command with more --steps goes on"
-        shutil.rmtree(self.folder)
-        return f"files    {format_bytes(size)} in {self.folder}, removed now; --path FOLDER keeps them"
+            text = f"{size}; the same command with more --steps goes on; they stay in {self.folder}"
+        else:
+            text = f"{size}, removed now; --path FOLDER keeps them"
+            shutil.rmtree(self.folder)
+        return format_facts({"files": text})
 
 
 def default_folder() -> Path:

@@ -58,7 +58,7 @@ def make(system: System, folder: str) -> None:
     """
     parent = os.path.dirname(folder) or "."
     if not system.exists(parent):
-        raise TableFileError(errno.ENOENT, f"a table needs a folder to lie in. Make {parent} first", folder)
+        raise TableFileError(errno.ENOENT, "a table needs a folder to lie in. Make this one first", parent)
     if not system.exists(folder):
         retried(system.mkdir, folder)
     retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+NAME_WIDTH = 7  # of facts, at least: those printed one after the other are aligned
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -14,6 +16,19 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
+
+
+def format_facts(facts: Mapping[str, str]) -> str:
+    """Return a line for each fact: its name, and what it is. Further lines of a text go below its first one.
+
+    Example:
+        >>> print(format_facts({"rows": "10", "on disk": "1.5 KiB"}))
+        rows     10
+        on disk  1.5 KiB
+    """
+    width = max(NAME_WIDTH, *map(len, facts))
+    below = "\n" + " " * (width + 2)
+    return "\n".join(f"{name:{width}}  {text}".replace("\n", below) for name, text in facts.items())
 
 
 class Column(NamedTuple):

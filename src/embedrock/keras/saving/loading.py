@@ -122,7 +122,7 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
         if not os.path.isdir(os.path.join(now, "manifest")):
             raise ArgumentError(
                 f"there is no table at {now!r}, to which the file refers. If it was moved, load the model by "
-                f"erk.load_model(file, relocate={{{asked!r}: new path}})."
+                f"erk.load_model(file, relocate={{old path: new path}}), where the old path is {asked!r}."
             )
         if loading is not None and loading.mode == "r":
             shared[KEY, asked] = open_snapshot(now, loading.commits.get(asked), options), False

@@ -100,8 +100,8 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError as error:
-        missing = f"a table needs a folder to lie in. Make {folder.parent} first"
-        raise TableFileError(errno.ENOENT, missing, str(folder)) from error
+        missing = "a table needs a folder to lie in. Make this one first"
+        raise TableFileError(errno.ENOENT, missing, str(folder.parent)) from error
 
 
 def _workers_of(path: str) -> int | None:

@@ -73,8 +73,8 @@ def save(
     before = checkpoints(folder, ENDINGS)
     if before and before[-1].step > made.step:
         raise ArgumentError(
-            f"`step` of ert.save must be at least that of the last checkpoint in {str(folder)!r}, {before[-1].step}: "
-            f"got {made.step}. Go on from that checkpoint by ert.load, or save to another folder."
+            f"`step` of ert.save must be at least that of the last checkpoint, {before[-1].step}: got {made.step}. "
+            f"Go on from that checkpoint by ert.load, or save to another folder than {str(folder)!r}."
         )
     collect(folder, ENDINGS, tables)
     try:
