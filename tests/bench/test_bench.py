@@ -21,14 +21,19 @@ import numpy as np
 import pytest
 
 from embedrock.bench import cli
-from embedrock.bench.harness import rounds
+from embedrock.bench.harness import options, runner
+from embedrock.bench.harness.bench import Bench, Task
+from embedrock.bench.harness.comparison import Step, Turn, format_times, report_of
+from embedrock.bench.harness.contenders import Footprint, Unavailable
+from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import machine_facts, peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError, child_environment
-from embedrock.bench.harness.report import Target, Verdict, comparison, format_results, format_verdicts, spread
-from embedrock.bench.harness.rounds import Effort, Entry, Result, measure, plan_groups
+from embedrock.bench.harness.report import spread
+from embedrock.bench.harness.runner import Entry, Result, measure, plan_groups
+from embedrock.bench.harness.targets import Race, Target, Verdict, faster, format_verdicts, judge
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
-from embedrock.bench.step import comparisons, contenders
-from embedrock.bench.step.contenders import Contender, Unavailable
+from embedrock.bench.step import benches, contenders
+from embedrock.bench.step.contenders import StepContender
 from embedrock.machine.ram import available_bytes
 from embedrock.terminal.arguments import count
 
@@ -50,15 +55,15 @@ GIB = 1 << 30
 # ---------------------------------------------------------------- toy contenders (they are imported in children)
 
 
-def make_quick(workload: Workload) -> contenders.Step:
+def make_quick(workload: Workload) -> Step:
     return lambda index: index
 
 
-def make_sleeper(workload: Workload, seconds: float) -> contenders.Step:
+def make_sleeper(workload: Workload, seconds: float) -> Step:
     return lambda index: time.sleep(seconds)
 
 
-def make_writer(workload: Workload, path: Path, name: str) -> contenders.Step:
+def make_writer(workload: Workload, path: Path, name: str) -> Step:
     def step(index: int) -> None:
         with path.open("a") as log:
             log.write(f"begin {name}\n")
@@ -69,22 +74,22 @@ def make_writer(workload: Workload, path: Path, name: str) -> contenders.Step:
     return step
 
 
-def make_unavailable(workload: Workload) -> contenders.Step:
+def make_unavailable(workload: Workload) -> Step:
     raise Unavailable("no such package here")
 
 
-def make_broken(workload: Workload) -> contenders.Step:
+def make_broken(workload: Workload) -> Step:
     raise ValueError("cannot be made")
 
 
-def make_breaking(workload: Workload) -> contenders.Step:
+def make_breaking(workload: Workload) -> Step:
     def step(index: int) -> None:
         raise ArithmeticError(f"step {index} is wrong")
 
     return step
 
 
-def make_dying(workload: Workload) -> contenders.Step:
+def make_dying(workload: Workload) -> Step:
     def step(index: int) -> None:
         os.write(1, b"last words\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,17 +97,17 @@ def make_dying(workload: Workload) -> contenders.Step:
     return step
 
 
-def toy(name: str, make: Callable[[Workload], contenders.Step] = make_quick, tables: float = 0) -> Contender:
-    return Contender(name, f"toy {name}", make, tables)
+def toy(name: str, make: Callable[[Workload], Step] = make_quick, tables: float = 0) -> StepContender:
+    return StepContender(name, f"toy {name}", make, tables)
 
 
-def bare(name: str, tables: float) -> Contender:
+def bare(name: str, tables: float) -> StepContender:
     """Return a contender that needs RAM for its tables only."""
-    return Contender(name, f"bare {name}", make_quick, tables, process_bytes=0)
+    return StepContender(name, f"bare {name}", make_quick, tables, process_bytes=0)
 
 
-def toys(*contenders: Contender) -> list[Entry]:
-    return [Entry(contender, TINY) for contender in contenders]
+def toys(*contenders: StepContender) -> list[Entry]:
+    return [contender.entry(TINY) for contender in contenders]
 
 
 # ---------------------------------------------------------------- workload
@@ -340,33 +345,36 @@ def test_child_ends_with_its_parent(how):
     assert wait_until_gone([child])
 
 
-# ---------------------------------------------------------------- rounds
+# ---------------------------------------------------------------- the runner
 
 
 def test_groups_fit_and_begin_with_the_baseline():
     one = Workload(rows=1 << 20, dim=256, batches=0)  # its weights take 1 GiB
-    sizes = {"a": 2, "base": 1, "b": 4, "c": 6, "huge": 50, "e": 2, "alone": 8.5, "f": 2}
-    entries = [Entry(bare(name, size), one) for name, size in sizes.items()]
-    groups, skipped = plan_groups(entries, "base", 9 * GIB)
+    sizes = {"base": 1, "a": 2, "b": 4, "c": 6, "huge": 50, "e": 2, "alone": 8.5, "f": 2}
+    entries = [bare(name, size).entry(one) for name, size in sizes.items()]
+    room = Footprint(9 * GIB)
+    groups, misfits = plan_groups(entries, room)
     names = [[entry.name for entry in group] for group in groups]
     assert names == [["base", "a", "b", "e"], ["base", "c", "f"], ["alone"]]
-    assert [(result.name, result.status) for result in skipped] == [("huge", "skipped")]
-    assert skipped[0].reason == "needs 50.0 GiB of RAM, 9.0 GiB may be used"
+    assert [entry.name for entry in misfits] == ["huge"]
+    (skipped,) = measure(misfits, SHORT, room)
+    assert (skipped.name, skipped.status) == ("huge", "skipped")
+    assert skipped.reason == "needs 50.0 GiB of RAM, 9.0 GiB may be used"
 
 
 def test_groups_without_a_baseline_that_fits():
     one = Workload(rows=1 << 20, dim=256, batches=0)
-    entries = [Entry(bare(name, size), one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
-    groups, skipped = plan_groups(entries, "base", 4 * GIB)
+    entries = [bare(name, size).entry(one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
+    groups, misfits = plan_groups(entries, Footprint(4 * GIB))
     assert [[entry.name for entry in group] for group in groups] == [["a", "b"], ["c"]]
-    assert [result.name for result in skipped] == ["base"]
+    assert [entry.name for entry in misfits] == ["base"]
 
 
 def test_a_table_too_large_for_a_direct_directory_needs_ram_for_touched_rows_only():
     huge = Workload(rows=10**9)
     ours = next(contender for contender in contenders.STEP if contender.name == "ours-adam")
     records = huge.touched_rows() * 64 * 4 * 3
-    assert records < ours.need_bytes(huge) < 2 * records + 2 * contenders.PROCESS_BYTES
+    assert records < ours.need(huge).host < 2 * records + 2 * contenders.PROCESS_BYTES
 
 
 def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path):
@@ -374,29 +382,30 @@ def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path):
     names = ("a", "b", "c")
     entries = toys(*(toy(name, partial(make_writer, path=log, name=name)) for name in names))
     effort = Effort(rounds=3, steps=2, seconds=5, threads=1, timeout_s=60)
-    results = measure(entries, "a", effort)
+    results = measure(entries, effort)
     assert [result.name for result in results] == ["a", "b", "c"]
     lines = log.read_text().split("\n")[:-1]
     assert lines[::2] == [line.replace("end", "begin") for line in lines[1::2]]
     turns = "".join(line.split()[1] for line in lines[::2])
     warm_up, a_round = "aaabbbccc", "aaaaabbbbbccccc"  # 3 batches; 3 untimed and 2 timed steps
     assert turns == warm_up + 3 * a_round
-    assert [[len(times) for times in result.rounds_s] for result in results] == [[2, 2, 2]] * 3
-    assert all(len(result.first_s) == 3 and result.rss_bytes > 0 for result in results)
+    assert [[len(turn.steps_s) for turn in result.turns] for result in results] == [[2, 2, 2]] * 3
+    assert all(len(result.first) == 3 and result.turns[-1].rss_bytes > 0 for result in results)
 
 
 def test_rounds_are_boxed_in_time():
     entries = toys(toy("slow", partial(make_sleeper, seconds=0.06)))
     effort = Effort(rounds=1, steps=1000, seconds=0.15, threads=1, timeout_s=60)
-    (result,) = measure(entries, "slow", effort)
-    assert 1 <= len(result.steps_s) <= 3
-    assert result.median_s >= 0.06
+    (result,) = measure(entries, effort)
+    (turn,) = result.turns
+    assert 1 <= len(turn.steps_s) <= 3
+    assert median(turn.steps_s) >= 0.06
 
 
 def test_a_failing_contender_is_reported_and_the_others_go_on():
     makes = [make_unavailable, make_broken, make_breaking, make_dying]
     entries = toys(toy("good"), *(toy(make.__name__, make) for make in makes))
-    results = {result.name: result for result in measure(entries, "good", SHORT)}
+    results = {result.name: result for result in measure(entries, SHORT)}
     assert {name: (result.status, result.reason) for name, result in results.items()} == {
         "good": ("ok", ""),
         "make_unavailable": ("skipped", "no such package here"),
@@ -410,7 +419,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 def test_a_hanging_contender_is_ended():
     entries = toys(toy("good"), toy("hangs", partial(make_sleeper, seconds=600)))
-    results = measure(entries, "good", Effort(rounds=1, steps=1, seconds=5, threads=1, timeout_s=5))
+    results = measure(entries, Effort(rounds=1, steps=1, seconds=5, threads=1, timeout_s=5))
     assert [result.status for result in results] == ["ok", "failed"]
     assert results[1].reason == "TimeoutError: no answer within 5 s"
 
@@ -431,8 +440,12 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch):
 
 
 def result(name: str, group: int, *rounds_ms: Sequence[float], workload: Workload = TINY) -> Result:
-    rounds_s = [[milliseconds / 1e3 for milliseconds in times] for times in rounds_ms]
-    return Result(Entry(toy(name), workload), group, first_s=[0.5, 0.3, 0.1, 0.2], rounds_s=rounds_s, rss_bytes=1)
+    turns = [Turn([milliseconds / 1e3 for milliseconds in times], 1, 1) for times in rounds_ms]
+    return Result(toy(name).entry(workload), group=group, first=[0.5, 0.3, 0.1, 0.2], turns=turns)
+
+
+def judged(results: Sequence[Result], baseline: str, targets: Sequence[Target]) -> list[Verdict]:
+    return judge(targets, report_of(results, baseline).results)
 
 
 def test_ratios_are_taken_over_the_baseline_of_the_same_rounds():
@@ -442,7 +455,7 @@ def test_ratios_are_taken_over_the_baseline_of_the_same_rounds():
         result("base", 2, [3, 3]),
         result("b", 2, [6, 6]),
     ]
-    a, b = (comparison(results, "base", ()).results[index] for index in (1, 3))
+    a, b = (report_of(results, "base").results[index] for index in (1, 3))
     assert a["median_ms"] == pytest.approx(25)
     assert a["ratio"] == pytest.approx(25 / 1.5)
     assert a["ratio_range"] == pytest.approx([10, 20])
@@ -457,26 +470,26 @@ def test_targets_compare_through_the_baseline_where_contenders_never_met():
         result("base", 2, [3]),
         result("slow", 2, [30]),
     ]
-    report = comparison(results, "base", [Target("fast", "slow", 6), Target("base", "slow", 11)])
-    assert [verdict.measured for verdict in report.verdicts] == pytest.approx([5, 10])
-    assert [verdict.reached for verdict in report.verdicts] == [False, False]
+    verdicts = judged(results, "base", [faster("fast", "slow", 6), faster("base", "slow", 11)])
+    assert [verdict.measured for verdict in verdicts] == pytest.approx([5, 10])
+    assert [verdict.reached for verdict in verdicts] == [False, False]
 
 
 def test_targets_are_judged_only_for_their_size_and_for_who_was_measured():
     results = [result("fast", 1, [125]), result("slow", 1, [1000])]
     targets = [
-        Target("fast", "slow", 7),
-        Target("fast", "slow", 7, rows=TINY.rows + 1),
-        Target("fast", "slow", 7, lookups=TINY.lookups + 1),
-        Target("fast", "absent", 7),
-        Target("slow", "fast", 7, at_most=True),
+        faster("fast", "slow", 7),
+        faster("fast", "slow", 7, rows=TINY.rows + 1),
+        faster("fast", "slow", 7, lookups=TINY.lookups + 1),
+        faster("fast", "absent", 7),
+        faster("slow", "fast", 7, at_most=True),
     ]
-    report = comparison(results, "fast", targets)
-    assert report.verdicts == [
+    verdicts = judged(results, "fast", targets)
+    assert verdicts == [
         Verdict("fast faster than slow", 8.0, 7, "x"),
         Verdict("time of slow over that of fast", 8.0, 7, "x", at_most=True),
     ]
-    assert [verdict.reached for verdict in report.verdicts] == [True, False]
+    assert [verdict.reached for verdict in verdicts] == [True, False]
 
 
 def test_spread_of_one_and_of_many():
@@ -487,9 +500,9 @@ def test_spread_of_one_and_of_many():
 
 
 def test_the_table_shows_everyone_and_why_someone_is_missing():
-    skipped = Result(Entry(toy("big"), TINY), status="skipped", reason="needs 50 GiB of RAM")
+    skipped = Result(toy("big").entry(TINY), status="skipped", reason="needs 50 GiB of RAM")
     results = [result("base", 1, [1.5]), result("other", 1, [300]), skipped]
-    lines = format_results(comparison(results, "base", ()).results, "base").splitlines()
+    lines = format_times(report_of(results, "base").results, "base").splitlines()
     assert lines[0].split()[:2] == ["contender", "ms"]
     assert lines[2].split()[:2] == ["base", "1.5"]
     assert lines[3].split()[:2] == ["other", "300"]
@@ -498,8 +511,8 @@ def test_the_table_shows_everyone_and_why_someone_is_missing():
 
 
 def test_the_table_without_any_measurement():
-    skipped = Result(Entry(toy("big"), TINY), status="skipped", reason="why")
-    text = format_results(comparison([skipped], "big", ()).results, "big")
+    skipped = Result(toy("big").entry(TINY), status="skipped", reason="why")
+    text = format_times(report_of([skipped], "big").results, "big")
     assert text == "nothing was measured\nbig: skipped: why"
 
 
@@ -558,16 +571,20 @@ def test_counts_are_written_as_people_do(text, expected):
 
 
 def test_contenders_keep_the_order_given():
-    chosen = cli._contenders(contenders.STEP, "torch-sparse-sgd,ours-*,ours-adam")
+    chosen = options.chosen(contenders.STEP, "torch-sparse-sgd,ours-*,ours-adam")
     ours = [contender.name for contender in contenders.STEP if contender.name.startswith("ours")]
     assert [contender.name for contender in chosen] == ["torch-sparse-sgd", *ours]
 
 
 def test_contenders_have_unique_names_and_targets_name_them():
-    for job in comparisons.COMPARISONS:
-        names = [contender.name for contender in job.contenders]
+    for bench in cli.BENCHES:
+        names = [contender.name for contender in bench.contenders]
         assert len(set(names)) == len(names)
-        assert all(target.fast in names and target.slow in names for target in job.targets)
+    for bench in (benches.STEP, benches.LOOKUP, benches.PLAN):
+        names = [contender.name for contender in bench.contenders]
+        races = [target.measure for target in bench.targets]
+        assert races
+        assert all(isinstance(race, Race) and {*race.fast, *race.slow} <= {*names} for race in races)
 
 
 def test_bench_is_a_subcommand_of_the_program():
@@ -639,7 +656,7 @@ def test_fbgemm_that_does_not_import_is_skipped(tmp_path, monkeypatch, capsys):
 
 
 def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rounds, "available_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(runner, "available_bytes", lambda: 2 * GIB)
     document = run_json(tmp_path, "step", "--rows=100M", "--contenders=torch-sparse-adam", "--batches=1")
     assert document["results"][0]["status"] == "skipped"
     assert "torch-sparse-adam: skipped: needs 72.0 GiB of RAM, 1.8 GiB may be used" in capsys.readouterr().out
@@ -657,12 +674,8 @@ def test_plan(tmp_path):
 
 
 def test_plan_measures_both_sizes_unless_told():
-    calls = []
-    arguments = cli._parser().parse_args(["plan", "--rows=1000"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "compare", lambda job, chosen, workloads, *rest: calls.append(workloads))
-        arguments.measure(arguments)
-    assert [(one.rows, one.lookups) for one in calls[0]] == [(1000, 26 * 65_536), (1000, 16_384)]
+    workloads = Task(benches.PLAN, cli._parser().parse_args(["plan", "--rows=1000"])).workloads
+    assert [(one.rows, one.lookups) for one in workloads] == [(1000, 26 * 65_536), (1000, 16_384)]
 
 
 def test_rows(tmp_path):
@@ -688,7 +701,7 @@ def test_all_runs_every_line_and_joins_the_targets(tmp_path, monkeypatch, capsys
     pytest.importorskip("torch")
     monkeypatch.setattr(
         cli,
-        "ALL",
+        "LINES",
         (
             ("plan", *TINY_OPTIONS, "--contenders=numpy-unique"),
             ("create", "--rows=1000", "--dim=8", "--touch=10", "--runs=1"),
@@ -701,13 +714,17 @@ def test_all_runs_every_line_and_joins_the_targets(tmp_path, monkeypatch, capsys
 
 
 def test_all_has_only_lines_that_parse():
-    for line in cli.ALL:
-        assert callable(cli._parser().parse_args(line).measure)
+    for line in cli.LINES:
+        assert callable(cli._parser().parse_args(line).bench.measure)
+
+
+def toy_bench(*contenders: StepContender) -> Bench:
+    options = ("rounds", "steps")
+    return Bench("toy", "toys", benches.compare_contenders, options, contenders, workloads=(TINY,))
 
 
 def test_a_failure_is_the_exit_status(tmp_path, monkeypatch, capsys):
-    job = comparisons.Comparison("toy", "toys", (toy("good"), toy("broken", make_broken)), (), (TINY,))
-    monkeypatch.setattr(cli, "COMPARISONS", (job,))
+    monkeypatch.setattr(cli, "BENCHES", (toy_bench(toy("good"), toy("broken", make_broken)),))
     document = run_json(tmp_path, "toy", "--rounds=1", "--steps=1", status=1)
     assert [line["status"] for line in document["results"]] == ["ok", "failed"]
     assert document["failures"][0]["name"] == "broken"
@@ -720,9 +737,8 @@ INTERRUPTED = """
 import sys, test_bench
 from functools import partial
 from embedrock.bench import cli
-from embedrock.bench.step import comparisons
 slow = test_bench.toy("slow", partial(test_bench.make_sleeper, seconds=600))
-cli.COMPARISONS = (comparisons.Comparison("toy", "toys", (test_bench.toy("good"), slow), (), (test_bench.TINY,)),)
+cli.BENCHES = (test_bench.toy_bench(test_bench.toy("good"), slow),)
 sys.exit(cli.main(["toy"]))
 """
 

@@ -5,6 +5,7 @@ No speed is asserted here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,15 +21,17 @@ import numpy as np
 import pytest
 
 from embedrock.bench import cli
-from embedrock.bench.disk import commits as commit
-from embedrock.bench.disk import contenders as disk_contenders
-from embedrock.bench.disk import raw as raw_disk
-from embedrock.bench.disk import training as disk
+from embedrock.bench.disk import commits, contenders, raw, training
 from embedrock.bench.disk.contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
-from embedrock.bench.disk.training import DiskEffort, Judge, Measured, SpaceError, scratch_folder
+from embedrock.bench.disk.effort import DiskEffort
+from embedrock.bench.disk.files import SpaceError, scratch_folder
+from embedrock.bench.disk.training import DISK, targets
 from embedrock.bench.harness import cgroups
+from embedrock.bench.harness.bench import Task
 from embedrock.bench.harness.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
 from embedrock.bench.harness.processes import ChildError, child_environment
+from embedrock.bench.harness.runner import Entry, Result
+from embedrock.bench.harness.targets import judge
 from embedrock.bench.harness.workload import SCATTER, Workload
 from embedrock.terminal.arguments import size
 
@@ -40,10 +43,10 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 @pytest.fixture(autouse=True)
 def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_disk, "DEPTHS", (2,))
-    monkeypatch.setattr(raw_disk, "PROBE_S", 0.01)
-    monkeypatch.setattr(raw_disk.probe, "__defaults__", (0.01,))
-    monkeypatch.setattr(raw_disk.again, "__defaults__", (0.01,))
+    monkeypatch.setattr(raw, "DEPTHS", (2,))
+    monkeypatch.setattr(raw, "PROBE_S", 0.01)
+    monkeypatch.setattr(raw.probe, "__defaults__", (0.01,))
+    monkeypatch.setattr(raw.again, "__defaults__", (0.01,))
 
 
 def tiny_effort(folder: Path) -> DiskEffort:
@@ -159,9 +162,9 @@ def test_children_run_without_a_cgroup_too(monkeypatch: pytest.MonkeyPatch):
 # ---------------------------------------------------------------- the disk itself
 
 
-@pytest.mark.parametrize("reader", [raw_disk.own, raw_disk.fio])
+@pytest.mark.parametrize("reader", [raw.own, raw.fio])
 def test_readers_read(tmp_path: Path, reader: Any):
-    if reader is raw_disk.fio and not raw_disk.shutil.which("fio"):
+    if reader is raw.fio and not raw.shutil.which("fio"):
         pytest.skip("fio is not installed")
     paths = [tmp_path / name for name in ("one", "t:wo")]
     for path in paths:
@@ -170,15 +173,15 @@ def test_readers_read(tmp_path: Path, reader: Any):
 
 
 def test_probe_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(raw_disk.shutil, "which", lambda name: None)
+    monkeypatch.setattr(raw.shutil, "which", lambda name: None)
     (tmp_path / "file").write_bytes(bytes(MIB))
-    (rate,) = raw_disk.probe([tmp_path / "file"])
+    (rate,) = raw.probe([tmp_path / "file"])
     assert (rate.reader, rate.depth) == ("own", 2)
-    assert raw_disk.again(rate, [tmp_path / "file"]).reads_per_s > 0
+    assert raw.again(rate, [tmp_path / "file"]).reads_per_s > 0
 
 
 def test_write_rate_leaves_nothing(tmp_path: Path):
-    assert raw_disk.write_rate(tmp_path / "file", 3 * MIB) > 0
+    assert raw.write_rate(tmp_path / "file", 3 * MIB) > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -212,7 +215,7 @@ def same_start(job: Job) -> None:
     """Give all files the same weights, and states of zeros."""
     records = np.zeros((TINY.rows, 3, TINY.dim), np.float32)
     records[:, 0] = first_weights()
-    for column, name in enumerate(disk_contenders.ARRAYS):
+    for column, name in enumerate(contenders.ARRAYS):
         np.ascontiguousarray(records[:, column]).tofile(job.folder / name)
     records.tofile(job.folder / "records")
 
@@ -225,12 +228,12 @@ def weights_of(job: Job, contender: DiskContender) -> np.ndarray:
 
 def test_memmap_records_keep_states_apart(tmp_path: Path):
     job, states = Job(TINY, tmp_path, MIB), []
-    disk_contenders.write_records(job)
-    disk_contenders.write_arrays(job)
+    contenders.write_records(job)
+    contenders.write_arrays(job)
     same_start(job)
     for session in (Memmap(job), MemmapRecords(job)):
         session.steps(0, 2, 60.0)
-    states = [np.fromfile(tmp_path / name, np.float32) for name in disk_contenders.ARRAYS]
+    states = [np.fromfile(tmp_path / name, np.float32) for name in contenders.ARRAYS]
     records = np.fromfile(tmp_path / "records", np.float32).reshape(TINY.rows, 3, TINY.dim)
     for column, state in enumerate(states):
         np.testing.assert_array_equal(records[:, column].ravel(), state)
@@ -263,9 +266,11 @@ def test_disk_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 def test_a_contender_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    broken = DiskContender("broken", "cannot be made", BrokenSession, disk_contenders.write_arrays)
+    broken = DiskContender("broken", "cannot be made", BrokenSession, contenders.write_arrays)
     unwritten = DiskContender("unwritten", "has no files", Session, write_nothing)
-    report = disk.run(TINY, [broken, unwritten], tiny_effort(tmp_path))
+    effort = tiny_effort(tmp_path)
+    bench = dataclasses.replace(DISK, workloads=(TINY,), effort=effort)
+    report = training.measure(Task(bench, Namespace(contenders=[broken, unwritten])))
     assert [name for name, _ in report.failures] == ["broken", "unwritten"]
     assert "broken: failed: ArithmeticError: cannot be made" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
@@ -302,25 +307,22 @@ def test_a_signal_leaves_no_files(tmp_path: Path, number: int):
     assert not list(tmp_path.iterdir())
 
 
-def measured(name: str, **line: Any) -> Measured:
+def measured(name: str, **line: Any) -> dict[str, Any]:
     base = {"steps_per_s": 1.0, "raw_reads_per_s": None, "peak_bytes": None}
-    return Measured(BY_NAME[name], line={**base, **line})
+    return training.summary(Result(Entry(BY_NAME[name], TINY, (dict,)), turns=[{**base, **line}]))
 
 
 def test_verdicts_say_what_was_measured_against_what():
     effort = DiskEffort(memory=100_000_000)
-    counted = {"cache_slots": 1000, "misses_per_step": 2 * TINY.expected_misses(1000), "reads_per_s": 60.0}
-    verdicts = Judge(
-        TINY,
-        effort,
-        [
-            measured("ours", steps_per_s=30.0, resident={"step_s": 2.0}, **counted),
-            measured("ours-in-ram", resident={"step_s": 1.0}),
-            measured("ours-prefetch-32", peak_bytes=500_000_000, raw_reads_per_s=100.0, **counted),
-            measured("ours-prefetch-2", overlap={"prefetch_s": 1.0, "dense_s": 2.0, "together_s": 2.2}, **counted),
-            measured("memmap", steps_per_s=2.0),
-        ],
-    ).verdicts()
+    counted = {"cache_slots": 1000.0, "misses_per_step": 2 * TINY.expected_misses(1000), "reads_per_s": 60.0}
+    lines = [
+        measured("ours", steps_per_s=30.0, resident={"step_s": 2.0}, **counted),
+        measured("ours-in-ram", resident={"step_s": 1.0}, peak_bytes=900_000_000),
+        measured("ours-prefetch-32", peak_bytes=500_000_000, raw_reads_per_s=100.0, **counted),
+        measured("ours-prefetch-2", overlap={"prefetch_s": 1.0, "dense_s": 2.0, "together_s": 2.2}, **counted),
+        measured("memmap", steps_per_s=2.0, peak_bytes=900_000_000),
+    ]
+    verdicts = judge(targets(effort), lines)
     found = {verdict.what: (round(verdict.measured, 6), verdict.wanted, verdict.reached) for verdict in verdicts}
     assert found["steps/s of ours over memmap"] == (15, 10, True)
     assert found["misses of ours over those of the 1,000 most popular rows kept"] == (2, 1.15, False)
@@ -328,6 +330,13 @@ def test_verdicts_say_what_was_measured_against_what():
     assert found["record reads/s of ours-prefetch-32 over the disk's own"] == (0.6, 0.7, False)
     assert found["RAM and page cache of ours-prefetch-32"] == (500, 400, False)
     assert found["ours-prefetch-2 with a dense model over the larger of the two alone"] == (1.1, 1.2, True)
+    assert [what for what in found if what.startswith("RAM")] == ["RAM and page cache of ours-prefetch-32"]
+
+
+def test_a_cache_for_all_rows_has_no_best_misses():
+    line = measured("ours", cache_slots=float(TINY.rows), misses_per_step=0.0)
+    assert line["best_misses_per_step"] is None
+    assert not [one for one in judge(targets(DiskEffort()), [line]) if one.what.startswith("misses")]
 
 
 # ---------------------------------------------------------------- bench commit
@@ -335,8 +344,8 @@ def test_verdicts_say_what_was_measured_against_what():
 
 def test_commit_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commit, "SPARSE_BYTES", 2 * 10**9)
-    monkeypatch.setattr(commit, "LOG_ROWS", 50_000)
+    monkeypatch.setattr(commits, "SPARSE_BYTES", 2 * 10**9)
+    monkeypatch.setattr(commits, "LOG_ROWS", 50_000)
     options = ["--memory=16MiB", "--sizes=100,3000", "--rounds=1", "--json=out.json"]
     status = cli.main(["commit", *TINY_OPTIONS, "--rows=100k", *options])
     output = capsys.readouterr()
@@ -373,7 +382,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], arguments: list[str], m
 
 def test_defaults_are_the_documented_workload():
     arguments: Namespace = cli._parser().parse_args(["disk"])
-    workload = cli._disk_workload(arguments)
+    workload = Task(DISK, arguments).workload
     assert (workload.rows, workload.dim, workload.lookups, workload.zipf) == (20_000_000, 64, 16_384, 1.05)
     assert (DiskEffort().memory, DiskEffort().limit) == (1 << 30, 2 << 30)
     assert size("1KiB") == 1024

@@ -17,21 +17,22 @@ import pytest
 import torch
 
 from embedrock.bench import cli
-from embedrock.bench.gpu import contenders as gpu_contenders
-from embedrock.bench.gpu import report as gpu_report
-from embedrock.bench.gpu import training as gpu
-from embedrock.bench.gpu import workloads as gpu_workloads
+from embedrock.bench.gpu import contenders, report, training, workloads
 from embedrock.bench.gpu.contenders import CONTENDERS, GpuContender, Parts, Traffic, Trainer
 from embedrock.bench.gpu.device import INTERPRETER, Device
 from embedrock.bench.gpu.limits import Limits
-from embedrock.bench.gpu.rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure, plan_groups
+from embedrock.bench.gpu.session import GpuEffort, GpuTurn, entry_of, hit_rate, rounds_s
 from embedrock.bench.gpu.workloads import GpuWorkload
+from embedrock.bench.harness.contenders import Footprint
+from embedrock.bench.harness.effort import Clock
+from embedrock.bench.harness.runner import Entry, Result, measure, plan_groups
+from embedrock.bench.harness.targets import judge
 from embedrock.errors import UnsupportedError
 
 GIB = 1 << 30
-ROOM = (1 << 50, 1 << 50)
+ROOM = Footprint(1 << 50, 1 << 50)
 CPU = Device("cpu")
-FORUM, CACHE = gpu_workloads.forum(toy=True), gpu_workloads.cache(True, 0, 0)
+FORUM, CACHE = workloads.forum(toy=True), workloads.cache(True, 0, 0)
 SHORT = GpuEffort(rounds=1, steps=1, seconds=0.001, threads=1, timeout_s=120.0, toy=True)
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
@@ -50,7 +51,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def make_zeros(workload: GpuWorkload, device: Device, log: Path | None = None, name: str = "") -> Parts:
     shape = workload.batch, workload.dim
 
-    def look_up(batch: gpu_contenders.Batch) -> list[Any]:
+    def look_up(batch: contenders.Batch) -> list[Any]:
         if log is not None:
             with log.open("a") as file:
                 file.write(f"{name}\n")
@@ -71,7 +72,7 @@ class NoLayer:
         return self
 
     def stats(self) -> dict[str, float]:
-        names = (*gpu_contenders.COUNTED, "bytes", "slots")
+        names = (*contenders.COUNTED, "bytes", "slots")
         return {f"device_{name}": 1.0 for name in names}
 
 
@@ -79,15 +80,16 @@ def make_without_prefetch(workload: GpuWorkload, device: Device) -> Parts:
     return make_zeros(workload, device)._replace(layers=(NoLayer(),))
 
 
-def entry(
-    name: str, make: Callable[..., Parts] = make_zeros, workload: GpuWorkload = FORUM, **options: Any
-) -> GpuEntry:
-    return GpuEntry(GpuContender(name, f"toy {name}", make, **options), workload, name)
+def entry(name: str, make: Callable[..., Parts] = make_zeros, workload: GpuWorkload = FORUM, **options: Any) -> Entry:
+    package = options.pop("package", None)
+    return entry_of(GpuContender(name, f"toy {name}", make, package=package, **options), workload, CPU)
 
 
-def result(name: str, seconds: float, group: int = 1, workload: GpuWorkload = FORUM, **options: Any) -> GpuResult:
-    contender = BY_NAME.get(name, BY_NAME["ours-c10"])
-    return GpuResult(GpuEntry(contender, workload, name), group=group, rounds_s=[seconds], host_s=[seconds], **options)
+def result(name: str, seconds: float, group: int = 1, workload: GpuWorkload = FORUM, **options: Any) -> Result:
+    counts = options.pop("counts", dict.fromkeys(contenders.COUNTED, 0.0))
+    turn = GpuTurn(seconds, seconds, counts, {})
+    one = entry_of(BY_NAME.get(name, BY_NAME["ours-c10"]), workload, CPU, name)
+    return Result(one, group=group, turns=[turn], **options)
 
 
 # ---------------------------------------------------------------- workloads
@@ -105,16 +107,16 @@ def test_ids_lie_in_their_tables_and_what_they_touch_is_counted(workload: GpuWor
 
 
 def test_the_real_workloads_are_those_of_the_thread_and_of_the_publication():
-    forum = gpu_workloads.forum(toy=False)
+    forum = workloads.forum(toy=False)
     assert [table.rows for table in forum.tables] == [10_000_000, 1_000_000]
     assert (forum.dim, forum.batch, forum.batches, forum.tables[0].zipf) == (64, 8192, 60, 1.05)
     assert forum.record_bytes == 768
-    cache = gpu_workloads.cache(False, 120 * GIB, 139 * GIB)
+    cache = workloads.cache(False, 120 * GIB, 139 * GIB)
     assert (cache.lookups, cache.dim, len(cache.tables)) == (1_048_570, 128, 10)
-    assert cache.rows * cache.record_bytes <= gpu_workloads.HOST_SHARE * 120 * GIB
-    assert cache.rows * cache.record_bytes > 0.99 * gpu_workloads.HOST_SHARE * 120 * GIB
-    assert gpu_workloads.cache(False, GIB, GIB).tables[0].rows == gpu_workloads.CACHE_BATCH
-    assert gpu_workloads.cache(False, 9**99, 9**99).tables[0].rows == gpu_workloads.MAX_CACHE_ROWS
+    assert cache.rows * cache.record_bytes <= workloads.HOST_SHARE * 120 * GIB
+    assert cache.rows * cache.record_bytes > 0.99 * workloads.HOST_SHARE * 120 * GIB
+    assert workloads.cache(False, GIB, GIB).tables[0].rows == workloads.CACHE_BATCH
+    assert workloads.cache(False, 9**99, 9**99).tables[0].rows == workloads.MAX_CACHE_ROWS
 
 
 def test_wider_rows_have_the_same_ids():
@@ -130,12 +132,12 @@ def test_bytes_on_the_bus():
     counts = {"hits": 5.0, "misses": 7.0, "fetched": 6.0, "evictions": 4.0, "written_back": 3.0, "bypassed": 1.0}
     weights, record, unique = FORUM.weight_bytes, FORUM.record_bytes, FORUM.unique
     assert (weights, record) == (32, 96)
-    assert gpu_contenders.nothing_moves(FORUM, {}) == Traffic(0, 0)
-    assert gpu_contenders.rows_move(FORUM, {}) == Traffic(16 * weights, 16 * weights)
-    assert gpu_contenders.records_move(FORUM, {}) == Traffic(unique * (weights + record), unique * record)
-    assert gpu_contenders.misses_move(FORUM, counts) == Traffic(weights + 7 * record, 4 * record)
-    assert result("ours-c10", 1.0, counts=counts).hit_rate == 5 / 12
-    assert result("ours-b", 1.0, counts=counts).hit_rate is None
+    assert contenders.nothing_moves(FORUM, {}) == Traffic(0, 0)
+    assert contenders.rows_move(FORUM, {}) == Traffic(16 * weights, 16 * weights)
+    assert contenders.records_move(FORUM, {}) == Traffic(unique * (weights + record), unique * record)
+    assert contenders.misses_move(FORUM, counts) == Traffic(weights + 7 * record, 4 * record)
+    assert hit_rate(result("ours-c10", 1.0, counts=counts)) == 5 / 12
+    assert hit_rate(result("ours-b", 1.0, counts=counts)) is None
 
 
 # ---------------------------------------------------------------- groups
@@ -143,22 +145,22 @@ def test_bytes_on_the_bus():
 
 def test_groups_fit_both_memories_and_begin_with_the_baseline(monkeypatch: pytest.MonkeyPatch):
     for name in ("HOST_PROCESS_BYTES", "DEVICE_PROCESS_BYTES", "ACTIVATIONS"):
-        monkeypatch.setattr(gpu_contenders, name, 0)
+        monkeypatch.setattr(contenders, name, 0)
     sizes = {"base": (0, 1), "a": (2, 2), "b": (1, 0), "c": (2, 0), "d": (0, 3), "huge": (9, 0), "wide": (0, 9)}
     entries = [entry(name, host_tables=host, device_tables=device) for name, (host, device) in sizes.items()]
-    groups, misfits = plan_groups(entries, (3 * FORUM.table_bytes, 4 * FORUM.table_bytes))
+    groups, misfits = plan_groups(entries, Footprint(3 * FORUM.table_bytes, 4 * FORUM.table_bytes))
     assert [[one.name for one in group] for group in groups] == [["base", "a", "b"], ["base", "c", "d"]]
     assert [one.name for one in misfits] == ["huge", "wide"]
 
 
 def test_a_cache_takes_memory_of_the_device():
-    cached = entry("x", near=0.5).needs[1] - entry("x").needs[1]
+    cached = entry("x", near=0.5).need.device - entry("x").need.device
     assert cached == sum(FORUM.touched) * FORUM.record_bytes // 2
 
 
 def test_groups_without_a_baseline_that_fits():
     entries = [entry("base", host_tables=10**9), entry("a"), entry("b")]
-    groups, misfits = plan_groups(entries, (1 << 40, 1 << 40))
+    groups, misfits = plan_groups(entries, Footprint(1 << 40, 1 << 40))
     assert [[one.name for one in group] for group in groups] == [["a", "b"]]
     assert [one.name for one in misfits] == ["base"]
     assert plan_groups([], ROOM) == ([], [])
@@ -166,7 +168,7 @@ def test_groups_without_a_baseline_that_fits():
 
 def test_who_is_too_large_or_not_installed_is_named():
     entries = [entry("large", host_tables=10**9), entry("foreign", package="no_such_package")]
-    results = measure(entries, (1 << 40, 1 << 40), CPU, SHORT, Clock(60))
+    results = measure(entries, SHORT, Footprint(1 << 40, 1 << 40), Clock(60))
     assert {one.name: one.status for one in results} == {"large": "skipped", "foreign": "skipped"}
     reasons = {one.name: one.reason for one in results}
     assert reasons["foreign"] == "no_such_package is not installed"
@@ -180,7 +182,7 @@ def test_rounds_are_interleaved_and_failures_are_reported(tmp_path: Path):
     log = tmp_path / "log"
     good = [entry(name, partial(make_zeros, log=log, name=name)) for name in ("a", "b")]
     bad = [entry("broken", make_broken), entry("half", make_without_prefetch, looks_ahead=True)]
-    results = {one.name: one for one in measure([*good, *bad], ROOM, CPU, replace(SHORT, rounds=2), Clock(600))}
+    results = {one.name: one for one in measure([*good, *bad], replace(SHORT, rounds=2), ROOM, Clock(600))}
     assert {name: one.status for name, one in results.items()} == {
         "a": "ok",
         "b": "ok",
@@ -190,16 +192,16 @@ def test_rounds_are_interleaved_and_failures_are_reported(tmp_path: Path):
     }
     assert results["broken"].reason == "ValueError: cannot be made"
     assert "make_broken" in results["broken"].details
-    assert [len(results[name].rounds_s) for name in ("a", "b", "half")] == [2, 2, 2]
-    assert results["half"].memory["near_bytes"] == 1
+    assert [len(rounds_s(results[name])) for name in ("a", "b", "half")] == [2, 2, 2]
+    assert results["half"].turns[-1].memory["near_bytes"] == 1
     turns = log.read_text().split()
-    a_turn = FORUM.batches + SHORT.steps + gpu_contenders.LOOK_AHEAD
+    a_turn = FORUM.batches + SHORT.steps + contenders.LOOK_AHEAD
     assert turns[-4 * a_turn :] == (["a"] * a_turn + ["b"] * a_turn) * 2
-    assert all(one.memory["peak_rss_bytes"] > 0 for one in results.values() if one.status == "ok")
+    assert all(one.turns[-1].memory["peak_rss_bytes"] > 0 for one in results.values() if one.status == "ok")
 
 
 def test_nothing_begins_when_the_time_is_over():
-    results = measure([entry("a"), entry("b")], ROOM, CPU, SHORT, Clock(-1))
+    results = measure([entry("a"), entry("b")], SHORT, ROOM, Clock(-1))
     assert [(one.name, one.status, one.reason) for one in results] == [
         ("a", "skipped", "no time was left"),
         ("b", "skipped", "no time was left"),
@@ -208,7 +210,7 @@ def test_nothing_begins_when_the_time_is_over():
 
 def test_steps_go_round_the_batches_and_train():
     workload = replace(FORUM, tables=FORUM.tables[:1])
-    parts = gpu_contenders.nn_parts(workload, CPU, on_host=False, sparse=True)
+    parts = contenders.nn_parts(workload, CPU, on_host=False, sparse=True)
     layer = parts.look_up.args[0][0]  # pyright: ignore[reportFunctionMemberAccess]
     before = layer.weight.detach().clone()
     trainer = Trainer(workload, parts, CPU)
@@ -221,9 +223,13 @@ def test_steps_go_round_the_batches_and_train():
 # ---------------------------------------------------------------- verdicts
 
 
-def judged(results: list[GpuResult], workload: GpuWorkload = FORUM, **limits: float) -> dict[str, tuple[float, bool]]:
-    baseline = gpu.BASELINES[workload.name]
-    verdicts, _ = gpu_report.judge(workload, baseline, results, limits)
+def lines_of(results: list[Result], baseline: str, **limits: float) -> list[dict[str, Any]]:
+    return [report.summary(one, baseline, results, limits) for one in results]
+
+
+def judged(results: list[Result], workload: GpuWorkload = FORUM, **limits: float) -> dict[str, tuple[float, bool]]:
+    baseline = training.BASELINES[workload.name]
+    verdicts, _ = report.judge_workload(workload.name, lines_of(results, baseline, **limits))
     return {verdict.what.partition(": ")[2]: (verdict.measured, verdict.reached) for verdict in verdicts}
 
 
@@ -249,14 +255,14 @@ def test_what_has_to_prefetch_is_judged_so_and_what_is_missing_is_named():
         result("ours-a", 1.0, workload=CACHE),
         result("ours-c100", 1.25, workload=CACHE),
         result("ours-c80", 1.5, workload=CACHE),
-        result("ours-c80", 2.5, workload=CACHE, ahead=True),
+        result("ours-c80", 2.5, workload=CACHE, way=contenders.PREFETCH),
     ]
     assert judged(results, CACHE) == {
         "ours-c100, time over that of ours-a": (1.25, True),
         "ours-c80-prefetch, time over that of ours-a": (2.5, False),
     }
-    _, missing = gpu_report.judge(CACHE, "ours-a", results, {})
-    assert missing == ["cache, 20% cached: ours-c20, time over that of ours-a", "mode b: share of the bus"]
+    _, missing = report.judge_workload("cache", lines_of(results, "ours-a"))
+    assert missing == ["cache, 20% cached: ours-c20-prefetch, time over that of ours-a", "mode b: share of the bus"]
 
 
 def test_shares_of_the_limits():
@@ -268,9 +274,9 @@ def test_shares_of_the_limits():
         "share of the bus, as copies have it": (pytest.approx(1.0), True),
         "share of the bus, as kernels have it": (pytest.approx(0.5), False),
     }
-    kernels = gpu_report.judge_limits({"copies": 100.0, "step": 45.0, "gather": 44.0})
+    kernels = judge(report.KERNELS, [{"name": "limits", "copies": 100.0, "step": 45.0, "gather": 44.0}])
     assert [verdict.reached for verdict in kernels] == [True, False]
-    assert gpu_report.judge_limits({}) == []
+    assert judge(report.KERNELS, [{"name": "limits"}]) == []
 
 
 # ---------------------------------------------------------------- limits
@@ -338,4 +344,6 @@ def test_the_whole_command_runs_at_toy_size(tmp_path: Path):
     document = run_toy(tmp_path / "gpu.json", "--contenders=ours-*,torch-*")
     assert not document["failures"]
     assert all(line.get("status", "ok") == "ok" for line in document["results"])
-    assert len(document["verdicts"]) == len(gpu_report.TARGETS) + 3  # two kernels, and the share of the bus
+    assert (
+        len(document["verdicts"]) == sum(map(len, report.RACES.values())) + 3
+    )  # two kernels, and the share of the bus

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from embedrock.bench import cli
-from embedrock.bench.harness.processes import Child
+from embedrock.bench.harness.bench import Task
 from embedrock.bench.harness.report import Report
+from embedrock.bench.harness.targets import Race, judge
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.keras import fit as keras_fit
+from embedrock.bench.keras import fit
 from embedrock.bench.keras.contenders import FIT, LAYER, FitSession
-from embedrock.bench.keras.fit import PEAK_ROWS, TARGETS, KerasEffort
+from embedrock.bench.keras.fit import KERAS, PEAK_ROWS, RACES, KerasEffort
 
 pytest.importorskip("tensorflow")
 
@@ -38,7 +41,8 @@ def check_lines(document: dict, names: list[str]) -> None:
 
 def test_names_are_unique_and_targets_name_them():
     assert len(set(NAMES)) == len(NAMES)
-    assert all(target.fast in NAMES and target.slow in NAMES for target in TARGETS)
+    races = [target.measure for target in RACES]
+    assert all(isinstance(race, Race) and {*race.fast, *race.slow} <= {*NAMES} for race in races)
 
 
 def test_ours_beside_keras(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -67,10 +71,10 @@ def test_all_contenders(tmp_path: Path):
 @pytest.mark.slow
 def test_a_turn_is_boxed_in_time_and_has_one_timed_step_at_least():
     contender = next(one for one in FIT if one.name == "ours-sgd")
-    with Child(FitSession, contender, TINY, environment=KerasEffort(threads=1).environment(), timeout_s=120) as child:
+    with KerasEffort(threads=1, timeout_s=120).child(FitSession, contender.make, TINY) as child:
         assert len(child.call("warm_up", 60.0)) == TINY.batches
-        assert len(child.call("round", 5, 60.0)) == 5
-        assert len(child.call("round", 5, 1e-9)) == 1
+        assert len(child.call("turn", 5, 60.0).steps_s) == 5
+        assert len(child.call("turn", 5, 1e-9).steps_s) == 1
 
 
 def line(name: str, rows: int, median_ms: float, peak_bytes: int) -> dict:
@@ -78,14 +82,14 @@ def line(name: str, rows: int, median_ms: float, peak_bytes: int) -> dict:
 
 
 def test_what_is_no_ratio_of_times_is_judged_too(monkeypatch: pytest.MonkeyPatch):
-    def measured(entries: list, baseline: str, targets: tuple, effort: KerasEffort) -> Report:
-        return Report(
-            [line(one.name, one.workload.rows, 3 + k, (4 - 3 * (k == 0)) << 30) for k, one in enumerate(entries)]
-        )
+    def compare(entries: list, targets: list, effort: KerasEffort) -> Report:
+        lines = [line(one.name, one.workload.rows, 3 + k, (4 - 3 * (k == 0)) << 30) for k, one in enumerate(entries)]
+        return Report(lines, judge([target for target in targets if not isinstance(target.measure, Race)], lines))
 
-    monkeypatch.setattr(keras_fit, "run_entries", measured)
+    monkeypatch.setattr(fit, "compare", compare)
     chosen = [one for one in (*FIT, *LAYER) if one.name in ("ours-adam", "keras-adam", "torch-layer", "keras-layer")]
-    report = keras_fit.run(TINY, [1000, PEAK_ROWS], chosen, KerasEffort())
+    arguments = Namespace(sizes=[1000, PEAK_ROWS], contenders=chosen)
+    report = fit.measure(Task(replace(KERAS, workloads=(TINY,)), arguments))
     assert [(verdict.what, verdict.measured, verdict.reached) for verdict in report.verdicts] == [
         ("10,000,000 rows: peak RAM of ours-adam over that of keras-adam", 0.25, True),
         ("time of our Keras layer beyond our PyTorch layer", 1.0, True),

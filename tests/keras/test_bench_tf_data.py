@@ -13,6 +13,7 @@ from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, Log
 from embedrock.bench.keras.tf_data import AHEADS, Fit, Reader, Writer
 
+BY_NAME = {one.name: one for one in (*READINGS, *AHEADS)}
 TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
 
 
@@ -36,7 +37,7 @@ def test_every_reading_gives_the_ids(log: Log):
 
 
 def test_a_turn_of_reading(log: Log):
-    turn = Reader(log, "cache").turn()
+    turn = Reader(log, BY_NAME["cache"]).turn(1, 1.0)
     assert turn["samples_per_s"] > 0
     assert turn["first_batch_s"] > 0
 
@@ -44,10 +45,10 @@ def test_a_turn_of_reading(log: Log):
 @pytest.mark.parametrize("name", ["fit", "fit-erk-prefetch-2"])
 def test_a_turn_of_training(log: Log, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 2)
-    assert name in [one.name for one in AHEADS]
+    assert BY_NAME[name] in AHEADS
     Writer(log).write_table()
     with pytest.warns(match="closed with changes"):
-        turn = Fit(log, name).turn(3)
+        turn = Fit(log, BY_NAME[name]).turn(3, 1.0)
     assert turn["ms_per_step"] > 0
     assert turn["reads_per_step"] > 0
 

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 NAME_WIDTH = 7  # of facts, at least: those printed one after the other are aligned
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a table shows of each of its lines, in a column.
+
+    Args:
+        head: what stands above it.
+        value: key of a line, or what returns its value; where that is None or not there, the cell is empty.
+        form: returns the value as it is printed.
+    """
+
+    head: str
+    value: str | Callable[[Any], Any]
+    form: Callable[[Any], str] = str
+
+    def cell(self, line: Any) -> str:
+        """Return what stands in it for a line."""
+        value = line.get(self.value) if isinstance(self.value, str) else self.value(line)
+        return "" if value is None else self.form(value)
+
+
+def format_lines(fields: Sequence[Field], lines: Sequence[Any]) -> str:
+    """Return the table of some lines."""
+    return format_table([one.head for one in fields], [[one.cell(line) for one in fields] for line in lines])
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -70,3 +96,18 @@ def format_number(value: float) -> str:
         ('1.23', '12346')
     """
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def format_whole(value: float) -> str:
+    """Return a number without its fraction, thousands apart."""
+    return f"{value:,.0f}"
+
+
+def format_factor(value: float) -> str:
+    """Return a number of times."""
+    return f"{format_number(value)}x"
+
+
+def format_range(ends: Sequence[float]) -> str:
+    """Return the least and the greatest of some numbers, given both."""
+    return " - ".join(map(format_number, ends))

@@ -1,10 +1,10 @@
-"""What commits cost: bytes, time and RAM for the rows they hold, stalls of training beside them, and opening again."""
+"""``bench commit``: bytes, time and RAM of commits, stalls of training beside them, and opening again."""
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,20 +15,23 @@ from typing import Any
 import numpy as np
 
 from embedrock.bench.disk.contenders import RECORD_COLUMNS, TABLE, Job, train
+from embedrock.bench.disk.effort import OPTIONS, WORKLOAD, DiskEffort
+from embedrock.bench.disk.files import scratch_folder
 from embedrock.bench.disk.raw import write_rate
-from embedrock.bench.disk.training import DiskEffort, limit_note, scratch_folder
-from embedrock.bench.harness.cgroups import confined
-from embedrock.bench.harness.machine import rss_bytes
+from embedrock.bench.harness.bench import Bench, Task
+from embedrock.bench.harness.contenders import LEARNING_RATE
+from embedrock.bench.harness.machine import RamGrowth, rss_bytes
+from embedrock.bench.harness.options import several_rows
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, Verdict, format_verdicts
+from embedrock.bench.harness.report import Report, medians
+from embedrock.bench.harness.targets import Found, Line, Target, each
 from embedrock.bench.harness.workload import SCATTER, Workload
-from embedrock.bench.step.contenders import LEARNING_RATE
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.progress import say
-from embedrock.terminal.tables import format_number, format_table
+from embedrock.terminal.tables import Field, format_lines, format_number, format_whole
 
+COMMIT_ROWS = (10_000, 100_000, 1_000_000)
 TOUCH_ROWS = 16_384  # stepped at a time
-SAMPLE_S = 0.002  # between two looks at the RAM of a commit under way
 QUIET_STEPS = 60  # timed without a commit, to compare with
 RESIDENT_BATCHES = 8
 SPARSE_BYTES = 100 * 10**9
@@ -55,7 +58,7 @@ class Commits:
         before = self._table.stats()
         self._touch(count)
         middle = self._table.stats()
-        with Sampler() as ram:
+        with RamGrowth() as ram:
             start = time.perf_counter()
             self._table.commit()
             seconds = time.perf_counter() - start
@@ -122,30 +125,6 @@ def _committed(stats: dict[str, float]) -> float:
     return stats["bytes_written"] - stats["bytes_compacted"]
 
 
-class Sampler:
-    """Looks at this process's RAM while a block runs.
-
-    Attributes:
-        growth_bytes: the most that it held beyond what it held before.
-    """
-
-    growth_bytes = 0
-
-    def __enter__(self) -> Sampler:
-        self._before, self._done = rss_bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_S):
-            self.growth_bytes = max(self.growth_bytes, rss_bytes() - self._before)
-
-
 class Openings:
     """In a process of its own: opens a table again."""
 
@@ -188,7 +167,7 @@ class Openings:
         from embedrock import kernels
 
         kernels.cpu.runtime  # noqa: B018  # what is loaded once for all tables does not count
-        with Sampler() as ram:
+        with RamGrowth() as ram:
             before_bytes, start = rss_bytes(), time.perf_counter()
             table = er.open(self._job.folder / TABLE, mode="r")
             seconds = time.perf_counter() - start
@@ -225,44 +204,41 @@ def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
 # ---------------------------------------------------------------- in the parent
 
 
-def run(workload: Workload, sizes: Sequence[int], effort: DiskEffort) -> Report:
+def measure(task: Task) -> Report:
     """Measure commits of several sizes and openings, print tables, and return all that was found.
 
-    Args:
-        workload: rows and dim of the table, and the batches that train beside a commit.
-        sizes: rows of a commit, ascending; the largest should fit `effort.memory`.
-        effort: where, how often, and with how much RAM.
+    The largest commit should fit `DiskEffort.memory`.
     """
-    bench = _Bench(workload, effort)
+    stages = Stages(task.workload, task.effort)
     report = Report()
-    for name, stage in (("commit", partial(bench.commits, sizes)), ("open", bench.openings)):
+    for name, stage in (("commit", partial(stages.commits, task.arguments.sizes)), ("open", stages.openings)):
         try:
             report.results += stage()
         except ChildError as error:
             say(f"{name}: failed: {error.kind}: {error}")
             report.failures.append((name, error.details))
-    report.verdicts = list(_verdicts(report.results))
-    print(_format(report.results))
-    print(f"\n{limit_note(effort)}\n\n{format_verdicts(report.verdicts)}\n")
+    print(f"{_format(report.results)}\n\n{task.effort.limit_note()}\n")
+    report.judge(_targets(report.results))
     return report
 
 
-class _Bench:
+class Stages:
     """Runs the stages, each on a table of its own."""
 
     def __init__(self, workload: Workload, effort: DiskEffort) -> None:
         self._workload, self._effort = workload, effort
-        self._options: dict[str, Any] = {"environment": effort.environment(), "timeout_s": effort.timeout_s}
 
     def commits(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """Commit each number of rows some times, with the disk's own rate before and after each."""
         record_bytes = self._workload.dim * 4 * RECORD_COLUMNS
-        with scratch_folder(self._effort.folder, 8 * max(sizes) * record_bytes) as folder:
-            job = Job(self._workload, folder, self._effort.memory)
-            with confined(self._effort.limit, Commits, job, **self._options) as (child, _):
-                lines = [self._commit(child, folder, count, count * record_bytes) for count in sizes]
-                lines.append({"name": "commit in the background", **child.call("stalls", max(sizes))})
-                child.call("close")
+        need_bytes = 8 * max(sizes) * record_bytes
+        with (
+            scratch_folder(self._effort.folder, need_bytes) as folder,
+            self._effort.confined(Commits, self._job(folder)) as (child, _),
+        ):
+            lines = [self._commit(child, folder, count, count * record_bytes) for count in sizes]
+            lines.append({"name": "commit in the background", **child.call("stalls", max(sizes))})
+            child.call("close")
         return lines
 
     def _commit(self, child: Child, folder: Path, count: int, size: int) -> dict[str, Any]:
@@ -271,8 +247,8 @@ class _Bench:
         for _ in range(self._effort.rounds):
             runs.append(child.call("commit", count))
             rates.append(write_rate(folder / "sequential", size))
-        line = {key: median(run[key] for run in runs) for key in runs[0]}
-        return {"name": f"commit of {count:,} rows", **line, "disk_bytes_per_s": mean(rates), "runs": runs}
+        rate = {"disk_bytes_per_s": mean(rates)}
+        return {"name": f"commit of {count:,} rows", **medians(runs), **rate, "runs": runs}
 
     def openings(self) -> list[dict[str, Any]]:
         """Open a large table of indexes and holes, and one of logs that are not compacted."""
@@ -284,67 +260,109 @@ class _Bench:
     def _opening(self, name: str, write: str, size: int) -> dict[str, Any]:
         say(name)
         with scratch_folder(self._effort.folder, LOG_ROWS * 64) as folder:
-            job = Job(self._workload, folder, self._effort.memory)
-            with Child(Openings, job, **self._options) as child:
+            with self._effort.child(Openings, self._job(folder)) as child:
                 child.call(write, size)
             runs = []
             for _ in range(self._effort.rounds):
-                with confined(self._effort.limit, Openings, job, **self._options) as (child, _):
+                with self._effort.confined(Openings, self._job(folder)) as (child, _):
                     runs.append(child.call("open"))
-        return {"name": name, **{key: median(run[key] for run in runs) for key in runs[0]}, "runs": runs}
+        return {"name": name, **medians(runs), "runs": runs}
+
+    def _job(self, folder: Path) -> Job:
+        return Job(self._workload, folder, self._effort.memory)
 
 
-def _verdicts(lines: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
-    commits = [line for line in lines if "bytes_written" in line]
-    for line in commits:
-        factor = line["bytes_written"] / (line["rows"] * line["record_bytes"])
-        yield Verdict(f"bytes written of {line['name']}, over its records", factor, WRITTEN, "x", at_most=True)
-    if commits:
-        largest = commits[-1]
-        share = largest["bytes_in_commit"] / largest["seconds"] / largest["disk_bytes_per_s"]
-        yield Verdict(f"rate of a {largest['name']}, over the disk's own", share, RATE, "x")
-        extra = max(line["extra_ram_bytes"] for line in commits) / 1e6
-        yield Verdict("extra RAM of a commit", extra, RAM_MB, "MB", at_most=True)
-    for line in lines:
-        if "stalled_s" in line:
-            what = "time that training stood during a commit in the background"
-            yield Verdict(what, line["stalled_s"] / line["seconds"], STALL, "x", at_most=True)
-        if line["name"] == "open a sparse table":
-            what = f"open {format_bytes(line['disk_bytes'])}"
-            yield Verdict(what, line["seconds"], OPEN_S, "s", at_most=True)
-        if line["name"] == "open logs":
-            per_row = line["overlay_bytes"] / line["overlay_rows"]
-            yield Verdict("RAM of a row not compacted", per_row, OVERLAY_BYTES, "bytes", at_most=True)
+# ---------------------------------------------------------------- targets
+
+
+def _written(line: Line) -> float:
+    return line["bytes_written"] / (line["rows"] * line["record_bytes"])
+
+
+def _rate(line: Line) -> float:
+    return line["bytes_in_commit"] / line["seconds"] / line["disk_bytes_per_s"]
+
+
+def _extra_ram(lines: Sequence[Line]) -> Iterator[Found]:
+    if extra := [line["extra_ram_bytes"] for line in lines if "extra_ram_bytes" in line]:
+        yield max(extra) / 1e6, {}
+
+
+def _stalled(line: Line) -> float:
+    return line["stalled_s"] / line["seconds"]
+
+
+def _per_row(line: Line) -> float:
+    return line["overlay_bytes"] / line["overlay_rows"]
+
+
+def _targets(lines: Sequence[Line]) -> list[Target]:
+    """Return what should come out; the rate is that of the largest commit."""
+    largest = [line["name"] for line in lines if "bytes_written" in line][-1:]
+    sparse = [format_bytes(line["disk_bytes"]) for line in lines if line["name"] == "open a sparse table"]
+    stood = "time that training stood during a commit in the background"
+    return [
+        Target("bytes written of {name}, over its records", each(_written, "bytes_written"), WRITTEN, at_most=True),
+        *(Target("rate of a {name}, over the disk's own", each(_rate, name=name), RATE) for name in largest),
+        Target("extra RAM of a commit", _extra_ram, RAM_MB, "MB", at_most=True),
+        Target(stood, each(_stalled, "stalled_s"), STALL, at_most=True),
+        *(
+            Target(f"open {size}", each(lambda line: line["seconds"], name="open a sparse table"), OPEN_S, "s", True)
+            for size in sparse
+        ),
+        Target("RAM of a row not compacted", each(_per_row, name="open logs"), OVERLAY_BYTES, "bytes", at_most=True),
+    ]
 
 
 # ---------------------------------------------------------------- printing
 
 
+_FIELDS = (
+    Field("", "name"),
+    Field("ms", lambda line: line["seconds"] * 1e3, format_whole),
+    Field("written", "bytes_in_commit", format_bytes),
+    Field("MB/s", lambda line: line["bytes_in_commit"] / line["seconds"] / 1e6, format_whole),
+    Field("disk's own", lambda line: line["disk_bytes_per_s"] / 1e6, format_whole),
+    Field("extra RAM", "extra_ram_bytes", format_bytes),
+)
+
+
 def _format(lines: Sequence[dict[str, Any]]) -> str:
-    commits = [
-        (
-            line["name"],
-            f"{line['seconds'] * 1e3:,.0f}",
-            format_bytes(line["bytes_in_commit"]),
-            f"{line['bytes_in_commit'] / line['seconds'] / 1e6:,.0f}",
-            f"{line['disk_bytes_per_s'] / 1e6:,.0f}",
-            format_bytes(line["extra_ram_bytes"]),
-        )
-        for line in lines
-        if "bytes_in_commit" in line
-    ]
-    tables = [format_table(("", "ms", "written", "MB/s", "disk's own", "extra RAM"), commits)] if commits else []
-    for line in lines:
-        if "stalled_s" in line:
-            tables.append(
-                f"{line['name']}, {line['rows']:,} rows: {line['seconds']:.2f} s, of which the call took "
-                f"{line['call_s'] * 1e3:.1f} ms; {line['steps']} steps of {format_number(line['step_s'] * 1e3)} ms "
-                f"(without: {format_number(line['quiet_step_s'] * 1e3)} ms), the longest "
-                f"{format_number(line['longest_step_s'] * 1e3)} ms, all together {line['slowdown']:.2f}x as long"
-            )
-        if "rss_growth_bytes" in line:
-            tables.append(
-                f"{line['name']}, {format_bytes(line['disk_bytes'])}: {line['seconds']:.3f} s, "
-                f"{format_bytes(line['rss_growth_bytes'])} of RAM (at most {format_bytes(line['peak_growth_bytes'])})"
-            )
+    commits = [line for line in lines if "bytes_in_commit" in line]
+    tables = [format_lines(_FIELDS, commits)] if commits else []
+    tables += [_format_stalls(line) for line in lines if "stalled_s" in line]
+    tables += [_format_opening(line) for line in lines if "rss_growth_bytes" in line]
     return "\n".join(["", *tables])
+
+
+def _format_stalls(line: Line) -> str:
+    step, quiet, longest = (format_number(line[name] * 1e3) for name in ("step_s", "quiet_step_s", "longest_step_s"))
+    return (
+        f"{line['name']}, {line['rows']:,} rows: {line['seconds']:.2f} s, of which the call took "
+        f"{line['call_s'] * 1e3:.1f} ms; {line['steps']} steps of {step} ms (without: {quiet} ms), "
+        f"the longest {longest} ms, all together {line['slowdown']:.2f}x as long"
+    )
+
+
+def _format_opening(line: Line) -> str:
+    return (
+        f"{line['name']}, {format_bytes(line['disk_bytes'])}: {line['seconds']:.3f} s, "
+        f"{format_bytes(line['rss_growth_bytes'])} of RAM (at most {format_bytes(line['peak_growth_bytes'])})"
+    )
+
+
+def _add_sizes(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--sizes", type=several_rows, default=list(COMMIT_ROWS), metavar="N,N,...", help="rows of a commit"
+    )
+
+
+COMMIT = Bench(
+    "commit",
+    "commits, training beside them, and opening",
+    measure,
+    OPTIONS,
+    workloads=(WORKLOAD,),
+    effort=DiskEffort(),
+    add_options=_add_sizes,
+)

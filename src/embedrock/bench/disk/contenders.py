@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock.bench.harness.cgroups import outside_bytes
+from embedrock.bench.harness.contenders import LEARNING_RATE, Contender, import_torch
 from embedrock.bench.harness.machine import peak_rss_bytes
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.step.contenders import LEARNING_RATE, import_torch
 
 WRITE_ROWS = 16_384  # written at a time, when files are prepared
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam, as in PyTorch
@@ -67,7 +67,7 @@ class Session:
         raise NotImplementedError
 
     def use(self, *how: int) -> None:
-        """Be used in some way from now on."""
+        """Train in this way from now on."""
 
     def steps(self, first: int, count: int, seconds: float) -> int:
         """Make untimed steps, for at most so long; return how many."""
@@ -375,12 +375,10 @@ class TorchFile(Session):
 
 
 @dataclass(frozen=True)
-class DiskContender:
+class DiskContender(Contender):
     """One way to train a table larger than RAM.
 
     Args:
-        name: as on the command line and in the tables.
-        label: what it is, for people.
         session: its `Session`. Contenders with the same one take turns in one process, whose caches are filled once.
         write: writes its files, in a process of its own; contenders with the same one share them.
         how: arguments of `Session.use`.
@@ -390,8 +388,6 @@ class DiskContender:
         extras: methods of its session that measure more, given the number of the first batch and of steps.
     """
 
-    name: str
-    label: str
     session: type[Session]
     write: Callable[[Job], dict[str, float]] | None
     how: tuple[int, ...] = ()

@@ -16,9 +16,17 @@ import numpy as np
 
 from embedrock.bench.gpu.device import Device
 from embedrock.bench.gpu.workloads import ADAM_COLUMNS, GpuWorkload
-from embedrock.bench.step.contenders import LEARNING_RATE, Unavailable, import_fbgemm, import_torch
+from embedrock.bench.harness.contenders import (
+    LEARNING_RATE,
+    Contender,
+    Footprint,
+    Unavailable,
+    import_fbgemm,
+    import_torch,
+)
 
 LOOK_AHEAD = 2  # batches
+PREFETCH = "-prefetch"  # after a contender's name
 HIDDEN = (128, 64)  # units of the model that follows the rows
 SHARES = (1.0, 0.8, 0.2, 0.1)  # of the working set that mode c keeps near
 # Of a contender's process, beside its tables: libraries and CUDA's own memory; and rows, gradients and their sums on
@@ -61,12 +69,10 @@ Counts = Mapping[str, float]  # of `COUNTED`, in a step
 
 
 @dataclass(frozen=True)
-class GpuContender:
+class GpuContender(Contender):
     """One way to train.
 
     Args:
-        name: as on the command line and in the tables.
-        label: what it is, for people.
         make: called in the contender's own process; must be importable by name.
         host_tables, device_tables: memory at the peak, in float32 tables of rows x dim.
         near: share of the working set whose records are kept on the device besides.
@@ -76,8 +82,6 @@ class GpuContender:
         package: that it needs, besides torch and triton.
     """
 
-    name: str
-    label: str
     make: Callable[[GpuWorkload, Device], Parts]
     host_tables: float = 0.0
     device_tables: float = 0.0
@@ -87,15 +91,17 @@ class GpuContender:
     workloads: tuple[str, ...] = ("forum", "cache")
     package: str | None = None
 
-    def host_bytes(self, workload: GpuWorkload) -> int:
-        """Return the RAM that its process may come to hold."""
-        return HOST_PROCESS_BYTES + int(self.host_tables * workload.table_bytes)
+    @property
+    def ways(self) -> Mapping[str, bool]:
+        """Without prefetching, and with it."""
+        return {"": False, PREFETCH: True} if self.looks_ahead else {"": False}
 
-    def device_bytes(self, workload: GpuWorkload) -> int:
-        """Return the memory of the device that its process may come to hold."""
+    def need(self, workload: GpuWorkload) -> Footprint:
+        """Return the RAM and the memory of the device that its process may come to hold."""
+        host = HOST_PROCESS_BYTES + int(self.host_tables * workload.table_bytes)
         near = self.near * sum(workload.touched) * workload.record_bytes if self.near else 0.0
         busy = ACTIVATIONS * workload.lookups * workload.weight_bytes
-        return DEVICE_PROCESS_BYTES + int(self.device_tables * workload.table_bytes + near) + busy
+        return Footprint(host, DEVICE_PROCESS_BYTES + int(self.device_tables * workload.table_bytes + near) + busy)
 
 
 # ---------------------------------------------------------------- the loop, the same for all

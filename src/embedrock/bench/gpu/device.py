@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from embedrock.bench.step.contenders import import_torch
+from embedrock.bench.harness.contenders import import_torch
 from embedrock.errors import UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import memory_limit

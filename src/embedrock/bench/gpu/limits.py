@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from embedrock.bench.gpu.device import Device
 from embedrock.bench.gpu.workloads import FLOAT_BYTES
-from embedrock.bench.step.contenders import LEARNING_RATE, import_torch
+from embedrock.bench.harness.contenders import LEARNING_RATE, import_torch
 
 RATE = 1e9  # rates are in GB/s
 RECORD_BYTES = (768, 1536)  # of Adam's rows of 64 and of 128

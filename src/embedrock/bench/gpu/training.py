@@ -6,18 +6,27 @@ GPU all of it runs at toy size under Triton's interpreter, and its times mean no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from embedrock.bench.gpu import workloads as gpu_workloads
-from embedrock.bench.gpu.contenders import OURS_A, SPARSE, WIDE, WIDER, GpuContender
+from embedrock.bench.gpu import workloads
+from embedrock.bench.gpu.contenders import CONTENDERS, OURS_A, SPARSE, WIDE, WIDER, GpuContender
 from embedrock.bench.gpu.device import Device, Probe
 from embedrock.bench.gpu.limits import Limits
-from embedrock.bench.gpu.report import format_lines, judge, judge_limits, summary
-from embedrock.bench.gpu.rounds import Clock, GpuEffort, GpuEntry, GpuResult, measure
+from embedrock.bench.gpu.report import KERNELS, RACES, format_steps, judge_workload, summary
+from embedrock.bench.gpu.session import GpuEffort, entry_of
 from embedrock.bench.gpu.workloads import GpuWorkload
-from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report, Verdict, format_verdicts
+from embedrock.bench.harness.bench import Bench, Task
+from embedrock.bench.harness.contenders import Footprint
+from embedrock.bench.harness.effort import Clock
+from embedrock.bench.harness.options import parts
+from embedrock.bench.harness.processes import ChildError
+from embedrock.bench.harness.report import Report, failures
+from embedrock.bench.harness.runner import Entry, measure
+from embedrock.bench.harness.targets import format_verdicts, judge
 from embedrock.errors import EmbedrockError, UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
@@ -28,40 +37,32 @@ BASELINES = {"forum": SPARSE.name, "cache": OURS_A.name}
 PARTS = ("limits", *BASELINES)  # of the benchmark
 
 
-def run(parts: Sequence[str], chosen: Sequence[GpuContender], effort: GpuEffort) -> Report:
+def run(task: Task) -> Report:
     """Measure, print tables and targets, and return all that was found.
-
-    Args:
-        parts: of `PARTS`.
-        chosen: contenders.
-        effort: how long.
 
     Raises:
         UnsupportedError: there is no GPU, and no run at toy size was asked for.
     """
+    effort, chosen = task.effort, task.arguments.parts
     clock = Clock(effort.budget_s)
     device, facts = _find_device(effort)
-    bench = GpuBench(device, facts, effort, clock)
+    bench = GpuRunner(device, facts, effort, clock)
     print(_title(device, facts), flush=True)
     report = Report(results=[{"name": "device", **facts}])
-    if "limits" in parts:
+    if "limits" in chosen:
         report.add(bench.measure_limits())
-    for workload in bench.workloads(parts):
-        report.add(bench.measure_workload(workload, chosen))
+    for workload in bench.workloads(chosen):
+        report.add(bench.measure_workload(workload, task.contenders))
     return report
 
 
 def _find_device(effort: GpuEffort) -> tuple[Device, dict[str, Any]]:
     try:
-        with _child(Probe, effort) as probe:
+        with effort.child(Probe) as probe:
             return probe.call("find", effort.toy)
     except ChildError as error:
         kind = UnsupportedError if error.kind in ("UnsupportedError", "Unavailable") else EmbedrockError
         raise kind(str(error)) from error
-
-
-def _child(factory: Callable[..., object], effort: GpuEffort, *args: Any) -> Child:
-    return Child(factory, *args, environment=effort.environment(), timeout_s=effort.timeout_s)
 
 
 def _title(device: Device, facts: dict[str, Any]) -> str:
@@ -71,7 +72,7 @@ def _title(device: Device, facts: dict[str, Any]) -> str:
     return f"TOY SIZE on CPU tensors under Triton's interpreter: times mean nothing. {versions}\n"
 
 
-class GpuBench:
+class GpuRunner:
     """Measures on one device."""
 
     def __init__(self, device: Device, facts: dict[str, Any], effort: GpuEffort, clock: Clock) -> None:
@@ -83,9 +84,9 @@ class GpuBench:
         """Yield the workloads among `parts`."""
         toy = not self._device.is_gpu
         if "forum" in parts:
-            yield gpu_workloads.forum(toy)
+            yield workloads.forum(toy)
         if "cache" in parts:
-            yield gpu_workloads.cache(toy, *self._free_bytes)
+            yield workloads.cache(toy, *self._free_bytes)
 
     # ------------------------------------------------------------ limits
 
@@ -94,7 +95,7 @@ class GpuBench:
         report = Report()
         for name in ("bus", "in_place", "near"):
             try:
-                with _child(Limits, self._effort, self._device) as child:
+                with self._effort.child(Limits, self._device) as child:
                     found: dict[str, float] = child.call(name)
             except ChildError as error:
                 print(f"limits, {name}: failed: {error.kind}: {error}\n", flush=True)
@@ -104,8 +105,8 @@ class GpuBench:
             report.results.append({"name": f"limits, {name}", "unit": "GB/s", **found})
             rows = [[key, format_number(rate)] for key, rate in found.items()]
             print(f"{format_table((f'limits, {name}', 'GB/s'), rows)}\n", flush=True)
-        report.verdicts = judge_limits(self._limits)
-        _print_verdicts(report.verdicts)
+        report.verdicts = judge(KERNELS, [{"name": "limits", **self._limits}])
+        _print_verdicts(report)
         return report
 
     # ------------------------------------------------------------ workloads
@@ -113,41 +114,59 @@ class GpuBench:
     def measure_workload(self, workload: GpuWorkload, chosen: Sequence[GpuContender]) -> Report:
         """Measure contenders on a workload; print their table and targets."""
         print(workload.describe(), flush=True)
-        entries = _entries(workload, chosen)
+        entries = _entries(workload, chosen, self._device)
         if not entries:
             print("nobody takes part\n", flush=True)
             return Report()
         host, device = self._free_bytes
-        room = int(HOST_SHARE * host), int(DEVICE_SHARE * device)
-        results = measure(entries, room, self._device, self._effort, self._clock)
+        room = Footprint(int(HOST_SHARE * host), int(DEVICE_SHARE * device))
+        results = measure(entries, self._effort, room, self._clock)
         baseline = entries[0].name
         lines = [summary(result, baseline, results, self._limits) for result in results]
-        print(f"{format_lines(lines, baseline)}\n", flush=True)
-        verdicts, missing = judge(workload, baseline, results, self._limits)
-        _print_verdicts(verdicts)
+        print(f"{format_steps(lines, baseline)}\n", flush=True)
+        verdicts, missing = judge_workload(workload.name, lines)
+        report = Report(lines, verdicts, failures(results))
+        _print_verdicts(report)
         if missing:
             print("\n".join(["not judged, for want of numbers:", *missing, ""]), flush=True)
-        return Report(lines, verdicts, _failures(results))
+        return report
 
 
-def _failures(results: Sequence[GpuResult]) -> list[tuple[str, str]]:
-    """Return who failed, and how; those that failed alike together."""
-    names: dict[str, list[str]] = {}
-    for result in results:
-        if result.status == "failed":
-            names.setdefault(result.details, []).append(result.name)
-    return [(", ".join(alike), details) for details, alike in names.items()]
+def _print_verdicts(report: Report) -> None:
+    if report.verdicts:
+        print(f"{format_verdicts(report.verdicts)}\n", flush=True)
 
 
-def _entries(workload: GpuWorkload, chosen: Sequence[GpuContender]) -> list[GpuEntry]:
+def _entries(workload: GpuWorkload, chosen: Sequence[GpuContender], device: Device) -> list[Entry]:
     """Return who takes part, the baseline first."""
-    entries = [GpuEntry(one, workload, one.name) for one in chosen if workload.name in one.workloads]
+    entries = [entry_of(one, workload, device) for one in chosen if workload.name in one.workloads]
     if workload.name == "forum":
         wide = workload.with_dim(WIDER * workload.dim)
-        entries += [GpuEntry(one, wide, f"{one.name}-wide") for one in chosen if one.name == WIDE]
+        entries += [entry_of(one, wide, device, f"{one.name}-wide") for one in chosen if one.name == WIDE]
     return sorted(entries, key=lambda entry: entry.name != BASELINES[workload.name])
 
 
-def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    if verdicts:
-        print(f"{format_verdicts(verdicts)}\n", flush=True)
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--toy",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="at toy size on CPU tensors, under Triton's interpreter (also with TRITON_INTERPRET=1)",
+    )
+    parser.add_argument(
+        "--parts", type=partial(parts, PARTS), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
+    )
+
+
+GPU = Bench(
+    "gpu",
+    "training on a GPU, rows in its memory and in host RAM, against what the bus gives",
+    run,
+    ("threads", "rounds", "steps", "timeout_s", "seconds", "budget_s"),
+    CONTENDERS,
+    tuple(target for races in RACES.values() for target in races),
+    (),
+    GpuEffort(),
+    {"seconds": "the untimed steps of a contender end after this time"},
+    _add_options,
+)

@@ -1,4 +1,4 @@
-"""Facts of the machine that a measurement was made on, and how much RAM a benchmark may take."""
+"""Facts of the machine that a measurement is made on, and the RAM that this process holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import platform
 import resource
 import sys
+import threading
+from collections.abc import Callable
 from importlib import metadata
 
 from embedrock.machine.ram import ROOT, available_bytes, named_number, read_text
@@ -42,6 +44,40 @@ def peak_rss_bytes() -> int:
         return kilobytes * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class RamGrowth:
+    """Looks at this process's RAM while a ``with`` block runs.
+
+    Args:
+        read: returns what it holds, bytes.
+        every_s: seconds between two looks.
+
+    Attributes:
+        growth_bytes: the most that it held beyond what it held before.
+    """
+
+    def __init__(self, read: Callable[[], int] = rss_bytes, every_s: float = 0.002) -> None:
+        self._read, self._every_s = read, every_s
+        self.growth_bytes = 0
+
+    def __enter__(self) -> RamGrowth:
+        self._before, self._done = self._read(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._every_s):
+            self._look()
+
+    def _look(self) -> None:
+        self.growth_bytes = max(self.growth_bytes, self._read() - self._before)
 
 
 def _cpu_model() -> str:

@@ -119,7 +119,7 @@ def child_environment() -> dict[str, str]:
 
 
 def serve() -> None:
-    """Be the child: make the object that the first message asks for, then call its methods."""
+    """Make the object that the first message asks for, then call its methods, as the child of `Child`."""
     # Ctrl-C reaches every process of the terminal; the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.comparison import Step, Turn
+from embedrock.bench.harness.contenders import LEARNING_RATE, Unavailable
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.step.contenders import LEARNING_RATE, Contender, Step, Unavailable, our_step
+from embedrock.bench.step.contenders import StepContender, our_step
 
 HIDDEN = 64  # units of the first of the two Dense layers
 REPLICAS = 2  # of MirroredStrategy, which share a batch
@@ -49,8 +51,8 @@ def import_keras(cpus: int = 1) -> Any:
 class FitSession:
     """In a contender's own process: makes a model, fits it, and times its steps, with what `fit` does in between."""
 
-    def __init__(self, contender: Contender, workload: Workload) -> None:
-        self._model = contender.make(workload)
+    def __init__(self, make: Callable[[Workload], Any], workload: Workload) -> None:
+        self._model = make(workload)
         self._data = _dataset(workload)
         self._batches, self._count = workload.batches, 0
 
@@ -58,16 +60,12 @@ class FitSession:
         """Fit on all batches, or as many as fit into `seconds`; return the seconds of each step."""
         return self._fit(self._batches, seconds)
 
-    def round(self, steps: int, seconds: float) -> list[float]:
-        """Return the seconds of each of `steps` steps, or of as many as fit into `seconds`.
+    def turn(self, steps: int, seconds: float) -> Turn:
+        """Make `steps` timed steps, or as many as fit into `seconds`.
 
         The first step of a fit is not among them: Keras makes ready for all the others in it.
         """
-        return self._fit(steps + 1, seconds)[1:]
-
-    def ram(self) -> tuple[int, int]:
-        """Return the RAM that this process holds, and the most that it held, in bytes."""
-        return rss_bytes(), peak_rss_bytes()
+        return Turn.now(self._fit(steps + 1, seconds)[1:])
 
     def _fit(self, steps: int, seconds: float) -> list[float]:
         import keras
@@ -168,14 +166,14 @@ def layer_step(workload: Workload) -> Step:
     return lambda index: train(ids[index], gradient)
 
 
-def _ours(name: str, label: str, tables: float, make: Any = our_model, **arguments: Any) -> Contender:
+def _ours(name: str, label: str, tables: float, make: Any = our_model, **arguments: Any) -> StepContender:
     text = f"erk.Embedding, {label}"
-    return Contender(name, text, partial(make, **arguments), tables, lazy=True, process_bytes=KERAS_PROCESS_BYTES)
+    return StepContender(name, text, partial(make, **arguments), tables, lazy=True, process_bytes=KERAS_PROCESS_BYTES)
 
 
-def _keras(name: str, label: str, tables: float, **arguments: Any) -> Contender:
+def _keras(name: str, label: str, tables: float, **arguments: Any) -> StepContender:
     text = f"keras.layers.Embedding, {label}"
-    return Contender(name, text, partial(keras_model, **arguments), tables, process_bytes=KERAS_PROCESS_BYTES)
+    return StepContender(name, text, partial(keras_model, **arguments), tables, process_bytes=KERAS_PROCESS_BYTES)
 
 
 FIT = (
@@ -190,6 +188,6 @@ FIT = (
     _keras("keras-sgd", "SGD", 3.2, optimizer="SGD"),
 )
 LAYER = (
-    Contender("torch-layer", "ert.Embedding and ert.Adam alone", partial(our_step, optimizer="Adam"), 3, lazy=True),
+    StepContender("torch-layer", "ert.Embedding and ert.Adam alone", partial(our_step, optimizer="Adam"), 3, lazy=True),
     _ours("keras-layer", "rule=er.Adam(), alone in a tf.function", 3, layer_step),
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.bench.harness.contenders import Contender, Unavailable
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.step.contenders import Unavailable
 
 SHARDS = 5
 
@@ -41,11 +42,10 @@ class Log(NamedTuple):
         return 8 * self.workload.features
 
 
-class Reading(NamedTuple):
+@dataclass(frozen=True)
+class Reading(Contender):
     """A way to read the ids: `make` returns a dataset of batches."""
 
-    name: str
-    label: str
     make: Callable[[Log], Any]
     passes: int = 1  # the last of which counts
 
@@ -106,8 +106,16 @@ def _interleaved(log: Log) -> Any:
     return files.interleave(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
+def _samples(log: Log) -> Any:
+    return records(str(log.ids), log, 1)
+
+
+def _batches(log: Log) -> Any:
+    return records(str(log.ids), log, log.workload.batch)
+
+
 def _cached(log: Log) -> Any:
-    return records(str(log.ids), log, log.workload.batch).cache()
+    return _batches(log).cache()
 
 
 def _parquet_batches(path: bytes, batch: int) -> Iterator[np.ndarray]:
@@ -145,12 +153,8 @@ READINGS = (
     Reading("tensor-slices", "from_tensor_slices(memmap).batch", _from_tensor_slices),
     Reading("generator", "from_generator over slices of a memmap", _from_generator),
     Reading("numpy-function", "range().map(numpy_function over slices), parallel", _numpy_function),
-    Reading(
-        "records",
-        "FixedLengthRecordDataset on the .npy, a sample each, .batch",
-        lambda log: records(str(log.ids), log, 1),
-    ),
-    Reading("record-batches", "the same, a batch each", lambda log: records(str(log.ids), log, log.workload.batch)),
+    Reading("records", "FixedLengthRecordDataset on the .npy, a sample each, .batch", _samples),
+    Reading("record-batches", "the same, a batch each", _batches),
     Reading("interleave", "record-batches of several files, parallel interleave", _interleaved),
     Reading("cache", "record-batches with cache(), second pass", _cached, passes=2),
     Reading("parquet", "Parquet by pyarrow in a generator", partial(_parquet, parallel=False)),

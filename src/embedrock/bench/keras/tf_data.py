@@ -6,28 +6,27 @@ cache unless it is larger than RAM; the rows of the table come from the disk its
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from embedrock.bench.disk.training import SPARE_BYTES, scratch_folder
-from embedrock.bench.harness.machine import ROOT, rss_bytes
-from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.bench.harness.report import Report
-from embedrock.bench.harness.rounds import Effort
+from embedrock.bench.disk.files import SPARE_BYTES, scratch_folder
+from embedrock.bench.harness.bench import SIZES, Bench, Task
+from embedrock.bench.harness.contenders import Contender
+from embedrock.bench.harness.effort import Effort
+from embedrock.bench.harness.machine import RamGrowth, rss_bytes
+from embedrock.bench.harness.report import Report, about, failures, format_results, medians
+from embedrock.bench.harness.runner import Entry, measure
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.keras.readings import READINGS, SHARDS, Log, records
-from embedrock.bench.step.contenders import Unavailable
+from embedrock.bench.keras.readings import READINGS, SHARDS, Log, Reading, records
+from embedrock.machine.ram import ROOT, named_number
 from embedrock.machine.sizes import format_bytes
-from embedrock.terminal.tables import format_number, format_table
+from embedrock.terminal.tables import Field, format_number, format_whole
 
-WORKLOAD = Workload(rows=1_000_000, features=8, batches=250)
 ROWS_AT_ONCE = 65_536
 SAMPLE_S = 0.005  # between looks at the RAM
 WARM_UP_STEPS = 30
@@ -46,6 +45,10 @@ class TfDataEffort(Effort):
     rounds: int = 3
     steps: int = 100
     folder: Path = Path()
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the contenders' processes."""
+        return {**super().environment(), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
 
 
 # ---------------------------------------------------------------- files
@@ -100,22 +103,21 @@ def _write_parquet(samples: np.ndarray, path: str, batch: int) -> None:
 class Reader:
     """In its own process: reads the log once, and tells how fast and in how much RAM."""
 
-    def __init__(self, log: Log, name: str) -> None:
-        self._log = log
-        self._reading = next(one for one in READINGS if one.name == name)
+    def __init__(self, log: Log, reading: Reading) -> None:
+        self._log, self._reading = log, reading
 
-    def turn(self) -> dict[str, float]:
-        """Read all of it."""
+    def turn(self, steps: int, seconds: float) -> dict[str, float]:
+        """Read all of it, however long that takes."""
         import tensorflow as tf
 
         list(tf.data.Dataset.range(2))  # what TensorFlow itself takes is not the contender's
-        peak, start = _Peak(), time.perf_counter()
-        dataset = self._reading.make(self._log).prefetch(tf.data.AUTOTUNE)
-        first_s = _seconds(dataset.take(1), start)
-        seconds = [_seconds(dataset, time.perf_counter()) for _ in range(self._reading.passes)][-1]
-        workload = self._log.workload
-        samples = workload.batch * workload.batches
-        return {"samples_per_s": samples / seconds, "first_batch_s": first_s, "peak_growth_bytes": peak.stop()}
+        with RamGrowth(_anonymous_bytes, SAMPLE_S) as ram:
+            start = time.perf_counter()
+            dataset = self._reading.make(self._log).prefetch(tf.data.AUTOTUNE)
+            first_s = _seconds(dataset.take(1), start)
+            taken_s = [_seconds(dataset, time.perf_counter()) for _ in range(self._reading.passes)][-1]
+        samples = self._log.workload.batch * self._log.workload.batches
+        return {"samples_per_s": samples / taken_s, "first_batch_s": first_s, "peak_growth_bytes": ram.growth_bytes}
 
 
 def _seconds(dataset: Any, start: float) -> float:
@@ -125,40 +127,19 @@ def _seconds(dataset: Any, start: float) -> float:
     return time.perf_counter() - start
 
 
-class _Peak:
-    """Looks at the RAM of this process, pages of files not counted, until it is stopped."""
-
-    def __init__(self) -> None:
-        self._first = self._most = _anonymous_bytes()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._stopping.wait(SAMPLE_S):
-            self._most = max(self._most, _anonymous_bytes())
-
-    def stop(self) -> int:
-        """Return by how many bytes it grew at most."""
-        self._stopping.set()
-        self._thread.join()
-        return max(self._most, _anonymous_bytes()) - self._first
-
-
 def _anonymous_bytes() -> int:
-    lines = (ROOT / "proc/self/status").read_text().splitlines() if (ROOT / "proc/self/status").exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
-    return found[0] if found else rss_bytes()
+    """Return the RAM of this process, pages of files not counted."""
+    kilobytes = named_number(ROOT / "proc/self/status", "RssAnon:")
+    return rss_bytes() if kilobytes is None else kilobytes * 1024
 
 
 # ---------------------------------------------------------------- training on a table on disk
 
 
-class Ahead(NamedTuple):
+@dataclass(frozen=True)
+class Ahead(Contender):
     """A way to prefetch: `depth` batches, of their rows too with `rows`."""
 
-    name: str
-    label: str
     depth: int
     rows: bool
 
@@ -173,12 +154,11 @@ AHEADS = (
 class Fit:
     """In its own process: trains a model on a table whose cache holds one row in ten."""
 
-    def __init__(self, log: Log, name: str) -> None:
-        self._log = log
-        self._ahead = next(one for one in AHEADS if one.name == name)
+    def __init__(self, log: Log, ahead: Ahead) -> None:
+        self._log, self._ahead = log, ahead
 
-    def turn(self, steps: int) -> dict[str, float]:
-        """Return what a step takes, after some that fill the cache."""
+    def turn(self, steps: int, seconds: float) -> dict[str, float]:
+        """Return what a step takes, after some that fill the cache, however long they take."""
         import keras
         import tensorflow as tf
 
@@ -205,12 +185,12 @@ class Fit:
 
         fit(0, WARM_UP_STEPS)
         before = table.stats()
-        seconds = fit(WARM_UP_STEPS, steps)
+        taken_s = fit(WARM_UP_STEPS, steps)
         after = table.stats()
         table.close()  # what it learned is lost: the next turn begins with the same table
         reads, reading_s = (after[name] - before[name] for name in ("reads", "read_seconds"))
         return {
-            "ms_per_step": seconds / steps * 1e3,
+            "ms_per_step": taken_s / steps * 1e3,
             "reads_per_step": reads / steps,
             "reading_ms_per_step": reading_s / steps * 1e3,
         }
@@ -219,80 +199,58 @@ class Fit:
 # ---------------------------------------------------------------- the run
 
 
-def run(workload: Workload, effort: TfDataEffort) -> Report:
+def run(task: Task) -> Report:
     """Measure all, print two tables, and return all that was found."""
+    workload, effort = task.workload, task.effort
     log_bytes = 8 * workload.batch * workload.batches * workload.features
     samples, table = f"{workload.batch * workload.batches:,} samples", f"{workload.rows:,} rows x {workload.dim}"
     print(f"{samples} of {workload.features} ids ({format_bytes(log_bytes)}) in batches of {workload.batch}")
     print(f"table of {table} ({format_bytes(workload.table_bytes)}) on disk, a tenth of it in RAM")
-    report = Report()
     with scratch_folder(effort.folder, 3 * (log_bytes + workload.table_bytes) + SPARE_BYTES) as folder:
         log = Log(folder, workload)
-        with _child(Writer, effort, log) as writer:
+        with effort.child(Writer, log) as writer:
             writer.call("write_log")
             writer.call("write_table")
-        readings = _measured(report, effort, {one.name: (one.label, Reader, (log, one.name), ()) for one in READINGS})
-        _print(("reading", "samples/s", "first batch, s", "RAM"), readings, _reading_cells)
-        fits = _measured(
-            report, effort, {one.name: (one.label, Fit, (log, one.name), (effort.steps,)) for one in AHEADS}
-        )
-        _print(("training", "ms/step", "rows read/step", "reading, ms/step"), fits, _fit_cells)
-    report.results = [{**line, "workload": asdict(workload)} for line in (*readings, *fits)]
+        report = Report()
+        report.add(_measured([_entry(one, Reader, log) for one in READINGS], effort, _READING))
+        report.add(_measured([_entry(one, Fit, log) for one in AHEADS], effort, _TRAINING))
     return report
 
 
-Job = tuple[
-    str, Callable[..., object], tuple[Any, ...], tuple[Any, ...]
-]  # label, what to make, of what, turn's arguments
+def _entry(contender: Contender, session: type, log: Log) -> Entry:
+    return Entry(contender, log.workload, (session, log, contender), fresh=True)
 
 
-def _measured(report: Report, effort: TfDataEffort, jobs: dict[str, Job]) -> list[dict[str, Any]]:
-    """Give each job its turns, in rounds; return a line for each."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
-    failed: dict[str, str] = {}
-    for _ in range(effort.rounds):
-        for name, (_, factory, made_of, arguments) in jobs.items():
-            if name in failed:
-                continue
-            try:
-                with _child(factory, effort, *made_of) as child:
-                    turns[name].append(child.call("turn", *arguments))
-            except ChildError as error:
-                failed[name] = str(error)
-                if error.kind != Unavailable.__name__:
-                    report.failures.append((name, error.details))
-    return [_line(name, job[0], turns[name], failed.get(name)) for name, job in jobs.items()]
+def _measured(entries: Sequence[Entry], effort: Effort, fields: Sequence[Field]) -> Report:
+    """Give each entry its turns, in rounds; print and return a line for each."""
+    results = measure(entries, effort)
+    lines = []
+    for result in results:
+        found = {**medians(result.turns), "turns": result.turns} if result.status == "ok" else {}
+        lines.append({**about(result), **found, "workload": asdict(result.entry.workload)})
+    print(f"\n{format_results(fields, lines)}")
+    return Report(lines, failures=failures(results))
 
 
-def _child(factory: Callable[..., object], effort: Effort, *made_of: Any) -> Child:
-    environment = {**effort.environment(), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
-    return Child(factory, *made_of, environment=environment, timeout_s=effort.timeout_s)
-
-
-def _line(name: str, label: str, turns: Sequence[dict[str, float]], failed: str | None) -> dict[str, Any]:
-    about = {"name": name, "label": label}
-    if failed is not None:
-        return {**about, "status": "failed", "reason": failed}
-    return {
-        **about,
-        "status": "ok",
-        **{key: median(turn[key] for turn in turns) for key in turns[0]},
-        "turns": list(turns),
-    }
-
-
-def _print(head: Sequence[str], lines: Sequence[dict[str, Any]], cells: Callable[[dict[str, Any]], list[str]]) -> None:
-    print(f"\n{format_table((*head, ''), [cells(line) for line in lines if line['status'] == 'ok'])}")
-    for line in lines:
-        if line["status"] != "ok":
-            print(f"{line['name']}: {line['status']}: {line['reason']}")
-
-
-def _reading_cells(line: dict[str, Any]) -> list[str]:
-    rate, first = f"{line['samples_per_s']:,.0f}", format_number(line["first_batch_s"])
-    return [line["name"], rate, first, format_bytes(int(line["peak_growth_bytes"])), line["label"]]
-
-
-def _fit_cells(line: dict[str, Any]) -> list[str]:
-    step, reading = (format_number(line[name]) for name in ("ms_per_step", "reading_ms_per_step"))
-    return [line["name"], step, f"{line['reads_per_step']:,.0f}", reading, line["label"]]
+_READING = (
+    Field("reading", "name"),
+    Field("samples/s", "samples_per_s", format_whole),
+    Field("first batch, s", "first_batch_s", format_number),
+    Field("RAM", "peak_growth_bytes", format_bytes),
+    Field("", "label"),
+)
+_TRAINING = (
+    Field("training", "name"),
+    Field("ms/step", "ms_per_step", format_number),
+    Field("rows read/step", "reads_per_step", format_whole),
+    Field("reading, ms/step", "reading_ms_per_step", format_number),
+    Field("", "label"),
+)
+TF_DATA = Bench(
+    "tf-data",
+    "ways to read ids into tf.data, and what erk.prefetch does for a table on disk",
+    run,
+    ("rows", *SIZES, "threads", "rounds", "steps", "timeout_s", "folder"),
+    workloads=(Workload(rows=1_000_000, features=8, batches=250),),
+    effort=TfDataEffort(),
+)

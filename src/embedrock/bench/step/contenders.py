@@ -6,36 +6,28 @@ To add one, write a function that takes a `Workload` and returns ``step(index)``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from embedrock.bench.harness.comparison import Session, Step
+from embedrock.bench.harness.contenders import LEARNING_RATE, Contender, Footprint, import_fbgemm, import_torch
+from embedrock.bench.harness.runner import Entry
 from embedrock.bench.harness.workload import Workload
 from embedrock.tiers.memory import SMALL_BYTES
 
-LEARNING_RATE = 1e-3
 HASHED_OVERHEAD = 1.3  # RAM of a hashed directory's rows over the bytes of their records
 PROCESS_BYTES = 512 << 20  # with torch
 
-Step = Callable[[int], object]
-
-
-class Unavailable(Exception):
-    """A contender cannot run here; the text says why, and what to install."""
-
 
 @dataclass(frozen=True)
-class Contender:
-    """One way to do the work.
+class StepContender(Contender):
+    """One way to make a step on a table in RAM.
 
     Args:
-        name: as on the command line and in the tables.
-        label: what it is, for people.
         make: called in the contender's own process; must be importable by name. It returns a `Step`, or what the
             session that it is entered with asks for.
         tables: RAM at the peak, in float32 tables of rows x dim: weights, state, gradient and temporaries.
@@ -43,30 +35,22 @@ class Contender:
         process_bytes: RAM of an interpreter with its libraries and one batch's activations.
     """
 
-    name: str
-    label: str
     make: Callable[[Workload], Any]
     tables: float
     lazy: bool = False
     process_bytes: int = PROCESS_BYTES
 
-    def need_bytes(self, workload: Workload) -> int:
-        """Return the RAM that this contender's process may come to hold."""
+    def need(self, workload: Workload) -> Footprint:
+        """Return the RAM that its process may come to hold."""
         batches = workload.batches * workload.lookups * 8
         whole = int(self.tables * workload.table_bytes)
         if self.lazy and whole > SMALL_BYTES:
             whole = int(whole * HASHED_OVERHEAD * workload.touched_rows() / workload.rows)
-        return self.process_bytes + batches + whole
+        return Footprint(self.process_bytes + batches + whole)
 
-
-def import_torch() -> Any:
-    """Return the module, with as many threads as a contender may use."""
-    try:
-        import torch
-    except ImportError as error:
-        raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
-    torch.set_num_threads(int(os.environ["EMBEDROCK_THREADS"]))
-    return torch
+    def entry(self, workload: Workload, name: str = "", session: type = Session) -> Entry:
+        """Return it as it takes part, stepped by `session`."""
+        return Entry(self, workload, (session, self.make, workload), name)
 
 
 # ---------------------------------------------------------------- bench step
@@ -103,16 +87,6 @@ def torch_step(workload: Workload, optimizer: str, sparse: bool, **options: Any)
     return _training_step(table, make_optimizer(table.parameters(), lr=LEARNING_RATE, **options), workload)
 
 
-def import_fbgemm() -> tuple[Any, Any, Any]:
-    """Return FBGEMM's modules of table-batched embeddings: training, common and configurations."""
-    try:
-        training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        return training, common, import_module("fbgemm_gpu.split_embedding_configs")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
-        raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error
-
-
 def fbgemm_step(workload: Workload, pooling: str) -> Step:
     """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward. One id per bag."""
     torch = import_torch()
@@ -134,12 +108,17 @@ def fbgemm_step(workload: Workload, pooling: str) -> Step:
     return step
 
 
-def _ours(name: str, label: str, tables: float, **arguments: Any) -> Contender:
-    return Contender(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables, lazy=True)
+def _ours(name: str, label: str, tables: float, **arguments: Any) -> StepContender:
+    return StepContender(name, f"ert.Embedding, {label}", partial(our_step, **arguments), tables, lazy=True)
 
 
-def _nn(name: str, label: str, tables: float, **arguments: Any) -> Contender:
-    return Contender(name, f"nn.Embedding, {label}", partial(torch_step, **arguments), tables)
+def _nn(name: str, label: str, tables: float, **arguments: Any) -> StepContender:
+    return StepContender(name, f"nn.Embedding, {label}", partial(torch_step, **arguments), tables)
+
+
+def _fbgemm(name: str, pooling: str) -> StepContender:
+    make = partial(fbgemm_step, pooling=pooling)
+    return StepContender(name, f"FBGEMM CPU, rowwise Adagrad, {pooling}", make, 1.1)
 
 
 STEP = (
@@ -153,8 +132,8 @@ STEP = (
     # Weights, gradient, two states, and two temporaries of torch's unfused update.
     _nn("torch-dense-adam", "Adam", 6, optimizer="Adam", sparse=False),
     _nn("torch-dense-adam-fused", "Adam(fused=True)", 4, optimizer="Adam", sparse=False, fused=True),
-    Contender("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", partial(fbgemm_step, pooling="SUM"), 1.1),
-    Contender("fbgemm-rowwise-none", "FBGEMM CPU, rowwise Adagrad, NONE", partial(fbgemm_step, pooling="NONE"), 1.1),
+    _fbgemm("fbgemm-rowwise-sum", "SUM"),
+    _fbgemm("fbgemm-rowwise-none", "NONE"),
 )
 
 # ---------------------------------------------------------------- bench lookup
@@ -190,16 +169,14 @@ def _without_grad(lookup: Callable[[Any], Any], ids: list[Any]) -> Step:
     return step
 
 
+def _looked_up(name: str, label: str, trained: bool) -> StepContender:
+    return StepContender(name, label, partial(our_lookup, trained=trained), 3, lazy=True)
+
+
 LOOKUP = (
-    Contender(
-        "ours",
-        "ert.Embedding under no_grad, rows trained before",
-        partial(our_lookup, trained=True),
-        3,
-        lazy=True,
-    ),
-    Contender("ours-first-values", "the same, rows never trained", partial(our_lookup, trained=False), 3, lazy=True),
-    Contender("torch", "F.embedding under no_grad", torch_lookup, 2),
+    _looked_up("ours", "ert.Embedding under no_grad, rows trained before", trained=True),
+    _looked_up("ours-first-values", "the same, rows never trained", trained=False),
+    StepContender("torch", "F.embedding under no_grad", torch_lookup, 2),
 )
 
 # ---------------------------------------------------------------- bench plan
@@ -228,8 +205,8 @@ def numpy_unique(workload: Workload) -> Step:
 
 
 PLAN = (
-    Contender("ours", "er.Table.plan", our_plan, 0),
-    Contender("torch-unique", "torch.unique(return_inverse=True)", torch_unique, 0),
-    Contender("torch-unique-unsorted", "the same, sorted=False", partial(torch_unique, sorted=False), 0),
-    Contender("numpy-unique", "np.unique(return_inverse=True)", numpy_unique, 0),
+    StepContender("ours", "er.Table.plan", our_plan, 0),
+    StepContender("torch-unique", "torch.unique(return_inverse=True)", torch_unique, 0),
+    StepContender("torch-unique-unsorted", "the same, sorted=False", partial(torch_unique, sorted=False), 0),
+    StepContender("numpy-unique", "np.unique(return_inverse=True)", numpy_unique, 0),
 )

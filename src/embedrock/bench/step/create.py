@@ -1,21 +1,25 @@
-"""What a table of a billion rows costs, before and after rows are touched, and what importing costs."""
+"""``bench create``: what a table of a billion rows costs, empty and after rows are touched, and importing."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from statistics import median
+from argparse import ArgumentParser
 from typing import Any
 
 import numpy as np
 
+from embedrock.bench.harness.bench import Bench, Task
+from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.harness.processes import Child, ChildError, child_environment
-from embedrock.bench.harness.report import Report, Verdict, format_verdicts
-from embedrock.bench.harness.rounds import Effort
-from embedrock.bench.harness.workload import SCATTER
+from embedrock.bench.harness.processes import ChildError, child_environment
+from embedrock.bench.harness.report import Report, medians
+from embedrock.bench.harness.targets import Target, each
+from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.terminal.arguments import count
 
+ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
 CREATE_S = 0.2
 IMPORT_S = 0.3
 SPARE_BYTES = 50_000_000
@@ -88,50 +92,53 @@ def import_facts() -> dict[str, float]:
     return {"numpy_seconds": float(numpy_s), "seconds": float(embedrock_s), "frameworks": len(frameworks)}
 
 
-def run(rows: int, dim: int, touch: int, runs: int, effort: Effort) -> Report:
-    """Create, touch and import, each in fresh processes, and print the targets.
-
-    Args:
-        rows, dim: of the table.
-        touch: rows that are trained after creation, scattered over the table.
-        runs: processes for creation and for import, whose medians count.
-        effort: its threads and timeout.
-    """
+def measure(task: Task) -> Report:
+    """Create a table, touch its rows and import Embedrock, each in fresh processes, and print the targets."""
+    workload, runs = task.workload, task.arguments.runs
     try:
-        probes = [_probe(rows, dim, touch if index == 0 else 0, effort) for index in range(runs)]
+        probes = [_probe(workload, task.arguments.touch if index == 0 else 0, task.effort) for index in range(runs)]
         imports = [import_facts() for _ in range(runs)]
     except ChildError as error:
         print(f"create: failed: {error.kind}: {error}")
         return Report(failures=[("create", error.details)])
-    created, touched, imported = _medians([made for made, _ in probes]), probes[0][1], _medians(imports)
-    report = Report(verdicts=_verdicts(created, touched, imported))
-    for name, line in (("create", created), ("touch", touched), ("import", imported)):
-        report.results.append({"name": name, "rows": rows, "dim": dim, "runs": runs, **line})
-    print(format_verdicts(report.verdicts))
+    lines = {"create": medians([made for made, _ in probes]), "touch": probes[0][1], "import": medians(imports)}
+    table = {"rows": workload.rows, "dim": workload.dim, "runs": runs}
+    report = Report([{"name": name, **table, **line} for name, line in lines.items()])
+    report.judge(_targets(lines["touch"]))
     return report
 
 
-def _probe(rows: int, dim: int, touch: int, effort: Effort) -> tuple[dict[str, float], dict[str, float]]:
-    with Child(TableProbe, environment=effort.environment(), timeout_s=effort.timeout_s) as child:
-        return child.call("create", rows, dim), child.call("touch", touch) if touch else {}
+def _probe(workload: Workload, touch: int, effort: Effort) -> tuple[dict[str, float], dict[str, float]]:
+    with effort.child(TableProbe) as child:
+        return child.call("create", workload.rows, workload.dim), child.call("touch", touch) if touch else {}
 
 
-def _medians(lines: list[dict[str, float]]) -> dict[str, float]:
-    return {key: median(line[key] for line in lines) for key in lines[0]}
-
-
-def _verdicts(created: dict[str, float], touched: dict[str, float], imported: dict[str, float]) -> list[Verdict]:
+def _targets(touched: dict[str, float]) -> tuple[Target, ...]:
     allowed_bytes = RECORD_FACTOR * touched["touched"] * touched["record_bytes"] + SPARE_BYTES
-    return [
-        Verdict("creating the table", created["seconds"], CREATE_S, "s", at_most=True),
-        Verdict("RAM of the new table", created["rss_growth_bytes"] / MB, SPARE_BYTES / MB, "MB", at_most=True),
-        Verdict(
-            f"RAM after touching {touched['touched']:,.0f} rows of {touched['record_bytes']:.0f} bytes",
-            touched["rss_growth_bytes"] / MB,
-            allowed_bytes / MB,
-            "MB",
-            at_most=True,
-        ),
-        Verdict("import embedrock, beyond NumPy", imported["seconds"], IMPORT_S, "s", at_most=True),
-        Verdict("frameworks that it imports", imported["frameworks"], 0, "", at_most=True),
-    ]
+    rows = "RAM after touching {touched:,.0f} rows of {record_bytes:.0f} bytes"
+    return (
+        _at_most("creating the table", "create", "seconds", CREATE_S, "s"),
+        _at_most("RAM of the new table", "create", "rss_growth_bytes", SPARE_BYTES / MB, "MB", MB),
+        _at_most(rows, "touch", "rss_growth_bytes", allowed_bytes / MB, "MB", MB),
+        _at_most("import embedrock, beyond NumPy", "import", "seconds", IMPORT_S, "s"),
+        _at_most("frameworks that it imports", "import", "frameworks", 0, ""),
+    )
+
+
+def _at_most(what: str, name: str, key: str, wanted: float, unit: str, scale: float = 1.0) -> Target:
+    return Target(what, each(lambda line: line[key] / scale, key, name=name), wanted, unit, at_most=True)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--touch", type=count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
+    parser.add_argument("--runs", type=count, default=RUNS, metavar="N", help="processes; medians over them")
+
+
+CREATE = Bench(
+    "create",
+    "creation, RAM and import time of a table of a billion rows",
+    measure,
+    ("rows", "dim", "threads", "timeout_s"),
+    workloads=(Workload(rows=ROWS),),
+    add_options=_add_options,
+)
