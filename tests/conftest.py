@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -30,6 +31,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where a shell started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of garbage collections: with TensorFlow's and torch's, each takes over a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
