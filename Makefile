@@ -1,17 +1,21 @@
 # Two commands: `make demo` trains a recommender, `make test` checks everything. `make help` lists the rest.
 # PYTHON chooses the interpreter that .venv is made from; ARGS is passed on, for example
 #   make demo ARGS="--data interactions.csv"        make test ARGS="-k adam -x"        make bench ARGS="--threads 1"
+# Tests run in WORKERS processes; `make test WORKERS=0` runs them in one that a debugger can stop.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PACKAGING := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# A file's tests stay together, in the order of the folders: the longest files are not the last ones.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-keras test lint format bench clean
+.PHONY: help demo demo-keras test test-all lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +27,10 @@ demo-keras: $(VENV)/.installed-demo-keras ## the same, with Keras and TensorFlow
 	@$(BIN)/embedrock demo --keras $(ARGS)
 
 test: lint ## lint, then all tests but those marked slow or gpu
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-all: lint ## the same with the slow ones: every rule, size and fault in every combination
+	@$(PYTEST) -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.installed-test ## style, types and the import contract
 	@$(BIN)/ruff check .
