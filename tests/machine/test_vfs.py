@@ -677,7 +677,7 @@ class TestReadMany:
 
 class TestThreads:
     def test_none_before_they_are_needed(self):
-        program = "import threading; from embedrock import vfs, readers; assert threading.active_count() == 1"
+        program = "import threading; from embedrock.machine import vfs, readers; assert threading.active_count() == 1"
         subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "many", "1.5", "257"])
