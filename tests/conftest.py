@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what the imports made out of garbage collections: with TensorFlow's and torch's, each takes over a second."""
+    """Keep what imports made out of garbage collections: with TensorFlow's and torch's, each takes over a second."""
     gc.collect()
     gc.freeze()
 

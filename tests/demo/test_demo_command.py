@@ -16,6 +16,7 @@ import pytest
 
 from embedrock.bench.harness.processes import child_environment
 from embedrock.cli.main import FAILED, INTERRUPTED, main
+from embedrock.kernels.cpu.machine_code import user_cache_folder
 
 pytest.importorskip("torch")
 pytest.importorskip("tqdm")
@@ -28,6 +29,7 @@ TINY = ["--users", "3k", "--items", "500", "--steps", "40", "--batch-size", "256
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a demo without ``--path`` has its tables."""
     folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(user_cache_folder()))  # compiled kernels are not made anew
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "embedrock" / "demo"
 

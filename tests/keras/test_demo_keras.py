@@ -24,6 +24,7 @@ from embedrock.demo.keras import learner
 from embedrock.demo.keras.models import MODELS, make_model
 from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.options import DIM_MULTIPLES
+from embedrock.kernels.cpu.machine_code import user_cache_folder
 
 TINY = ["--users", "3k", "--items", "500", "--steps", "40", "--batch-size", "256", "--dim", "8"]
 SMALL = ["--users", "20k", "--items", "2k", "--steps", "600", "--batch-size", "256", "--dim", "8", "--memory", "1MiB"]
@@ -33,6 +34,7 @@ SMALL = ["--users", "20k", "--items", "2k", "--steps", "600", "--batch-size", "2
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a demo without ``--path`` has its tables."""
     folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(user_cache_folder()))  # compiled kernels are not made anew
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "embedrock" / "demo"
 
