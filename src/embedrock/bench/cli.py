@@ -33,7 +33,7 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 # To add a benchmark: a folder that has a `Bench`, and a row here.
 BENCHES = (STEP, LOOKUP, PLAN, TABLE_SIZES, CREATE, DISK, COMMIT, KERAS, TF_DATA, GPU)
 
-# What `bench all` runs: every line of the README's table of speeds.
+# What `bench all` runs: every line of docs/measured.md for tables in RAM.
 LINES = (
     ("step",),
     ("step", "--rows=10M", "--contenders=ours-adam,torch-dense-adam"),
@@ -109,4 +109,4 @@ def _measure_all(task: Task) -> Report:
     return report
 
 
-ALL = Bench("all", "all of these: every line of the README's table of speeds", _measure_all, EFFORT)
+ALL = Bench("all", "all of these: every line of docs/measured.md for tables in RAM", _measure_all, EFFORT)
