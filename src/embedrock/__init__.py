@@ -39,8 +39,8 @@ from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
 from embedrock.table.files import UncommittedWarning
+from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.table.table import Table
-from embedrock.table.table import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 
 __version__ = "0.1.0"
 

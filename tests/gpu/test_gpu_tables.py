@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.table.table import rows_of
 
 DIRECT = [ALL_NEAR, NONE_NEAR, *SOME_NEAR]
 # On a GPU, division and roots are those of the CPU, and nothing is fused; exponentials are not the same function.
@@ -183,7 +184,7 @@ def test_who_changes_rows_on_the_cpu_waits_for_lookups(way: Way):
     model = make(way)
     with torch.no_grad():
         model.rows(batches(1)[0])
-    assert model.table.turn.running is model.table.side
+    assert rows_of(model.table).turn.running is model.table.side
 
 
 def test_evicted_rows_are_written_back():

@@ -14,6 +14,7 @@ import workers
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
+from table_files import files_of
 
 ROWS, DIM = 50, 4
 IDS = np.random.default_rng(0).integers(0, ROWS, (64, 3))
@@ -160,8 +161,8 @@ def test_failed_commit_is_raised(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(table._on_disk().store, "write", fail, raising=False)
-    monkeypatch.setattr(type(table._on_disk().store), "publish", fail, raising=False)
+    monkeypatch.setattr(files_of(table).store, "write", fail, raising=False)
+    monkeypatch.setattr(type(files_of(table).store), "publish", fail, raising=False)
     with pytest.raises(Exception, match=r"No space left|the disk is full"):
         fit(model, 2, TableCheckpoint(tmp_path / "checkpoints", 1))
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if ".tmp" not in name]

@@ -19,6 +19,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
 from embedrock.machine.vfs import OSSystem
+from embedrock.table.table import rows_of
 
 ROWS, DIM, BATCH, COUNT = 2000, 4, 16, 20
 SMALL = 8 * BATCH  # rows in the cache
@@ -108,7 +109,7 @@ def on_disk(tmp_path: Path) -> Iterator[Callable[..., er.Table]]:
     yield make
     gc.collect()
     for table in made:
-        if table._place is not None:
+        if not rows_of(table).is_closed:
             if table.uncommitted:
                 table.commit()
             table.close()
@@ -274,7 +275,7 @@ def test_a_loop_that_is_left_lets_rows_go(watch: Watch, on_disk: Callable[..., e
     assert soon(lambda: watch.holds == 3)
     del others
     assert soon(lambda: watch.holds == 0)
-    assert table._place.cache.victims(1).size == 1  # pyright: ignore
+    assert rows_of(table).tier.cache.victims(1).size == 1  # pyright: ignore
     assert list(ahead)
     assert soon(lambda: watch.holds == 0)
 

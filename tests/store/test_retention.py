@@ -14,6 +14,7 @@ from embedrock.machine.vfs import OS_SYSTEM, OSSystem
 from embedrock.store import folder as folders
 from embedrock.store.store import Store
 from same_tables import check_same
+from table_files import files_of
 
 ROWS, DIM = 300, 3
 
@@ -126,7 +127,7 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
     with table_at(tmp_path) as table:
         train(table, 1)
         table.commit()
-        monkeypatch.setattr(table._durability.store, "broken", "the disk failed twice")  # type: ignore[union-attr]
+        monkeypatch.setattr(files_of(table).store, "broken", "the disk failed twice")
         with pytest.raises(er.CommitError, match="commits are no longer taken"):
             table.set_rule(er.SGD(lr=0.1))
         assert table.verify().problems == []

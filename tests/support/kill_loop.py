@@ -26,6 +26,7 @@ import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.tiers.cache import POLICIES
 from small_pieces import SIZES
+from table_files import files_of
 
 ROWS, DIM, BATCH = 400, 3, 24
 
@@ -100,9 +101,8 @@ class Life:
             self._unconfirmed = None
 
     def _compact(self, table: er.Table) -> None:
-        durability = table._durability
-        if self.rng.random() < 0.5 and durability is not None:
-            durability.compact_in_background(table.rows)
+        if self.rng.random() < 0.5:
+            files_of(table).compact_in_background(table.rows)
         else:
             table.compact()
             self._confirm()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import embedrock as er
-from embedrock.tiers.disk import Disk
-from embedrock.tiers.memory import Memory
+from embedrock.table.table import rows_of
+from embedrock.testing import records_of
 
 LAZY = (
     er.SGD(lr=0.1),
@@ -27,19 +27,6 @@ LAGGING = (  # which also move rows that a batch does not touch
 RULES = (*LAZY, er.RMSprop(lr=0.1, eps_inside=True, dense=True), *LAGGING)  # every rule, and all that have a history
 
 
-def records_of(table: er.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return all ids, ascending, and the bytes of their records: weights and optimizer state."""
-    with table._turn.alone():
-        tier = table._tier
-        if isinstance(tier, Memory):
-            ids, records = tier.snapshot()
-            order = np.argsort(ids)
-            return ids[order], records[order]
-        assert isinstance(tier, Disk)
-        ids = np.sort(np.concatenate([np.empty(0, np.int64), *tier.id_batches(100)]))
-        return ids, tier.copies(ids).bytes
-
-
 def check_same(table: er.Table, ram: er.Table) -> None:
     """Fail unless two tables have the same rows, byte by byte, and will step alike."""
     (ids, records), (expected_ids, expected) = records_of(table), records_of(ram)
@@ -47,7 +34,8 @@ def check_same(table: er.Table, ram: er.Table) -> None:
     np.testing.assert_array_equal(records, expected)
     assert table.stats()["rows_touched"] == len(ids)
     assert (table.steps, table.rule) == (ram.steps, ram.rule)
-    histories = [{} if t._history is None else t._history.state() for t in (table, ram)]
+    kept = [rows_of(t).history for t in (table, ram)]
+    histories = [{} if history is None else history.state() for history in kept]
     assert histories[0].keys() == histories[1].keys()
     for name, array in histories[0].items():
         np.testing.assert_array_equal(array, histories[1][name])

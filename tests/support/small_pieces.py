@@ -6,7 +6,7 @@ from types import ModuleType
 
 from embedrock.machine import vfs
 from embedrock.store import compaction, reading, runs, store
-from embedrock.table import files, table
+from embedrock.table import files, rows
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
@@ -17,7 +17,7 @@ SIZES: dict[ModuleType, dict[str, int]] = {
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
     runs: {"_BEHIND_BYTES": 1 << 12, "_JOINED_BYTES": 100, "_BLOCK_ROWS": 2},
     store: {"SCAN_ROWS": 64, "REWRITE_ROWS": 8},
-    table: {"EXPORT_BATCH_ROWS": 50},
+    rows: {"EXPORT_BATCH_ROWS": 50},
     vfs: {
         "DIRECT_BYTES": 3 << 12,
         "DIRECT_WRITE_BYTES": 1 << 12,

@@ -21,7 +21,8 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
 from embedrock.store.store import Store
 from embedrock.table import files as durabilities
-from embedrock.table.files import Durability
+from embedrock.table.files import Files
+from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS
 from embedrock.tiers import commit as commits
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
@@ -29,6 +30,7 @@ from embedrock.tiers.disk import Disk
 from embedrock.tiers.turn import Turn
 from same_tables import check_same
 from small_pieces import SIZES
+from table_files import files_of
 
 DIM, ROWS, SLOTS = 3, 60, 400
 PATIENCE = 60  # seconds until what should have happened has not
@@ -181,7 +183,7 @@ class Both:
 
     @property
     def tier(self) -> Disk:
-        tier = self.table._tier
+        tier = rows_of(self.table).tier
         assert isinstance(tier, Disk)
         return tier
 
@@ -206,7 +208,7 @@ class Both:
     def commit_to_the_end(self, wait: bool) -> None:
         """Commit, and raise what went wrong."""
         self.table.commit(wait=wait)
-        self.table._end_commit(self.tier)
+        files_of(self.table).end_commit(rows_of(self.table))
 
     def copied(self) -> er.Table:
         made = er.Table(ROWS, DIM, rule=er.Adam(lr=0.1), seed=1, init=er.Uniform(-1, 1))
@@ -231,7 +233,7 @@ class Both:
 
     def check_ended(self, dirty: bool = False) -> None:
         """Fail unless nothing is left of a commit that has ended."""
-        with self.table._turn.alone():
+        with rows_of(self.table).turn.alone():
             assert not self.store.commit_is_awaited
             assert not (self.flags() & (FROZEN | WRITING)).any()
         for thread in threading.enumerate():
@@ -299,7 +301,7 @@ def test_a_quiet_commit_has_the_values_of_its_moment(call: int, monkeypatch: pyt
     both.step()
     both.commit(wait=False)
     gate.wait()
-    assert frozen(both) == max(0, ROWS - call * rows_of(both, commits.QUIET_BYTES)) > 0
+    assert frozen(both) == max(0, ROWS - call * rows_in(both, commits.QUIET_BYTES)) > 0
     both.step(*range(0, ROWS, 2))  # frozen ones, written ones, and those that are on their way
     both.step(*range(0, ROWS, 3))
     assert 0 < frozen(both) < ROWS / 2
@@ -342,7 +344,7 @@ def test_rows_on_their_way_stay_until_they_can_be_found(call: int, monkeypatch: 
     both.commit(wait=False)
     gate.wait()
     writing = both.flags() & WRITING != 0
-    assert np.count_nonzero(writing) == rows_of(both, commits.QUIET_BYTES)
+    assert np.count_nonzero(writing) == rows_in(both, commits.QUIET_BYTES)
     ids = both.tier.cache.ids[writing].copy()
     for first in (*range(24, ROWS, 6), *range(24, ROWS, 6)):  # more than there is room for
         both.step(*range(first, first + 6))
@@ -367,7 +369,7 @@ def test_after_a_commit_all_rows_are_clean_and_found(wait: bool):
         both.table.close()
 
 
-def rows_of(both: Both, nbytes: int) -> int:
+def rows_in(both: Both, nbytes: int) -> int:
     return commits.piece_rows(both.tier.spec.record_bytes, nbytes)
 
 
@@ -501,7 +503,7 @@ def test_rows_that_change_while_a_commit_fails(name: str, call: int, monkeypatch
     both.step(*range(0, ROWS, 2))
     gate.open()
     with pytest.raises(CommitError, match="the disk failed"):
-        both.table._end_commit(both.tier)
+        files_of(both.table).end_commit(rows_of(both.table))
     both.check_ended(dirty=True)
     both.step(*range(0, ROWS, 3))
     both.commit()
@@ -599,15 +601,14 @@ class Clock:
 
 
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Durability]:
+def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Files]:
     """A table whose compaction waits for a commit."""
     monkeypatch.setattr(durabilities, "LEAST_COMPACTED_BYTES", 1 << 40)  # none begins by itself
     both = Both()
     for _ in range(3):
         both.step()
         both.commit()
-    durability = both.table._durability
-    assert isinstance(durability, Durability)
+    durability = files_of(both.table)
     compacted = both.store.counts["bytes_compacted"]
     both.store.commit_is_awaited = True
     clock = Clock(monkeypatch, compaction, lambda: both.store.counts["bytes_compacted"] - compacted)
@@ -619,10 +620,10 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Durability]:
 def check_still(both: Both, clock: Clock) -> None:
     """Fail unless it has written one piece, and no more."""
     stride = both.tier.spec.record_bytes + 4
-    assert set(clock.pauses) == {stride * rows_of(both, compaction.PIECE_BYTES)}
+    assert set(clock.pauses) == {stride * rows_in(both, compaction.PIECE_BYTES)}
 
 
-def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, Durability]):
+def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tuple[Both, Clock, Files]):
     both, clock, durability = paused
     chunks = len(both.store.base_runs)
     finished(durability.stop_compaction)
@@ -635,7 +636,7 @@ def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tu
 
 
 @pytest.mark.parametrize("name", ["commit_is_awaited", "hurry"])
-def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, paused: tuple[Both, Clock, Durability]):
+def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, paused: tuple[Both, Clock, Files]):
     both, clock, durability = paused
     check_still(both, clock)
     thread = durability._compaction
@@ -648,7 +649,7 @@ def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, pa
     both.close()
 
 
-def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock, Durability]):
+def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock, Files]):
     both, _, durability = paused
     both.store.commit_is_awaited = False
     both.step()
@@ -666,7 +667,7 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
 def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: pytest.MonkeyPatch):
     """The thread of the commit must not be the last that holds the table: it would close the files under itself."""
     system, inside, closed = FaultFS(), threading.Event(), list[str]()
-    settle, abandon = Turn.settle, Durability.abandon
+    settle, abandon = Turn.settle, Files.abandon
 
     def slow(turn: Turn) -> None:
         if threading.current_thread().name.startswith("embedrock-commit"):
@@ -674,12 +675,12 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
             time.sleep(0.05)
         settle(turn)
 
-    def noted(self: Durability, *args: Any) -> None:
+    def noted(self: Files, *args: Any) -> None:
         closed.append(threading.current_thread().name)
         abandon(self, *args)
 
     monkeypatch.setattr(Turn, "settle", slow)
-    monkeypatch.setattr(Durability, "abandon", noted)
+    monkeypatch.setattr(Files, "abandon", noted)
     table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
     table.update([1, 2], np.ones((2, DIM), np.float32))
     number = table.commit(wait=False)
@@ -697,9 +698,8 @@ def test_garbage_that_is_collected_in_a_thread_of_ours(monkeypatch: pytest.Monke
     both.step()
     number = both.table.commit(wait=False)
     gate.wait()
-    durability = both.table._durability
-    assert durability is not None
-    collected = threading.Thread(target=durability.abandon, args=(both.table._changes, "it"), name="embedrock-0")
+    version = rows_of(both.table).version
+    collected = threading.Thread(target=files_of(both.table).abandon, args=(version,), name="embedrock-0")
     collected.start()
     collected.join(PATIENCE)
     assert not collected.is_alive()
@@ -713,7 +713,7 @@ def test_a_commit_that_has_ended_hurries_nobody():
     both = Both()
     both.step()
     both.commit()
-    ended = both.table._durability._commit if both.table._durability else None
+    ended = files_of(both.table)._commit
     assert ended is not None
     ended.hurry()
     assert not both.store.commit_is_awaited

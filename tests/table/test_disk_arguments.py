@@ -37,7 +37,8 @@ Opener = Callable[[Path], er.Table]
 
 
 def make(path: Path, rows: int | None = ROWS, **options: Any) -> er.Table:
-    return er.Table(rows, DIM, **{"rule": RULE, "path": path, **options})
+    arguments: dict[str, Any] = {"rule": RULE, "path": path, **options}
+    return er.Table(rows, DIM, **arguments)
 
 
 def table_at(path: Path) -> Path:

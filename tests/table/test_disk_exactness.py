@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
-from embedrock.table.files import Durability
 from embedrock.testing import FaultFS
 from embedrock.tiers.cache import POLICIES
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import SIZES
+from table_files import files_of
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
 STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
@@ -164,9 +164,7 @@ class Pair:
         self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
-        durability = self.table._durability
-        assert isinstance(durability, Durability)
-        durability.compact_in_background(self.case.rows)
+        files_of(self.table).compact_in_background(self.case.rows)
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""

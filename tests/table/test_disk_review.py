@@ -21,6 +21,7 @@ from embedrock.store import compaction
 from embedrock.table import files
 from embedrock.testing import FaultFS
 from embedrock.tiers.records import Records
+from table_files import files_of
 
 DIM = 4
 
@@ -234,7 +235,7 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
             raise OSError(errno.EIO, "I/O error")
 
         table.update(ids, grads(ids))
-        files: Any = table._durability
+        files: Any = files_of(table)
         publish, files.store.publish = files.store.publish, fail
         table.commit(wait=False)
         files._commit.join()

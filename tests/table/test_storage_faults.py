@@ -22,9 +22,11 @@ import pytest
 import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.store.verify import verify
+from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS
 from embedrock.testing.faultfs import applies
-from embedrock.tiers.disk import Disk, memory_for
+from embedrock.tiers.disk import memory_for
+from table_files import files_of
 
 PATH = "/data/table"
 ROWS, DIM, SLOTS, BATCH, KEEP = 300, 3, 24, 8, 2
@@ -58,15 +60,11 @@ class Snapshot(NamedTuple):
 def snapshot(table: er.Table) -> Snapshot:
     """Return the state of a table, on disk or in RAM, to the bit."""
     ids = np.arange(ROWS)
-    with table._turn.alone():  # a step may still be running
-        tier = table._tier
-        if isinstance(tier, Disk):
-            ids = ids[tier.existing(ids)]
-            records = tier.copies(ids).bytes
-        else:
-            ids = ids[tier.find(ids) >= 0]
-            records = tier.records.bytes[tier.find(ids)]
-        return Snapshot(table.steps, ids.tobytes(), records.tobytes())
+    rows = rows_of(table)
+    with rows.turn.alone():  # a step may still be running
+        records, slots = rows.tier.reach(ids)
+        there = slots >= 0
+        return Snapshot(table.steps, ids[there].tobytes(), records.bytes[slots[there]].tobytes())
 
 
 class Oracle:
@@ -196,7 +194,7 @@ class Workload:
         """Wait for a commit in the background: only then is it known which number the next one has."""
 
         def wait() -> None:
-            self.table._end_commit(self.table._disk()[1])
+            files_of(self.table).end_commit(rows_of(self.table))
             self.oracle.acknowledge(self.table.last_commit)
 
         self.attempt(wait)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.table.table import rows_of
 
 DIM = 4
 ONES = np.ones((1, DIM), np.float32)
@@ -20,7 +21,8 @@ A_LIST: Any = [[1.0]]
 
 
 def make(rows: int | None = 100, **arguments: Any) -> er.Table:
-    return er.Table(rows, DIM, **{"rule": er.Adam(lr=0.1), "name": "users", **arguments})
+    options: dict[str, Any] = {"rule": er.Adam(lr=0.1), "name": "users", **arguments}
+    return er.Table(rows, DIM, **options)
 
 
 def unchanged(table: er.Table, before: tuple[int, bytes]) -> bool:
@@ -185,8 +187,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD_ARGUMENTS, ids=lambda v: repr(v)[:40])
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"rows": 10, "dim": DIM, **change}
     with pytest.raises(error, match=message):
-        er.Table(**{"rows": 10, "dim": DIM, **change})
+        er.Table(**arguments)
 
 
 def test_bad_initializers() -> None:
@@ -567,7 +570,7 @@ def test_a_failed_background_step_is_not_forgotten(table: er.Table, monkeypatch:
     def fail(*args: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(type(table._tier.records), "step", fail)
+    monkeypatch.setattr(type(rows_of(table).tier.records), "step", fail)
     with pytest.raises(MemoryError):  # noqa: PT012  # at once with one thread, at the next call with several
         table.update([1], ONES)
         table.lookup([1])

@@ -17,7 +17,10 @@ from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import memory_limit
-from embedrock.table.table import Table
+from embedrock.spec import Spec
+from embedrock.table.rows import Rows
+from embedrock.table.table import Table, rows_of
+from embedrock.tiers.memory import Memory
 from embedrock.tiers.side import PlacementWarning
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
@@ -36,14 +39,16 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:
         return side
     _check_capability(device)
-    table.leave_side()
+    rows = rows_of(table)
+    rows.leave_side()
     try:
         with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
             made = _made(table, device)
     except PinningError as error:
         warn_of(error, table.subject)
         return None
-    table.attach(made)
+    with rows.turn.lock:
+        rows.attach(made)
     return made
 
 
@@ -55,9 +60,10 @@ def _indexed(device: torch.device) -> torch.device:
 
 def _made(table: Table, device: torch.device) -> DeviceSide:
     budget = table.device_memory if table.device_memory is not None else _free_bytes(device) // placement.FREE_SHARE
-    tier = table.lay_out_direct() if _may_be_planned_there(table, budget) else None
-    if tier is not None and tier.is_direct:
-        return DirectSide(table, tier, device, placement.choose(table.spec, budget))
+    rows = rows_of(table)
+    tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
+    if tier is not None:
+        return DirectSide(rows, tier, device, placement.choose(table.spec, budget))
     if table.device_memory and table.is_on_disk:
         warnings.warn(
             f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
@@ -67,11 +73,17 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
         )
     # How many rows there will be nobody knows: there is a cache where its size was said.
     near = 0 if table.is_on_disk else min(table.device_memory or 0, budget) // slot_bytes(table.spec)
-    return HostedSide(table, table.tier_beside(), device, min(near, table.rows or near))
+    return HostedSide(rows, rows.tier, device, min(near, table.rows or near))
 
 
-def _may_be_planned_there(table: Table, budget: int) -> bool:
-    spec = table.spec
+def _direct_tier(rows: Rows) -> Memory | None:
+    """Make the slot of a row its id, where that can be done; return the tier then."""
+    with rows.turn.alone():
+        rows.check()
+        return rows.home.lay_out_direct(rows)
+
+
+def _may_be_planned_there(spec: Spec, budget: int) -> bool:
     if drawn_by(spec.init) is None or spec.rows is None or spec.table_bytes is None or spec.rows > MAX_ROWS:
         return False
     # Pinned RAM is taken for all rows at once.

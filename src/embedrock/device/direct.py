@@ -18,7 +18,7 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.steps import Targets
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
-from embedrock.table.table import Table
+from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory
 
 COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned
@@ -28,8 +28,8 @@ class DirectSide(DeviceSide):
     """All rows near, a cache of them, or none: whatever is not near is read and stepped in pinned RAM, in place.
 
     Args:
-        table: whose rows.
-        tier: of the table, with a direct directory.
+        rows: of the table.
+        tier: of the rows, with a direct directory.
         device: the GPU.
         placement: how the records are spread.
 
@@ -37,19 +37,20 @@ class DirectSide(DeviceSide):
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, table: Table, tier: Memory, device: torch.device, placement: Placement) -> None:
-        super().__init__(table, tier, device)
+    def __init__(self, rows: Rows, tier: Memory, device: torch.device, placement: Placement) -> None:
+        super().__init__(rows, tier, device)
         drawn = drawn_by(self.spec.init)
-        assert table.rows is not None  # or its slots would not be its ids
+        count = self.spec.rows
+        assert count is not None  # or its slots would not be its ids
         assert drawn is not None  # or the host plans, and draws
-        self.placement, self._rows, self._memory = placement, table.rows, tier
+        self.placement, self._count, self._memory = placement, count, tier
         self._drawn, self._first_state = drawn, self.uploaded(self.spec.first_state)
         self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)
         far = 0
         if self._pinned is not None:
             self._pinned.cover(tier.records.bytes.nbytes)
             far = self._pinned.address
-        self.where = torch.full((self._rows,), ABSENT, dtype=torch.int32, device=device)
+        self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
         self._expected: Tensor | None = None
         self._is_brought = False
@@ -59,22 +60,22 @@ class DirectSide(DeviceSide):
 
     def _follow(self) -> None:
         """Take over what the CPU changed. The near records are no newer: it has changed nothing before `finish`."""
-        if self._seen == self.table.changes:
+        if self._seen == self.rows.version.now:
             return
-        bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._rows, bitorder="little"))
+        bits = torch.from_numpy(np.unpackbits(self._memory.present, count=self._count, bitorder="little"))
         self.near.clear()
-        for start in range(0, self._rows, COPIED_ROWS):
+        for start in range(0, self._count, COPIED_ROWS):
             some = bits[start : start + COPIED_ROWS].to(self.device).bool()
             self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
         if self.placement.mode == "device":
             for ids in self._ids_where(present):
                 self.near.records[ids] = torch.from_numpy(self._memory.records.bytes[ids.cpu().numpy()]).to(self.device)
                 self.where[ids] = ids.to(torch.int32)
-        self._seen = self.table.changes
+        self._seen = self.rows.version.now
 
     def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """Go through the ids of rows for whose word of `where` something holds."""
-        for start in range(0, self._rows, COPIED_ROWS):
+        for start in range(0, self._count, COPIED_ROWS):
             yield holds(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
 
     def finish(self) -> None:
@@ -92,7 +93,7 @@ class DirectSide(DeviceSide):
                 self._memory.records.bytes[ids.cpu().numpy()] = self.near.records[ids].cpu().numpy()
                 self.where[ids] = ids.to(torch.int32)
         self.near.write_back()
-        starts = range(0, self._rows, COPIED_ROWS)
+        starts = range(0, self._count, COPIED_ROWS)
         bits = np.concatenate([present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in starts])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
         self.timeline.finish()
@@ -125,7 +126,7 @@ class DirectSide(DeviceSide):
 
     def _planned(self, ids: Tensor, trains: bool) -> DevicePlan:
         self._stamp += 1
-        plan = make_plan(self.on_device(ids), self._rows, self.faults.tensor, self._stamp)
+        plan = make_plan(self.on_device(ids), self._count, self.faults.tensor, self._stamp)
         # Of a batch that was brought ahead it was counted then what was near.
         self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=not self._is_brought))
         self._is_brought = False
@@ -135,7 +136,7 @@ class DirectSide(DeviceSide):
     def _bring_ahead(self, ids: Tensor) -> None:
         self._stamp += 1
         nothing = torch.zeros_like(self.faults.tensor)  # ids outside of the table are a fault when they are looked up
-        plan = make_plan(self.on_device(ids), self._rows, nothing, self._stamp)
+        plan = make_plan(self.on_device(ids), self._count, nothing, self._stamp)
         self.near.bring(plan, self.oldest(trains=True), self.timeline, Bringing(aside=True, counts=True))
         self._is_brought = True
 
@@ -177,13 +178,13 @@ class DirectSide(DeviceSide):
     # ------------------------------------------------------------ gradients
 
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
-        return replace(plan, keys=torch.where(drop, self._rows, plan.keys))
+        return replace(plan, keys=torch.where(drop, self._count, plan.keys))
 
     def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
-        plan = make_plan(keys, self._rows, self.faults.tensor, later.plan.stamp, merges=True)
+        plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
         values, squares = sum_rows(torch.cat([earlier.scaled(), later.values]), plan, self._none)
-        most = self._rows + 1  # with the key of no row: however many batches accumulate
+        most = self._count + 1  # with the key of no row: however many batches accumulate
         plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most])
         return DeviceGradients.of(plan, values[:most], squares[:most])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
-from embedrock.table.table import Table
+from embedrock.table.rows import Rows
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
 
@@ -28,16 +28,16 @@ class Faults:
     raises the error. The table is then as it was before the first step that was not made.
 
     Args:
-        table: whose rows.
+        rows: of a table.
         device: where they are.
 
     Attributes:
         tensor: int64 (4,) on the device: code, number, value, the first step that was refused.
     """
 
-    def __init__(self, table: Table, device: torch.device) -> None:
-        # Weakly: the table has the side that has the faults, and all of them go when nobody has the table any more.
-        self._table_of, self._is_cuda = weakref.ref(table), device.type == "cuda"
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        # Weakly: the rows have the side that has the faults, and all of them go when nobody has the table any more.
+        self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
         self._seen = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
         self._event = torch.cuda.Event() if self._is_cuda else None
@@ -47,10 +47,10 @@ class Faults:
         _all.add(self)
 
     @property
-    def _table(self) -> Table:
-        table = self._table_of()
-        assert table is not None  # it calls, or what it is in does
-        return table
+    def _rows(self) -> Rows:
+        rows = self._rows_of()
+        assert rows is not None  # they call, or what they are in does
+        return rows
 
     def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
         """Return offsets int64 (bags + 1,) that kernels may use; a fault where they are not those of n positions."""
@@ -111,21 +111,21 @@ class Faults:
         code, value, refused = self._take_back()
         if code != BESIDE:
             for other in list(_all):
-                if other._table_of() is not None and other.tensor[0] == BESIDE:
+                if other._rows_of() is not None and other.tensor[0] == BESIDE:
                     other._take_back()
         if code == BAD_ID:
             raise IdError(
-                f"`ids` of {self._table.subject} must lie in [0, {self._table.rows}): got {value} in an earlier batch, "
-                f"on the GPU. {_undone(refused)} Pass rows=None for open ids."
+                f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {value} in an earlier "
+                f"batch, on the GPU. {_undone(refused)} Pass rows=None for open ids."
             )
         if code == BAD_OFFSETS:
             raise ArgumentError(
-                f"`offsets` of {self._table.subject} must start at 0, not decrease, and not exceed the ids: those of "
+                f"`offsets` of {self._rows.subject} must start at 0, not decrease, and not exceed the ids: those of "
                 f"an earlier batch, on the GPU, do not. {_undone(refused)}"
             )
         if code == NONFINITE:
             raise NonFiniteGradientError(
-                f"gradients of {self._table.subject} must be finite: got NaN or Inf in an earlier step, on the GPU. "
+                f"gradients of {self._rows.subject} must be finite: got NaN or Inf in an earlier step, on the GPU. "
                 f"{_undone(refused)} Lower the learning rate, clip or scale the gradients, or pass "
                 'on_nonfinite="skip" to leave such steps out.',
                 0,
@@ -139,7 +139,7 @@ class Faults:
         self.tensor.zero_()
         self._launched.clear()
         self._is_asked = False
-        self._table.take_back(refused)
+        self._rows.take_back(refused)
         return code, value, refused
 
 

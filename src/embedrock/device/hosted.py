@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Bringing, Near
@@ -21,8 +22,7 @@ from embedrock.device.steps import Targets
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.cache import FAR
-from embedrock.table.table import Table
-from embedrock.tiers.disk import Disk
+from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
 
 DROPPED = -2  # key of a row that is not stepped
@@ -39,8 +39,8 @@ class HostedSide(DeviceSide):
     disk moves records, so it also waits for the step before.
 
     Args:
-        table: whose rows.
-        tier: of the table.
+        rows: of the table.
+        tier: of the rows.
         device: the GPU.
         near_rows: records of the cache; 0 for a table on disk.
 
@@ -48,8 +48,8 @@ class HostedSide(DeviceSide):
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, table: Table, tier: Tier, device: torch.device, near_rows: int) -> None:
-        super().__init__(table, tier, device)
+    def __init__(self, rows: Rows, tier: Tier, device: torch.device, near_rows: int) -> None:
+        super().__init__(rows, tier, device)
         self._pinned = Pinned(tier.records.bytes, device)
         self._host_waits = 0
         where = self._map(FIRST_MAP if near_rows else 0)
@@ -61,22 +61,16 @@ class HostedSide(DeviceSide):
 
     def _follow(self) -> None:
         """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
-        if self.near.is_cache and len(self.near.slots.where) < self._slots:
-            self.near.grow(self._map(max(self._slots, 2 * len(self.near.slots.where))))
-        if self.near.is_cache and self._seen != self.table.changes:
+        if self.near.is_cache and len(self.near.slots.where) < self.tier.used_slots:
+            self.near.grow(self._map(max(self.tier.used_slots, 2 * len(self.near.slots.where))))
+        if self.near.is_cache and self._seen != self.rows.version.now:
             self.near.clear()
             self.near.slots.where.fill_(FAR)
-        self._seen = self.table.changes
-
-    @property
-    def _slots(self) -> int:
-        """Slots that may have records."""
-        fixed = isinstance(self.tier, Disk) or self.tier.is_direct
-        return len(self.tier.records.bytes) if fixed else self.tier.count
+        self._seen = self.rows.version.now
 
     def _cover(self, more: int = 0) -> None:
         """Pin the records that there are, and room for `more`."""
-        slots = min(self._slots + more, len(self.tier.records.bytes))
+        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
         self._pinned.cover(slots * self.spec.record_bytes)
 
     def finish(self) -> None:
@@ -98,8 +92,8 @@ class HostedSide(DeviceSide):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        turn = self.table.turn
-        with turn.alone() if isinstance(self.tier, Disk) else turn.lock:
+        turn = self.rows.turn
+        with turn.alone() if self.tier.evicts else turn.lock:
             self.begin()
             self._cover()
             with self.timeline.ordered():
@@ -111,7 +105,8 @@ class HostedSide(DeviceSide):
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         self._host_waits += ids.device.type != "cpu"
         self.check()
-        host = self.table.plan(ids.cpu().numpy())
+        with self.rows.turn.lock:
+            host = self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
         with self._turn():
             plan = self._planned(self._located(host))
             self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=True))
@@ -124,7 +119,7 @@ class HostedSide(DeviceSide):
 
     def _located(self, host: Plan) -> Plan:
         try:
-            return self.table.located(host)
+            return self.rows.located(host)
         except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
             return replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
 
@@ -147,13 +142,15 @@ class HostedSide(DeviceSide):
         absent = host.slots < 0
         fresh = np.empty((len(absent), self.spec.dim), np.float32)
         if absent.any():
-            fresh[absent] = self.table.values_of(host.ids[absent], here=host.epoch >= 0)
+            values_of = self.rows.first_values if host.epoch >= 0 else self.rows.weights_of
+            fresh[absent] = values_of(host.ids[absent])
         rows.gather(places, self.uploaded(fresh) if absent.any() else out, plan.count, self.form, out)
 
     def prepare(self, grads: DeviceGradients) -> Targets:
         host = self._host(grads.plan)
         with self._turn():
-            self.table.check_beside(host)
+            self.rows.check_commit()
+            self.rows.prepare(host)
             self._cover(len(host.ids))
         return Targets(grads.plan.keys, grads.plan.keys)  # its addresses are uploaded
 
@@ -162,7 +159,7 @@ class HostedSide(DeviceSide):
         if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
             return torch.full_like(plan.keys, -1)
         with self._turn():
-            slots = self.uploaded(self.table.admitted(host))
+            slots = self.uploaded(self.rows.admit(host))
             self._follow()
             there = replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, slots))
             if not self.near.is_cache:

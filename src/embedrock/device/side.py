@@ -26,7 +26,7 @@ from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.table import Table
+from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
 
 
@@ -96,8 +96,8 @@ class DeviceSide(ABC):
     """Rows of a table that a GPU reads and steps, wherever they lie. Nothing here waits for it, but where it is said.
 
     Args:
-        table: whose rows.
-        tier: of the table.
+        rows: of the table.
+        tier: of the rows.
         device: the GPU; "cpu" under Triton's interpreter.
 
     Attributes:
@@ -107,23 +107,23 @@ class DeviceSide(ABC):
     near: Near
     judge = staticmethod(judge)
 
-    def __init__(self, table: Table, tier: Tier, device: torch.device) -> None:
-        self._table, self.tier, self.device = weakref.ref(table), tier, device
-        self.spec = table.spec
+    def __init__(self, rows: Rows, tier: Tier, device: torch.device) -> None:
+        self._rows_of, self.tier, self.device = weakref.ref(rows), tier, device
+        self.spec = rows.spec
         self.form = form_of(self.spec)
-        self.timeline, self.faults = Timeline(device, table.subject), Faults(table, device)
+        self.timeline, self.faults = Timeline(device, rows.subject), Faults(rows, device)
         self._stamp = FIRST_STAMP
         self._batch = self._stamp + 1  # stamp of the first lookup since the last step
-        self._seen = -1  # changes of the table that it knows of
+        self._seen = -1  # version of the table that it knows of
         self._histories = _Histories(device)
         self._none = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
 
     @property
-    def table(self) -> Table:
-        """Whose rows. (It has the side, which must not keep it alive.)"""
-        table = self._table()
-        assert table is not None  # who uses its rows has it
-        return table
+    def rows(self) -> Rows:
+        """The table's rows. (They have the side, which must not keep them alive.)"""
+        rows = self._rows_of()
+        assert rows is not None  # who uses them has the table
+        return rows
 
     # ------------------------------------------------------------ what a table asks of a side
 
@@ -149,22 +149,22 @@ class DeviceSide(ABC):
         Raises:
             ClosedTableError: it is not.
         """
-        turn = self.table.turn
+        turn = self.rows.turn
         if turn.running is not self:
             turn.settle()
-        self.table.tier_beside()
+        assert self.rows.tier  # it is open
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Hold the table's lock, and do work on the device in its order."""
-        with self.table.turn.lock, self.timeline.ordered():
+        with self.rows.turn.lock, self.timeline.ordered():
             yield
 
     @property
     def is_current(self) -> bool:
         """Whether it is still that of the table: its records may have been laid out anew."""
-        has_tier = self.table.tier_beside() is self.tier
-        return self.table.side is self and self.table.spec.layout == self.spec.layout and has_tier
+        has_tier = self.rows.tier is self.tier
+        return self.rows.side is self and self.rows.spec.layout == self.spec.layout and has_tier
 
     # ------------------------------------------------------------ lookups
 
@@ -191,8 +191,8 @@ class DeviceSide(ABC):
             places = self.near.places(plan)
             out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, places, out)
-            if self.table.lags:
-                rows.refresh(out, places, plan.count, self._uploaded(self.table.numbers_now()), self.form)
+            if self.rows.lags:
+                rows.refresh(out, places, plan.count, self._uploaded(self.rows.numbers_now()), self.form)
             self.note_use()
         return out
 
@@ -298,19 +298,19 @@ class DeviceSide(ABC):
             targets: that `prepare` made for them.
             judged: how and whether it is made.
         """
-        if not rule.same_layout(self.table.rule):
-            raise ArgumentError(f"`rule` must be laid out as that of {self.table.subject}: got {rule}.")
+        if not rule.same_layout(self.rows.spec.rule):
+            raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
         with self.working():
             plan = grads.plan
             self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *targets, judged.factor, judged.live)
             places = self.ready(plan, judged.live, targets)
-            numbers, step = self.table.step_beside(rule)
+            numbers = self.rows.count_step(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
-            seed = int(self.table.spec.key)
-            args = judged.factor, grads.clip_value, judged.live, plan.count, seed, step, numbers
+            seed = int(self.rows.spec.key)
+            args = judged.factor, grads.clip_value, judged.live, plan.count, seed, self.rows.steps, numbers
             rows.step(places, plan.ids, grads.values, *args, self.form)
             self.faults.ask()
 
@@ -324,23 +324,23 @@ class DeviceSide(ABC):
 
     def skip_step(self) -> None:
         """Count a step that is left out."""
-        with self.table.turn.lock:
-            self.table.skip_beside()
+        with self.rows.turn.lock:
+            self.rows.skip_step()
 
     def note_use(self) -> None:
         """Let whatever changes the tier's records wait for `finish`."""
-        self.table.turn.running = self
+        self.rows.turn.running = self
 
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
-        self._seen, self._batch = self.table.changes, self._stamp + 1
+        self._seen, self._batch = self.rows.version.now, self._stamp + 1
 
     def _uploaded_or_taken_back(self, numbers: Any) -> Any:
         try:
             return self._uploaded(numbers)
         except torch.OutOfMemoryError:
-            self.table.take_back(1)
+            self.rows.take_back(1)
             raise
 
     def _uploaded(self, numbers: Any) -> Any:

@@ -104,7 +104,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
         for group in groups.values():
             with group[0].side.timeline.ordered():
                 steps.append(_judge(group))
-        if alone and len(groups) < 2 and all(part.side.table.on_nonfinite == "raise" for part in due):
+        if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
             return steps
         known = [(step, step.finite.tolist()) for step in steps]
         for step, finite in known:
@@ -132,7 +132,7 @@ def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
     for part in step.due:
         part.side.faults.raise_but_nonfinite()
     for part, is_finite in zip(step.due, finite, strict=True):
-        if not is_finite and part.side.table.on_nonfinite == "raise":
+        if not is_finite and part.side.rows.on_nonfinite == "raise":
             for other in step.due:
                 other.side.faults.forget(other is part)
 

@@ -39,7 +39,7 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
         TableFileError: `init` is needed, or is another than the table's.
     """
     try:
-        rule = _rule_of(description["rule"])
+        rule = rule_of(description["rule"])
         rows, dim, dtype, seed = (description[key] for key in ("rows", "dim", "dtype", "seed"))
         first = _initializer(description["init"], init, where)
         return Spec(rows, dim, dtype, rule, first, seed)
@@ -90,7 +90,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _rule_of(description: dict[str, Any] | None) -> Rule | None:
+def rule_of(description: dict[str, Any] | None) -> Rule | None:
+    """Return the rule that `describe_rule` described, also from JSON, which knows no tuples."""
     if description is None:
         return None
     return read_rule({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()})

@@ -1,4 +1,4 @@
-"""`Durability`: what a table on disk has beyond one in RAM: its files, commits and compaction."""
+"""`Files`: where a table on disk lives: its files, commits and compaction."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 import uuid as uuids
 import warnings
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
+from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import format_bytes
-from embedrock.machine.vfs import NO_SPACE, OS_SYSTEM, System
+from embedrock.machine.vfs import NO_SPACE, System
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
@@ -24,9 +24,11 @@ from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
+from embedrock.table.rows import Home, Rows, Version
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import INDEX_SHARE, Disk, plan_room
+from embedrock.tiers.disk import INDEX_SHARE, Disk, place
+from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
 MODES = ("w", "r")
@@ -40,27 +42,11 @@ class UncommittedWarning(UserWarning):
     """A table on disk was closed, or forgotten, with changes that no commit has."""
 
 
-class Changes:
-    """How often a table was changed, and how often when it was last committed."""
-
-    def __init__(self) -> None:
-        self.made = self.committed = 0
-
-    def commit(self) -> None:
-        """Note that a commit has all changes so far."""
-        self.committed = self.made
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are changes that no commit has."""
-        return self.made != self.committed
-
-
-class Settings(NamedTuple):
-    """How a table on disk is opened.
+class Opening(NamedTuple):
+    """How the files of a table are opened.
 
     Attributes:
-        path: its folder.
+        path: their folder.
         memory: budget of RAM, None for half of the machine's.
         policy: of eviction.
         keep: commits that retention keeps.
@@ -68,18 +54,20 @@ class Settings(NamedTuple):
         mode: "w" or "r".
         at: number of a commit, for a reader; None: the last one.
         system: does the I/O.
+        name: of the table, for error messages.
     """
 
     path: str
-    memory: int | str | None = None
-    policy: str = "lfu"
-    keep: int = 2
-    lock: bool = True
-    mode: str = "w"
-    at: int | None = None
-    system: System = OS_SYSTEM
+    memory: int | str | None
+    policy: str
+    keep: int
+    lock: bool
+    mode: str
+    at: int | None
+    system: System
+    name: str | None
 
-    def checked(self) -> Settings:
+    def checked(self) -> Opening:
         """Return them with an absolute path.
 
         Raises:
@@ -107,20 +95,21 @@ class Settings(NamedTuple):
         return self._replace(path=os.path.abspath(path))
 
 
-class Durability:
-    """The files of a table and who changes them.
+class Files(Home):
+    """The files of a table, and who changes them.
 
     Args:
         store: the files.
-        settings: how they were opened.
-        spec: of the table.
+        opening: how they were opened.
 
     Attributes:
+        subject: what error messages call the table.
         compactions_failed: in the background.
     """
 
-    def __init__(self, store: Store, settings: Settings) -> None:
-        self.store, self.settings = store, settings
+    def __init__(self, store: Store, opening: Opening) -> None:
+        self.store, self.opening = store, opening
+        self.subject = f"table {opening.name or opening.path!r}"
         self._compaction: threading.Thread | None = None
         self._stopping = threading.Event()
         self._commit: Commit | None = None
@@ -130,31 +119,89 @@ class Durability:
     @property
     def writes(self) -> bool:
         """Whether this is the table's writer."""
-        return self.settings.mode == "w"
+        return self.opening.mode == "w"
 
-    def check_writes(self, subject: str) -> None:
-        """Raise `ReadOnlyTableError` for a reader."""
+    # ---------------------------------------------------------------- what rows ask of their home
+
+    def check_writable(self) -> None:
         if not self.writes:
             raise ReadOnlyTableError(
                 errno.EROFS,
-                f'{subject} was opened with mode="r" and cannot change. Open it with mode="w"',
-                self.settings.path,
+                f'{self.subject} was opened with mode="r" and cannot change. Open it with mode="w"',
+                self.opening.path,
             )
 
-    def tier(self, spec: Spec, turn: Turn, subject: str, store: Store | None = None) -> Disk:
-        """Return a new, empty cache over the files, or over those of another store."""
-        room = plan_room(spec, self.settings.memory, subject)
-        return Disk(spec, store or self.store, room, self.settings.policy, turn, subject)
+    def raise_commit_failure(self, rows: Rows) -> None:
+        self._take_end_of_done(rows.version, _disk(rows))
 
-    def emptied(self, spec: Spec, turn: Turn, subject: str) -> Disk:
-        """Return an empty tier for records of another layout, whose first commit will replace all there is."""
+    def after_fork(self, rows: Rows) -> None:
+        """Go on in a child process: a reader with locks and a cache of its own. A writer's child must not write.
+
+        Raises:
+            ReadOnlyTableError: it is a writer's.
+        """
+        if self.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
+                'here with mode="r", or use it in the parent only',
+                self.opening.path,
+            )
+        rows.turn = Turn()
+        self.store.lock, self.store.compacting = (
+            threading.RLock(),
+            threading.Lock(),
+        )  # the parent's threads are not here
+        self._compaction, self._process = None, os.getpid()
+        self.resume(rows, rows.spec)
+
+    def lay_out(self, rows: Rows, spec: Spec) -> None:
+        """Replace the records; the first commit from then on replaces all there is in the files."""
+        self.check_writable()
+        self._be_quiet(rows)
         self.stop_compaction()
-        return self.tier(spec, turn, subject, self.store.emptied(spec.record_bytes))
-
-    def replace_store(self, store: Store) -> None:
-        """Go on with what `emptied` returned."""
+        made = self._tier(spec, rows.turn, self.store.emptied(spec.record_bytes))
+        try:
+            rows.laid_out(spec, made)
+        except BaseException:
+            made.store.give_up()
+            raise
         self.store.give_up()
-        self.store = store
+        self.store = made.store
+        rows.install(spec, made)
+
+    def check_in_ram(self, verb: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{verb}() is for tables in RAM, and {self.subject} is on disk, where it may be larger than RAM. "
+            "commit() saves it, er.open(path) opens it, rollback(commit) goes back."
+        )
+
+    def empty_tier(self, spec: Spec) -> NoReturn:
+        self.check_in_ram("load_state")
+
+    def close(self, rows: Rows, tier: Tier) -> None:
+        if not rows.is_of_this_process:
+            return
+        try:
+            self._wait_for_quiet(rows, cast(Disk, tier))
+        finally:
+            self.abandon(rows.version)
+
+    def stats(self) -> dict[str, float]:
+        return {"compactions_failed": self.compactions_failed}
+
+    # ---------------------------------------------------------------- rows as of a commit
+
+    def resume(self, rows: Rows, spec: Spec) -> None:
+        """Give a table the state of the last commit."""
+        manifest, tier = self.store.manifest, self._tier(spec, rows.turn, self.store)
+        rows.install(spec, tier, self.history(spec), manifest.steps, manifest.skipped_steps)
+        rows.version.commit()
+
+    def _tier(self, spec: Spec, turn: Turn, store: Store) -> Disk:
+        """Return a new, empty cache over files."""
+        placement = place(spec, self.opening.memory, self.subject)
+        return Disk(spec, store, placement, self.opening.policy, turn, self.subject)
 
     def history(self, spec: Spec) -> History | None:
         """Return the history of the table's rule as of the last commit."""
@@ -163,35 +210,75 @@ class Durability:
             try:
                 history.load(self.store.history[0], manifest.steps)
             except ArgumentError as error:
-                where = f"{self.settings.path}/{manifest.history[0].file}"
+                where = f"{self.opening.path}/{manifest.history[0].file}"
                 raise CorruptTableError(f"{where} is damaged: {error}") from error
         return history
 
-    def after_fork(self) -> None:
-        """Go on in a child process, which has none of the parent's threads."""
-        self.store.lock, self.store.compacting = threading.RLock(), threading.Lock()
-        self._compaction, self._process = None, os.getpid()
-
-    def stats(self) -> dict[str, float]:
-        """Return numbers about the files."""
-        return {"compactions_failed": self.compactions_failed}
-
     # ---------------------------------------------------------------- commits
 
-    def begin(self, tier: Disk, changes: dict[str, Any]) -> Commit:
+    def commit(self, rows: Rows, step: int | None, name: str | None, wait: bool) -> int:
+        """Make all changes so far durable, as one; return the commit's number: see `Table.commit`."""
+        tier = _disk(rows)
+        self.check_writable()
+        _check_name(step, name)
+        self.end_commit(rows)
+        commit = self._begin(rows, tier, {"step": step, "name": name})
+        rows.version.commit()
+        if wait:
+            commit.hurry()
+        commit.start()
+        if wait:
+            commit.wait()
+            self._take_end(rows.version, tier, commit)
+        return commit.number
+
+    def _begin(self, rows: Rows, tier: Disk, fields: dict[str, Any]) -> Commit:
         """Freeze the rows that changed, and return the commit that will write them."""
+        history = {} if rows.history is None else {key: array.copy() for key, array in rows.history.state().items()}
         try:
-            changes = {
+            fields |= {
                 "time": now(),
                 "count": tier.count,
-                **changes,
-                "history": self._write_history(changes["history"]),
+                "spec": describe_spec(rows.spec),
+                "steps": rows.steps,
+                "skipped_steps": rows.skipped_steps,
+                "history": self._write_history(history),
             }
-            self._commit = tier.commit = Commit(tier, changes, self.settings.keep, self._after_commit)
+            self._commit = tier.commit = Commit(tier, fields, self.opening.keep, self._after_commit)
         except OSError as error:
-            rows = len(tier.cache.flagged(DIRTY))
-            raise self._commit_error(error, self.store.manifest.commit + 1, rows) from error
-        return tier.commit
+            dirty = len(tier.cache.flagged(DIRTY))
+            raise self._commit_error(error, self.store.manifest.commit + 1, dirty) from error
+        return self._commit
+
+    def end_commit(self, rows: Rows) -> None:
+        """Wait for the commit under way, and raise what went wrong with it."""
+        self._end_commit(rows.version, _disk(rows))
+
+    def _end_commit(self, version: Version, tier: Disk) -> None:
+        while tier.commit is not None:  # another thread may begin one while this one waits
+            tier.commit.wait()
+            self._take_end_of_done(version, tier)
+
+    def _take_end_of_done(self, version: Version, tier: Disk) -> None:
+        commit = self._commit
+        if commit is not None and tier.commit is commit and commit.is_done:
+            self._take_end(version, tier, commit)
+
+    def _take_end(self, version: Version, tier: Disk, commit: Commit) -> None:
+        """Raise what went wrong with a commit that has ended."""
+        if tier.commit is commit:
+            tier.commit = None
+        if commit.error is not None:
+            version.committed = -1
+            raise self._error_of(commit)
+
+    def _be_quiet(self, rows: Rows) -> None:
+        """Wait for all that uses a tier whose rows are about to be dropped, and might write some of them."""
+        self._wait_for_quiet(rows, _disk(rows))
+
+    def _wait_for_quiet(self, rows: Rows, tier: Disk) -> None:
+        rows.turn.wait_for(tier.becomes_quiet)
+        self._end_commit(rows.version, tier)
 
     def _write_history(self, arrays: dict[str, np.ndarray]) -> tuple[HistoryFile, ...]:
         if not arrays:
@@ -202,17 +289,26 @@ class Durability:
 
     def release(self, name: str) -> None:
         """Let retention drop the commits called `name`."""
+        self.check_writable()
         folders.release(self.store.system, self.store.folder, name)
 
-    def rollback(self, commit: int, init: Initializer, subject: str) -> Spec:
-        """Make the content of an earlier commit the newest, and return the table's description as of then."""
+    def rollback(self, rows: Rows, commit: int) -> int:
+        """Make the content of an earlier commit the newest; return its number."""
+        self.check_writable()
+        self._be_quiet(rows)
         manifest = self.manifest(commit)
-        spec = read_spec(manifest.spec, init, self.settings.path)
-        manifest.check_spec(spec.rows, spec.record_bytes, self.settings.path)
-        plan_room(spec, self.settings.memory, subject)  # or it raises, before anything has changed
+        spec = read_spec(manifest.spec, rows.spec.init, self.opening.path)
+        manifest.check_spec(spec.rows, spec.record_bytes, self.opening.path)
+        place(spec, self.opening.memory, self.subject)  # or it raises, before anything has changed
         self.stop_compaction()
-        self.store.rollback(manifest, now(), self.settings.keep)
-        return spec
+        self.store.rollback(manifest, now(), self.opening.keep)
+        try:
+            self.resume(rows, spec)
+        except BaseException:  # the records in RAM are not those of the files
+            rows.drop()
+            self.close_all()
+            raise
+        return self.store.manifest.commit
 
     def _after_commit(self, tier: Disk) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
@@ -224,31 +320,22 @@ class Durability:
 
     def _check_index(self, tier: Disk) -> None:
         """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
-        index, kept = self.store.base.nbytes, max(tier.room.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
+        index, kept = self.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
         if index > kept and not self._told:
             self._told = True
             warnings.warn(
-                f"{self.settings.path}: the index of {self.store.base.count} rows takes {format_bytes(index)} of RAM, "
-                f"more than the {format_bytes(kept)} that memory={format_bytes(tier.room.budget_bytes)} leaves for it. "
+                f"{self.opening.path}: the index of {self.store.base.count} rows takes {format_bytes(index)} of RAM, "
+                f"more than the {format_bytes(kept)} that memory={format_bytes(tier.budget_bytes)} leaves for it. "
                 f"Raise memory= to {format_bytes(index * INDEX_SHARE)} or more.",
                 RuntimeWarning,
                 stacklevel=1,
             )
 
-    def check_name(self, step: Any, name: Any) -> None:
-        """Raise `ArgumentError` where a commit cannot be called so."""
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
-            raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
-        if name is not None and not is_name(name):
-            raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
-
-    def error_of(self, commit: Commit) -> BaseException | None:
+    def _error_of(self, commit: Commit) -> BaseException:
         """Return what went wrong with a commit, as the caller should see it."""
-        return (
-            self._commit_error(commit.error, commit.number, commit.rows)
-            if isinstance(commit.error, OSError)
-            else commit.error
-        )
+        error = commit.error
+        assert error is not None  # the caller has looked
+        return self._commit_error(error, commit.number, commit.rows) if isinstance(error, OSError) else error
 
     def _commit_error(self, error: OSError, number: int, rows: int) -> CommitError:
         if isinstance(error, CommitError):
@@ -262,7 +349,7 @@ class Durability:
                 f"({format_bytes(needed)}), and {free} ({format_bytes(free)}) are free. Free some and commit again"
             )
         kept = f"{text}. Commit {self.store.manifest.commit} is whole, and so are the rows in RAM"
-        made = CommitError(error.errno, kept, self.settings.path)
+        made = CommitError(error.errno, kept, self.opening.path)
         made.__cause__ = error
         return made
 
@@ -296,20 +383,27 @@ class Durability:
         except Exception as error:
             self.compactions_failed += 1
             warnings.warn(
-                f"{self.settings.path} could not be compacted, and is as it was: {error}. It is tried again after the "
+                f"{self.opening.path} could not be compacted, and is as it was: {error}. It is tried again after the "
                 "next commit.",
                 RuntimeWarning,
                 stacklevel=1,
             )
 
-    def compact(self, rows: int | None) -> None:
-        """Fold logs into base chunks."""
-        self.stop_compaction()
-        compact(self.store, rows, None, lambda: False)
+    def compact(self, rows: Rows) -> None:
+        """Fold logs into base chunks, while others have the table."""
+        tier = _disk(rows)
+        self.check_writable()
+        with rows.turn.lock:
+            self.end_commit(rows)
+        with tier.in_use():
+            self.stop_compaction()
+            compact(self.store, rows.spec.rows, None, lambda: False)
 
-    def commit_base(self) -> None:
-        """Commit what compaction has made, unless that is done."""
-        self.store.commit_base(now(), self.settings.keep)
+    def commit_base(self, rows: Rows) -> int:
+        """Commit what compaction has made, unless that is done; return the last commit's number."""
+        self.end_commit(rows)
+        self.store.commit_base(now(), self.opening.keep)
+        return self.store.manifest.commit
 
     def stop_compaction(self) -> None:
         """End a compaction in the background; what it has written so far is removed."""
@@ -318,30 +412,31 @@ class Durability:
             self._compaction.join()
             self._compaction = None
 
-    def abandon(self, changes: Changes, subject: str) -> None:
+    def abandon(self, version: Version) -> None:
         """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
         if threading.current_thread().name.startswith("embedrock-"):
             # Garbage was collected inside of what has to end before the files are closed.
-            threading.Thread(target=self._abandon, args=(changes, subject), name="close-embedrock").start()
+            threading.Thread(target=self._abandon, args=(version,), name="close-embedrock").start()
         else:
-            self._abandon(changes, subject)
+            self._abandon(version)
 
-    def _abandon(self, changes: Changes, subject: str) -> None:
+    def _abandon(self, version: Version) -> None:
         commit, last = self._commit, self.store.manifest
-        self.close()
+        self.close_all()
         if commit is not None and commit.error is not None:
-            changes.committed = -1
-        if changes.pending and self.writes:
+            version.committed = -1
+        if not version.is_committed and self.writes:
             warnings.warn(
-                f"{subject} is closed with changes since commit {last.commit}, which are lost. Call commit() before.",
+                f"{self.subject} is closed with changes since commit {last.commit}, which are lost. Call "
+                "commit() before.",
                 UncommittedWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         """Close all files, once what runs in the background has ended, and let another writer in."""
         if self._process != os.getpid():
             return  # a child's: they are the parent's
@@ -351,29 +446,29 @@ class Durability:
         self.store.close()
 
 
-def open_files(settings: Settings, init: Initializer | None) -> tuple[Durability, Spec]:
+def open_files(opening: Opening, init: Initializer | None) -> tuple[Files, Spec]:
     """Open the table at a path."""
-    store = Store.open(settings.system, settings.path, settings.at, settings.mode == "w", settings.lock)
+    store = Store.open(opening.system, opening.path, opening.at, opening.mode == "w", opening.lock)
     try:
-        spec = read_spec(store.manifest.spec, init, settings.path)
-        store.manifest.check_spec(spec.rows, spec.record_bytes, settings.path)
-        return Durability(store, settings), spec
+        spec = read_spec(store.manifest.spec, init, opening.path)
+        store.manifest.check_spec(spec.rows, spec.record_bytes, opening.path)
+        return Files(store, opening), spec
     except BaseException:
         store.close()
         raise
 
 
-def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) -> tuple[Durability, Spec]:
+def open_or_make_files(opening: Opening, spec: Spec, given: dict[str, Any]) -> tuple[Files, Spec]:
     """Open the table at a path, or make it.
 
     Args:
-        settings: how.
+        opening: how.
         spec: of a new table.
         given: what the caller asked for, by the names of `describe_spec`; an existing table must agree.
     """
-    if settings.mode == "r" or folders.holds_table(settings.system, settings.path):
-        return _open_given(settings, spec, given)
-    plan_room(spec, settings.memory, f"table {settings.path!r}")  # what cannot be opened is not made
+    if opening.mode == "r" or folders.holds_table(opening.system, opening.path):
+        return _open_given(opening, spec, given)
+    place(spec, opening.memory, f"table {opening.path!r}")  # what cannot be opened is not made
     manifest = Manifest(
         uuid=uuids.uuid4().hex,
         commit=0,
@@ -388,21 +483,33 @@ def open_or_make_files(settings: Settings, spec: Spec, given: dict[str, Any]) ->
         count=0,
     )
     try:
-        return Durability(Store.create(settings.system, settings.path, manifest, settings.lock), settings), spec
+        return Files(Store.create(opening.system, opening.path, manifest, opening.lock), opening), spec
     except FileExistsError:
-        if not folders.holds_table(settings.system, settings.path):
+        if not folders.holds_table(opening.system, opening.path):
             raise
-        return _open_given(settings, spec, given)  # somebody else was faster
+        return _open_given(opening, spec, given)  # somebody else was faster
 
 
-def _open_given(settings: Settings, spec: Spec, given: dict[str, Any]) -> tuple[Durability, Spec]:
-    durability, found = open_files(settings, spec.init if given.get("init") is not None else None)
+def _open_given(opening: Opening, spec: Spec, given: dict[str, Any]) -> tuple[Files, Spec]:
+    files, found = open_files(opening, spec.init if given.get("init") is not None else None)
     try:
-        check_same(given, describe_spec(found), settings.path)
+        check_same(given, describe_spec(found), opening.path)
     except BaseException:
-        durability.close()
+        files.close_all()
         raise
-    return durability, found
+    return files, found
+
+
+def _disk(rows: Rows) -> Disk:
+    return cast(Disk, rows.tier)  # `Files` makes no other
+
+
+def _check_name(step: Any, name: Any) -> None:
+    """Raise `ArgumentError` where a commit cannot be called so."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
+        raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
+    if name is not None and not is_name(name):
+        raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 
 
 def now() -> str:

@@ -1,51 +1,180 @@
-"""What `Table.state` returned, checked before a table takes it."""
+"""A table in RAM as it is saved: a header, the rule's history, and batches of (ids, records)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
-from embedrock.rules import History
-from embedrock.spec import Spec
+from embedrock.rules import describe_rule
+from embedrock.table.description import rule_of
+from embedrock.table.rows import Rows
+from embedrock.tiers.tier import Tier
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
 HISTORY = "history_"
 
 
-def check_state(state: dict[str, Any], expected: dict[str, Any], subject: str) -> None:
-    """Raise `ArgumentError` unless a state is whole, and that of a table like the one described by `expected`."""
-    missing = [key for key in KEYS if key not in state]
-    if missing:
-        raise ArgumentError(f"a state for {subject} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
+class Saved(NamedTuple):
+    """All that `load` needs.
+
+    Attributes:
+        header: what table it is, after how many steps, and how many rows have records: `count`.
+        history: arrays of the rule's, by name.
+        batches: ids int64 (n,) and records uint8 (n, record_bytes), which may be views.
+    """
+
+    header: dict[str, Any]
+    history: dict[str, np.ndarray]
+    batches: Iterable[tuple[np.ndarray, np.ndarray]]
+
+
+def save(rows: Rows, batch_rows: int) -> Saved:
+    """Return a table in RAM as it is saved, in batches of so many rows. The caller has the turn while it uses them.
+
+    Raises:
+        UnsupportedError: the table is on disk.
+    """
+    tier = _tier(rows, "save")
+    history = {} if rows.history is None else rows.history.state()
+    return Saved({**_header(rows), "count": tier.count}, history, tier.record_batches(batch_rows))
+
+
+def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
+    """Replace rows, optimizer state, steps and seed by what `save` returned. Of another rule, take the weights only.
+
+    A table without a rule gets the saved one.
+
+    Args:
+        rows: whose turn the caller has.
+        saved: what `check_header` found to fit.
+        refuse_repeated: called with the ids of a batch, some of which came before; returns the error to raise.
+    """
+    header, wanted = saved.header, rows.spec.rule
+    spec = replace(rows.spec, rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    steps = int(header["steps"])
+    history = None if spec.rule is None else spec.rule.history()
+    if history is not None:
+        history.load(saved.history, steps)
+    tier = rows.home.empty_tier(spec)
+    tier.check_room(header["count"])
+    for ids, records in saved.batches:
+        check_ids(ids, spec.rows, rows.subject)
+        if len(make_plan(ids).ids) != len(ids) or (tier.find(ids) >= 0).any():
+            raise refuse_repeated(ids)
+        tier.paste_records(ids, records)
+    rows.install(spec, tier, history, steps, int(header["skipped_steps"]))
+    if wanted is not None:
+        rows.set_rule(wanted)
+
+
+def check_header(header: dict[str, Any], rows: Rows) -> None:
+    """Raise `ArgumentError` unless a header is that of a table like this one."""
+    expected = _header(rows)
     for key in ("format", "rows", "dim", "dtype", "init"):
-        if state[key] != expected[key]:
+        if header[key] != expected[key]:
             raise ArgumentError(
-                f"a state for {subject} must have {key} {expected[key]!r}: got {state[key]!r}. "
+                f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 "Make the table with the arguments it was saved with."
             )
 
 
-def read_rows(state: dict[str, Any], spec: Spec, subject: str) -> tuple[np.ndarray, np.ndarray, History | None]:
-    """Return a state's ids int64 (n,), records uint8 (n, record_bytes), and history.
+def _header(rows: Rows) -> dict[str, Any]:
+    spec = rows.spec
+    return {
+        "format": STATE_FORMAT,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "init": repr(spec.init),
+        "rule": describe_rule(spec.rule),
+        "steps": rows.steps,
+        "skipped_steps": rows.skipped_steps,
+    }
 
-    Raises:
-        ArgumentError, IdError, IdTypeError: they do not fit each other, or the table.
-    """
-    ids = check_ids(np.asarray(state["ids"]), spec.rows, subject)
-    records, expected = np.asarray(state["records"]), (len(ids), spec.record_bytes)
+
+def _tier(rows: Rows, verb: str) -> Tier:
+    tier = rows.tier
+    rows.home.check_in_ram(verb)
+    return tier
+
+
+# -------------------------------------------------------------------- states
+
+
+def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
+    """Return a table as one flat dict: see `Table.state`. The caller, for error messages, is `verb`."""
+    ids, records = _tier(rows, verb).snapshot()
+    history = {} if rows.history is None else rows.history.state()
+    arrays = {f"{HISTORY}{name}": array for name, array in history.items()}
+    return {**_header(rows), "ids": ids, "records": records, **arrays}
+
+
+def load_state(rows: Rows, state: dict[str, Any]) -> None:
+    """Take what `state` returned: see `Table.load_state`."""
+    _tier(rows, "load_state")
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise ArgumentError(f"a state for {rows.subject} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
+    check_header(state, rows)
+    wanted, rule = rows.spec.rule, rule_of(state["rule"])
+    if rule is not None and wanted is not None and not wanted.same_layout(rule):
+        raise ArgumentError(
+            f"a state for {rows.subject} must be that of its rule {wanted}: got one of {rule}. "
+            "Call set_rule(None) first to take the state's rule."
+        )
+    ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
+    history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
+    load(rows, Saved({**state, "count": len(ids)}, history, [(ids, records)]), lambda ids: _repeated(rows, ids))
+
+
+def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = check_ids(np.asarray(state["ids"]), rows.spec.rows, rows.subject)
+    records, expected = np.asarray(state["records"]), (len(ids), record_bytes)
     if records.dtype != np.uint8 or records.shape != expected:
         raise ArgumentError(
-            f"`records` of a state for {subject} must be uint8 {expected}: got {records.dtype} {records.shape}."
+            f"`records` of a state for {rows.subject} must be uint8 {expected}: got {records.dtype} {records.shape}."
         )
-    if ids.ndim != 1 or len(make_plan(ids).ids) != len(ids):
-        raise ArgumentError(f"`ids` of a state for {subject} must be 1-D and not repeat: got shape {ids.shape}.")
-    history = None if spec.rule is None else spec.rule.history()
-    if history is not None:
-        arrays = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
-        history.load(arrays, int(state["steps"]))
-    return ids, records, history
+    if ids.ndim != 1:
+        raise _repeated(rows, ids)
+    return ids, records
+
+
+def _repeated(rows: Rows, ids: np.ndarray) -> ArgumentError:
+    return ArgumentError(f"`ids` of a state for {rows.subject} must be 1-D and not repeat: got shape {ids.shape}.")
+
+
+# -------------------------------------------------------------------- weights
+
+
+def export(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that have records, ids ascending and weights: see `Table.export`."""
+    count = rows.tier.count
+    ids, weights = np.empty(count, np.int64), np.empty((count, rows.spec.dim), np.float32)
+    done = 0
+    for part in rows.tier.id_batches(size):
+        ids[done : done + len(part)], weights[done : done + len(part)] = part, rows.weights_of(part)
+        done += len(part)
+    order = np.argsort(ids)
+    return ids[order], weights[order]
+
+
+def export_batches(rows: Rows, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Go through the rows that have records: see `Table.export_batches`. Takes the turn for each batch by itself."""
+    with rows.turn.alone():
+        rows.check()
+        batches, version = rows.tier.id_batches(size), rows.version.now
+    for ids in batches:
+        with rows.turn.alone():
+            rows.check()
+            if version != rows.version.now:
+                raise ArgumentError(f"{rows.subject} was changed while it was being exported. Export it again.")
+            weights = rows.weights_of(ids)
+        yield ids, weights

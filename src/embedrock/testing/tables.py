@@ -11,12 +11,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from embedrock.initializers import Uniform
 from embedrock.kernels import reference
 from embedrock.rules import Rule
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 DIM = 5
 FEW = 60  # ids up to here are drawn often, so that rows meet again
 LARGE = (2**31 - 1, 2**31, 2**33)
 ids_lists = st.lists(st.integers(0, FEW) | st.sampled_from(LARGE), max_size=30)
+
+
+def records_of(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return all ids that have records, int64 (n,), ascending, and the records uint8 (n, record_bytes).
+
+    Those are all bytes of the rows, weights and optimizer state, wherever they lie.
+
+    Example:
+        >>> import embedrock as er
+        >>> table = er.Table(rows=100, dim=4, init=er.Zeros())
+        >>> table.assign([7, 3], np.zeros((2, 4), np.float32))
+        >>> ids, records = records_of(table)
+        >>> ids.tolist(), records.shape
+        ([3, 7], (2, 16))
+    """
+    rows = rows_of(table)
+    with rows.turn.alone():
+        ids, records = rows.tier.snapshot()
+    order = np.argsort(ids)
+    return ids[order], records[order]
 
 
 class ModelTable:

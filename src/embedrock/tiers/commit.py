@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from embedrock import kernels
 from embedrock.store.runs import piece_rows
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
-
-if TYPE_CHECKING:
-    from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk import Disk
 
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written

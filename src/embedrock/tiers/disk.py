@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 
+from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
-from embedrock.machine.arena import reserve
 from embedrock.machine.interrupts import held_back
 from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
@@ -21,9 +20,8 @@ from embedrock.store.compaction import relieve
 from embedrock.store.manifest import MAX_RECORD_BYTES
 from embedrock.store.store import Located, Store
 from embedrock.tiers.cache import DIRTY, Cache, Whole
-from embedrock.tiers.commit import Commit
 from embedrock.tiers.records import Records
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
 
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
@@ -37,23 +35,7 @@ LEAST_OVERLAY_BYTES = 1 << 20  # ... but it may always take so much
 BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
 
 
-class Room(NamedTuple):
-    """How a table on disk uses RAM.
-
-    Attributes:
-        budget_bytes: the most it may take.
-        slots: records that the cache holds.
-        whole: every row has its own slot.
-        overlay_bytes: what is kept for the index of rows in logs.
-    """
-
-    budget_bytes: int
-    slots: int
-    whole: bool
-    overlay_bytes: int
-
-
-def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
+def place(spec: Spec, memory: int | str | None, subject: str) -> Placement:
     """Decide how a table of `spec` uses `memory` (None: half of the machine's RAM).
 
     Raises:
@@ -72,14 +54,14 @@ def plan_room(spec: Spec, memory: int | str | None, subject: str) -> Room:
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
     if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
-        return Room(budget, rows, True, overlay)
+        return Placement(budget, rows, True, overlay)
     slots = _slots_in(room, spec.record_bytes)
     if slots < 1:
         raise MemoryBudgetError(
             f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
             f"memory={format_bytes(budget)}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
-    return Room(budget, slots, False, overlay)
+    return Placement(budget, slots, False, overlay)
 
 
 def _slots_in(nbytes: int, record_bytes: int) -> int:
@@ -104,6 +86,28 @@ def _index_bytes(spec: Spec) -> int:
     return 0 if spec.rows is None else spec.rows // 8 + spec.rows // 128
 
 
+class CommitUnderWay(Protocol):
+    """What a tier has to know of a commit: see `Commit`, which has more.
+
+    Attributes:
+        is_done: it has ended, well or not.
+    """
+
+    is_done: bool
+
+    def save(self, slots: np.ndarray) -> None:
+        """Write those rows that are part of it, which are about to change."""
+        ...
+
+    def hurry(self) -> None:
+        """Make it end soon."""
+        ...
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        ...
+
+
 class Disk(Tier):
     """Records in the files of a `Store`, behind a cache.
 
@@ -112,33 +116,33 @@ class Disk(Tier):
     Args:
         spec: of the table.
         store: its files.
-        room: how it uses RAM.
+        placement: how it uses RAM.
         policy: of eviction, a name in `embedrock.tiers.cache.POLICIES`.
         turn: who has the table.
         subject: the table, for error messages.
     """
 
-    reaches_below = True
+    evicts = True
 
     def __init__(
         self,
         spec: Spec,
         store: Store,
-        room: Room,
+        placement: Placement,
         policy: str,
         turn: Turn,
         subject: str,
     ) -> None:
-        super().__init__(spec, reserve(room.slots * spec.record_bytes, subject))
-        self.store, self.room, self.turn, self._subject = store, room, turn, subject
-        store.overlay_bytes = max(room.overlay_bytes, LEAST_OVERLAY_BYTES)
-        self.cache = Whole(room.slots) if room.whole else Cache(room.slots, policy)
-        self.commit: Commit | None = None
+        super().__init__(spec, placement, subject)
+        self.store, self.turn = store, turn
+        store.overlay_bytes = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.cache = Whole(placement.slots) if placement.direct else Cache(placement.slots, policy)
+        self.commit: CommitUnderWay | None = None
         self.brings = 0  # calls of bring_ahead under way
         self._users = 0
-        self.batch_rows = max(1, room.slots // 4)
+        self.batch_rows = max(1, placement.slots // 4)
         self._count = store.manifest.count
-        self._batch: weakref.ref[np.ndarray] | None = None  # ids of the batch that the cache was last told of
+        self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = 0
 
     # ---------------------------------------------------------------- what a table asks of a tier
@@ -148,16 +152,8 @@ class Disk(Tier):
         return self._count
 
     @property
-    def is_direct(self) -> bool:
-        return self.room.whole
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.room.budget_bytes
-
-    @property
     def bytes_used(self) -> int:
-        cache = self.cache.count * self.spec.record_bytes + self.cache.bytes_for(self.room.slots)
+        cache = self.cache.count * self.spec.record_bytes + self.cache.bytes_for(self.placement.slots)
         return cache + self.store.overlay.nbytes + self.store.base.nbytes
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -168,24 +164,25 @@ class Disk(Tier):
         self._hits += int(np.count_nonzero(slots >= 0))
         return slots
 
+    def begin_batch(self) -> None:
+        self._is_known = False
+
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         with held_back():  # or a slot might be taken for a row that was not read
             missing = int(np.count_nonzero(slots < 0))
-            if self._note_batch(ids, missing) and not missing:
+            if self._is_known and not missing:
                 return slots
+            self._count_batch(len(ids) - missing, missing)
             while (brought := self._bring(ids, slots)) is None:
                 slots = self.cache.find(ids)
             self.cache.touch(brought[brought >= 0])
             return brought
 
-    def _note_batch(self, ids: np.ndarray, missing: int) -> bool:
-        """Count a batch once, and tell whether it was known: a lookup and the step after it have the same ids."""
-        if self._batch is not None and self._batch() is ids:
-            return True
-        self._batch = weakref.ref(ids)
-        self._hits, self._misses = self._hits + len(ids) - missing, self._misses + missing
-        self.cache.release_current()
-        return False
+    def _count_batch(self, hits: int, misses: int) -> None:
+        if not self._is_known:
+            self._is_known = True
+            self._hits, self._misses = self._hits + hits, self._misses + misses
+            self.cache.release_current()
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
@@ -225,6 +222,9 @@ class Disk(Tier):
             slots = self.bring(ids, self.cache.find(ids))
         return slots
 
+    def has_room(self, rows: int) -> bool:
+        return rows <= self.cache.free
+
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         missing = slots < 0
         made = self.cache.insert(ids[missing])
@@ -259,17 +259,16 @@ class Disk(Tier):
         )
         return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
 
-    def copies(self, ids: np.ndarray) -> Records:
-        slots = self.cache.find(ids)
-        copies = Records(self.spec, np.empty(len(ids) * self.spec.record_bytes, np.uint8))
-        here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        copies.bytes[here] = self.records.bytes[slots[here]]
-        self.store.read(self.store.located(ids[below]), copies.bytes, below)
-        return copies
-
-    def existing(self, ids: np.ndarray) -> np.ndarray:
-        """Tell which ids have records."""
-        return (self.cache.find(ids) >= 0) | (self.store.locate(ids) >= 0)
+    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
+        found = self.store.located(ids[slots < 0])
+        here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
+        copies = Records(self.spec, np.empty((len(here) + len(below)) * self.spec.record_bytes, np.uint8))
+        copies.bytes[: len(here)] = self.records.bytes[slots[here]]
+        self.store.read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
+        known.fill(-1)
+        known[here], known[below] = np.arange(len(here)), np.arange(len(here), len(copies.bytes))
+        return copies, known
 
     def stats(self) -> dict[str, float]:
         store = self.store
@@ -278,7 +277,7 @@ class Disk(Tier):
             "misses": self._misses,
             "evictions": self._evictions,
             "spilled": self._spilled,
-            "cache_slots": self.room.slots,
+            "cache_slots": self.placement.slots,
             "cache_rows": self.cache.count,
             "overlay_rows": store.overlay.count,
             "overlay_bytes": store.overlay.nbytes,
@@ -309,10 +308,10 @@ class Disk(Tier):
     def _refuse(self, count: int) -> NoReturn:
         least = memory_for(self.spec, self.cache.capacity - self.cache.free + count)
         raise CacheTooSmallError(
-            f"the cache of {self._subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
+            f"the cache of {self.subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
             f"{self.cache.capacity - self.cache.free} are in use by unfinished ones. memory={format_bytes(least)} "
-            f"({least} bytes; now {format_bytes(self.room.budget_bytes)}) is enough: raise memory=, or use smaller "
-            "batches or a smaller depth of prefetch."
+            f"({least} bytes; now {format_bytes(self.placement.budget_bytes)}) is enough: raise memory=, or use "
+            "smaller batches or a smaller depth of prefetch."
         )
 
     def _evict(self, victims: np.ndarray) -> None:
@@ -358,10 +357,11 @@ class Disk(Tier):
         """Bring up the records of a later batch, and hold them until its ticket is released.
 
         The disk is read while others go on with the table. A record that was evicted anew meanwhile has moved, and
-        is read again. Ids do not repeat.
+        is read again.
         """
-        ticket = Ticket(self)
+        ticket = _Pins(self)
         try:
+            ids = make_plan(ids).ids
             while ids.size:
                 ids = self._bring_part(ids, ticket)
         except BaseException:
@@ -374,10 +374,9 @@ class Disk(Tier):
         return ticket
 
     def begin_bring(self) -> None:
-        """Announce a call of `bring_ahead`, so that the files stay open for it. The caller holds the table's lock."""
         self.brings += 1
 
-    def _bring_part(self, ids: np.ndarray, ticket: Ticket) -> np.ndarray:
+    def _bring_part(self, ids: np.ndarray, ticket: _Pins) -> np.ndarray:
         """Bring up what can be; return the ids that moved meanwhile."""
         with held_back(), self.turn.lock:
             slots = self.cache.find(ids)
@@ -407,20 +406,18 @@ class Disk(Tier):
             held.clear()
 
 
-class Ticket:
-    """Rows that stay in the cache until it is released, by any thread, once or more often."""
+class _Pins(Ticket):
+    """Rows that stay in the cache until it is released."""
 
-    def __init__(self, tier: Disk | None = None) -> None:
+    def __init__(self, tier: Disk) -> None:
         self._tier = tier
         self._slots: list[np.ndarray] = []
 
     def hold(self, slots: np.ndarray) -> None:
         """Keep the rows in `slots`, each of which is held once by a ticket."""
-        if self._tier is not None and slots.size:
+        if slots.size:
             self._tier.cache.pin(slots)
             self._slots.append(slots)
 
     def release(self) -> None:
-        """Let the rows go."""
-        if self._tier is not None:
-            self._tier.release(self._slots)
+        self._tier.release(self._slots)

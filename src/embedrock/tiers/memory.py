@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
-from embedrock.machine.arena import reserve
 from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
 from embedrock.spec import Spec
 from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
-from embedrock.tiers.tier import Tier
+from embedrock.tiers.tier import Placement, Tier
 
 # Up to this size, about that of a last-level cache, a direct table is the faster one. Above it a hashed one is, besides
 # using less RAM: records lie in order of first touch, so hot rows, which come early, share pages and DRAM rows. A step
@@ -21,19 +19,12 @@ SMALL_BYTES = 32 << 20
 DIRECTORIES = ("auto", "direct", "hashed")
 
 
-class Choice(NamedTuple):
-    """How a table uses RAM: which directory, and the most bytes it may take."""
-
-    direct: bool
-    budget_bytes: int
-
-
-def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -> Choice:
+def place(spec: Spec, memory: int | str | None, directory: str, subject: str) -> Placement:
     """Decide how a table of `spec` uses RAM.
 
     Raises:
         ArgumentError: `memory` or `directory` is not understood, or a direct directory is asked for open ids.
-        MemoryBudgetError: a direct directory is asked for, and the table does not fit.
+        MemoryBudgetError: a direct directory is asked for, and the table does not fit; or no row does.
     """
     check_directory(directory)
     limit = memory_limit()
@@ -41,7 +32,7 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
             raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
-        return Choice(False, budget)
+        return _hashed(spec, budget, subject)
     needed = spec.table_bytes + Direct.bytes_for(spec.rows)
     if directory == "direct" and needed > min(budget, limit):
         raise MemoryBudgetError(
@@ -51,7 +42,20 @@ def choose(spec: Spec, memory: int | str | None, directory: str, subject: str) -
         )
     fits = needed <= min(budget, limit)
     better = needed <= SMALL_BYTES or Hashed.bytes_for(spec.rows) + spec.table_bytes > min(budget, limit)
-    return Choice(directory == "direct" or (directory == "auto" and fits and better), budget)
+    if directory == "direct" or (directory == "auto" and fits and better):
+        return Placement(budget, spec.rows, direct=True)
+    return _hashed(spec, budget, subject)
+
+
+def _hashed(spec: Spec, budget: int, subject: str) -> Placement:
+    row_bytes = spec.record_bytes + ID_BYTES
+    slots = budget // row_bytes
+    if not slots:
+        raise MemoryBudgetError(
+            f"a row of {subject} takes {row_bytes} bytes: budget {budget} bytes. "
+            "Raise memory=, or use a smaller dim, dtype or rule state."
+        )
+    return Placement(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False)
 
 
 def check_directory(directory: str) -> None:
@@ -65,37 +69,17 @@ class Memory(Tier):
 
     Args:
         spec: of the table.
-        choice: how it uses RAM.
+        placement: how it uses RAM.
         subject: the table, for error messages.
     """
 
-    def __init__(self, spec: Spec, choice: Choice, subject: str) -> None:
-        self._choice, self._subject = choice, subject
-        self.directory, capacity = self._make_directory(spec)
-        super().__init__(spec, reserve(capacity * spec.record_bytes, subject))
-
-    def _make_directory(self, spec: Spec) -> tuple[Directory, int]:
-        if self._choice.direct:
-            rows = spec.rows
-            assert rows is not None  # `choose` made it direct, so its ids are not open
-            return Direct(rows), rows
-        capacity = self._choice.budget_bytes // (spec.record_bytes + ID_BYTES)
-        if not capacity:
-            raise MemoryBudgetError(
-                f"a row of {self._subject} takes {spec.record_bytes + ID_BYTES} bytes: budget "
-                f"{self._choice.budget_bytes} bytes. Raise memory=, or use a smaller dim, dtype or rule state."
-            )
-        if spec.rows is not None:
-            capacity = min(capacity, spec.rows)
-        return Hashed(capacity), capacity
+    def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
+        self.directory: Directory = Direct(placement.slots) if placement.direct else Hashed(placement.slots)
+        super().__init__(spec, placement, subject)
 
     @property
-    def is_direct(self) -> bool:
-        return self._choice.direct
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._choice.budget_bytes
+    def used_slots(self) -> int:
+        return self.placement.slots if self.placement.direct else self.directory.count
 
     @property
     def bytes_used(self) -> int:
@@ -103,7 +87,7 @@ class Memory(Tier):
         return self._bytes_with(0)
 
     def _bytes_with(self, more: int) -> int:
-        rows = self.spec.rows if self._choice.direct else self.directory.count + more
+        rows = self.spec.rows if self.placement.direct else self.directory.count + more
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
 
     @property
@@ -114,14 +98,16 @@ class Memory(Tier):
         return self.directory.find(ids)
 
     def check_room(self, more: int) -> None:
-        """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
-        needed = self._bytes_with(more)
-        if more and needed > self._choice.budget_bytes:
+        if not self.has_room(more):
+            needed = self._bytes_with(more)
             raise MemoryBudgetError(
-                f"{self._subject} has {self.directory.count} rows in RAM and this batch touches {more} new ones: "
-                f"{format_bytes(needed)} ({needed} bytes) needed, budget {format_bytes(self._choice.budget_bytes)}. "
+                f"{self.subject} has {self.directory.count} rows in RAM and this batch touches {more} new ones: "
+                f"{format_bytes(needed)} ({needed} bytes) needed, budget {format_bytes(self.budget_bytes)}. "
                 "Raise memory=, touch fewer rows, or use a smaller dim, dtype or rule state."
             )
+
+    def has_room(self, rows: int) -> bool:
+        return not rows or self._bytes_with(rows) <= self.placement.budget_bytes
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.directory.look_up(ids, self.records.weights, positions, out)
@@ -140,6 +126,9 @@ class Memory(Tier):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (ids for ids, _ in self.directory.batches(size))
 
+    def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return ((ids, self.records.bytes[slots]) for ids, slots in self.directory.batches(size))
+
     @property
     def present(self) -> np.ndarray:
         """Which rows have records, of a direct directory: a bit for each."""
@@ -155,7 +144,6 @@ class Memory(Tier):
         return self.directory
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
         ids, slots = (
             zip(*self.directory.batches(max(1, self.directory.count)), strict=True)
             if self.directory.count
@@ -163,11 +151,10 @@ class Memory(Tier):
         )
         where = np.concatenate([np.empty(0, np.int64), *slots])
         records = self.records.bytes
-        records = records[where] if self._choice.direct else records[: len(where)]
+        records = records[where] if self.placement.direct else records[: len(where)]
         return np.concatenate([np.empty(0, np.int64), *ids]), records
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Make records for new ids (without repeats) as `snapshot` returned them."""
         slots = np.full(len(ids), -1, np.int64)
         self.directory.insert(ids, slots)
         self.records.bytes[slots] = records

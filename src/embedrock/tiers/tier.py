@@ -6,14 +6,39 @@ import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.machine.arena import reserve
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
 
 # Never twice the same, so that slots of one tier are not taken for those of another, or of the same one later.
 _epochs = itertools.count(1)
+
+
+class Placement(NamedTuple):
+    """How the records of a table are spread in RAM.
+
+    Attributes:
+        budget_bytes: the most that they and what finds them may take.
+        slots: how many records there is room for.
+        direct: slots are ids.
+        overlay_bytes: of a table on disk, what is kept for the index of rows in logs.
+    """
+
+    budget_bytes: int
+    slots: int
+    direct: bool
+    overlay_bytes: int = 0
+
+
+class Ticket:
+    """Rows that stay where they are until it is released, by any thread, once or more often."""
+
+    def release(self) -> None:
+        """Let the rows go."""
 
 
 class Tier(ABC):
@@ -24,21 +49,22 @@ class Tier(ABC):
 
     Args:
         spec: of the table.
-        memory: uint8, for the records.
+        placement: how the records are spread.
+        subject: the table, for error messages.
 
     Attributes:
         records: what can be read and stepped in place.
         epoch: changes when slots do.
-        reaches_below: whether rows that have no slot may have a record all the same.
+        evicts: whether records leave their slots for elsewhere, so that rows without a slot may have one all the same.
         batch_rows: how many rows it is good for at once.
     """
 
-    reaches_below = False
+    evicts = False
     batch_rows = sys.maxsize
 
-    def __init__(self, spec: Spec, memory: np.ndarray) -> None:
-        self.spec = spec
-        self.records = Records(spec, memory)
+    def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
+        self.spec, self.placement, self.subject = spec, placement, subject
+        self.records = Records(spec, reserve(placement.slots * spec.record_bytes, subject))
         self.new_epoch()
 
     def new_epoch(self) -> None:
@@ -54,9 +80,16 @@ class Tier(ABC):
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where there is none. Ids may repeat."""
 
+    def begin_batch(self) -> None:  # noqa: B027  # most tiers need not, as with other verbs that do nothing here
+        """Note that the next call of `bring` is for another batch than the one before."""
+
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return slots for those of `ids` (without repeats) that have records; `slots` are as found, and stay."""
         return slots
+
+    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        """Return records in which those of `ids` can be read, wherever they are, and their slots there; -1 for none."""
+        return self.records, self.find(ids)
 
     @abstractmethod
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -71,6 +104,10 @@ class Tier(ABC):
         """
 
     @abstractmethod
+    def has_room(self, rows: int) -> bool:
+        """Tell whether `admit` can take so many new rows as it is."""
+
+    @abstractmethod
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         """Make records for the ids (without repeats) whose slot is negative, and return all slots.
 
@@ -81,7 +118,7 @@ class Tier(ABC):
             first_state: (state_width,) float32.
         """
 
-    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not, nor do the next
+    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027
         """Do all that can fail of `changing`, which may be called afterwards."""
 
     def changing(self, slots: np.ndarray) -> None:  # noqa: B027
@@ -91,15 +128,53 @@ class Tier(ABC):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the ids of all rows that have records, at most `size` at a time."""
 
-    @property
-    @abstractmethod
-    def is_direct(self) -> bool:
-        """Whether slots are ids."""
+    def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Go through all (ids, records uint8 (n, record_bytes)), at most `size` at a time."""
+        for ids in self.id_batches(size):
+            records, slots = self.reach(ids)
+            yield ids, records.bytes[slots]
+
+    def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
+        batches = list(self.record_batches(max(1, self.count)))
+        ids = [np.empty(0, np.int64), *(ids for ids, _ in batches)]
+        records = [np.empty((0, self.spec.record_bytes), np.uint8), *(records for _, records in batches)]
+        return np.concatenate(ids), np.concatenate(records)
+
+    def check_room(self, more: int) -> None:  # noqa: B027
+        """Raise `MemoryBudgetError` where so many new records cannot fit at all."""
+
+    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Make records for new ids (without repeats) as `record_batches` returned them."""
+        self.begin_batch()
+        slots = self.make_room(ids, np.full(len(ids), -1, np.int64))
+        blank = np.zeros((len(ids), self.spec.dim), np.float32)
+        self.records.bytes[self.admit(ids, slots, blank, self.spec.first_state)] = records
+
+    def begin_bring(self) -> None:  # noqa: B027
+        """Announce a call of `bring_ahead`, so that files stay open for it. The caller holds the table's lock."""
+
+    def bring_ahead(self, ids: np.ndarray) -> Ticket:
+        """Bring up the records of a later batch, and hold them until its ticket is released. Ids may repeat.
+
+        Any thread may call it, after `begin_bring`: others go on with the table meanwhile.
+        """
+        return Ticket()
 
     @property
-    @abstractmethod
+    def is_direct(self) -> bool:
+        """Whether slots are ids."""
+        return self.placement.direct
+
+    @property
     def budget_bytes(self) -> int:
         """The most RAM that records and directory may take."""
+        return self.placement.budget_bytes
+
+    @property
+    def used_slots(self) -> int:
+        """How many slots, from the first on, may have records."""
+        return self.placement.slots
 
     @property
     @abstractmethod

@@ -22,7 +22,8 @@ from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
-from embedrock.table.table import Table, open_table
+from embedrock.table.open import open_table
+from embedrock.table.table import Table
 
 
 class _Loading(NamedTuple):

@@ -15,7 +15,8 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.keras.serving.first_values import STORAGES, first_values, is_drawable
 from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
-from embedrock.table.table import EXPORT_BATCH_ROWS, Table
+from embedrock.table.rows import EXPORT_BATCH_ROWS
+from embedrock.table.table import Table
 
 WHOLE_BYTES = 256 * 2**20
 ID_BYTES = 16  # of a row that is found by its id: that, and its position

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.side import Gradients, RowSide, device_side
@@ -243,7 +243,7 @@ class Handle(nn.Parameter):
         if self.pending.side is not self._host:
             self._check_nothing_pends(torch.device("cpu"))
             self.pending.side = self._host
-            self.table.leave_side()
+            rows_of(self.table).leave_side()
         return self._host
 
     def side_of_gradients(self) -> RowSide:

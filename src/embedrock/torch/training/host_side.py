@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -77,7 +77,9 @@ class HostStep(NamedTuple):
 
 def judge(due: Sequence[DueStep], alone: bool) -> list[HostStep]:
     """Prepare a step of tables: see `fronts.steps.judge`, which finds out all the same who is stepped with them."""
-    return [HostStep(steps.judge([steps.Due(part.side.table, part.rule, part.grads) for part in due]))]
+    tables = (cast(HostSide, part.side).table for part in due)  # sides are judged with their own kind
+    parts = [steps.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
+    return [HostStep(steps.judge(parts))]
 
 
 class HostSide:

@@ -54,11 +54,6 @@ class RowSide(Protocol):
     """
 
     @property
-    def table(self) -> Table:
-        """Whose rows."""
-        ...
-
-    @property
     def is_current(self) -> bool:
         """Whether the table's rows still are used here."""
         ...

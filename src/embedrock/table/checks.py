@@ -1,0 +1,105 @@
+"""Arguments of a table's verbs, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
+from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, UnsupportedError
+from embedrock.rules import Rule
+from embedrock.table.rows import Rows, rounded
+
+
+def check_out(out: Any, shape: tuple[int, ...], subject: str) -> None:
+    """Raise `ArgumentError` unless an array can take float32 rows of a shape."""
+    if out is None:
+        return
+    fits = isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == shape
+    if not (fits and out.flags.c_contiguous and out.flags.writeable):
+        got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise ArgumentError(
+            f"`out` for {subject} must be a C-contiguous, writeable float32 array of shape {shape}: "
+            f"got {got}. Pass np.empty({shape}, np.float32), or leave it out."
+        )
+
+
+def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: str) -> np.ndarray:
+    """Return values for rows as contiguous float32 (n, dim).
+
+    Raises:
+        GradientError: they are no floats, or have another shape.
+    """
+    array = np.asarray(values)
+    if array.dtype.kind != "f":
+        raise GradientError(f"`{name}` of {subject} must be floats: got dtype {array.dtype}.")
+    if array.shape != shape:
+        raise GradientError(
+            f"`{name}` of {subject} must have shape {shape}, that of the ids and `dim`: got {array.shape}."
+        )
+    if array.dtype == np.float32:
+        return np.ascontiguousarray(array.reshape(-1, shape[-1]))
+    with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which the step refuses
+        return np.ascontiguousarray(array.reshape(-1, shape[-1]), np.float32)
+
+
+def assigned(plan: Plan, values: npt.ArrayLike, rows: Rows) -> np.ndarray:
+    """Return values to assign to a plan's rows, float32 (unique, dim), as they are in the table's storage."""
+    spec, subject = rows.spec, rows.subject
+    if len(plan.ids) != plan.inverse.size:
+        raise ArgumentError(
+            f"`ids` of assign must not repeat: got {plan.inverse.size} ids, {len(plan.ids)} of them different."
+        )
+    checked = floats("values", values, (*plan.shape, spec.dim), subject)
+    if rows.lags:
+        kind = type(spec.rule).__name__
+        raise UnsupportedError(
+            f"rows of {subject} cannot be assigned under {kind}(dense=True), where rows lag behind. "
+            f"Assign them before the rule is set, or use {kind}()."
+        )
+    with np.errstate(over="ignore"):
+        kept = rounded(checked[plan.order], spec)
+    if not np.isfinite(kept).all():
+        raise GradientError(f"`values` of {subject} must be finite as {spec.dtype}: got NaN, Inf or a value too large.")
+    return kept
+
+
+def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
+    """Raise `GradientError` unless gradients are those of rows of this width."""
+    expected = len(grads.plan.ids), dim
+    if grads.values.shape != expected or grads.values.dtype != np.float32:
+        raise GradientError(
+            f"gradients of rows of {subject} must be float32 {expected}: got {grads.values.dtype} "
+            f"{grads.values.shape}. Were they summed for another table?"
+        )
+
+
+def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
+    """Return the error of a step by gradients with NaN or Inf."""
+    bad = grads.nonfinite_ids()
+    return NonFiniteGradientError(
+        f"gradients of {subject} must be finite: got NaN or Inf in {len(bad)} of {len(grads.values)} rows, "
+        f"first ids {bad[:8].tolist()}. The step was refused, nothing has changed. Lower the learning rate, clip "
+        'or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
+        len(bad),
+        bad[:8],
+    )
+
+
+def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], subject: str) -> Rule:
+    """Return a table's rule with the hyperparameters of one step."""
+    if rule is None:
+        raise ArgumentError(
+            f"{subject} has no rule to step by. Pass rule=er.Adam(lr=1e-3) when you make it, or call "
+            "set_rule; in PyTorch, make an optimizer: ert.Adam(model)."
+        )
+    return rule.with_changes({"lr": lr, **changes})
+
+
+def check_layout(rule: Rule, own: Rule | None, subject: str) -> None:
+    """Raise `ArgumentError` unless a rule can step records that are laid out for the table's own."""
+    if not rule.same_layout(own):
+        raise ArgumentError(f"`rule` must be laid out as the rule of {subject}, {own}: got {rule}.")

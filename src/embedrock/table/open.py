@@ -1,0 +1,51 @@
+"""`open_table`: a table on disk as of a commit."""
+
+from __future__ import annotations
+
+import os
+from typing import Unpack
+
+from embedrock.machine.sizes import parse_device_memory
+from embedrock.table.opening import open_rows
+from embedrock.table.options import OpenOptions, filled, shows
+from embedrock.table.table import Table
+
+
+@shows(OpenOptions)
+def open_table(
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
+) -> Table:
+    """Open a table on disk as of a commit.
+
+    Args:
+        path: its folder.
+        mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile.
+        at: number of the commit, for a reader; None: the last one.
+        memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
+        init: for a table whose first values come from an array: that `er.FromArray`.
+
+    Raises:
+        TableFileError: there is no table, or `init` is missing or another one.
+        TableLockedError: another writer has it open.
+        CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
+        ArgumentError: there is no commit `at`.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> folder = tempfile.mkdtemp() + "/users.rock"
+        >>> with er.Table(rows=10**9, dim=4, path=folder, rule=er.SGD(lr=0.5), init=er.Zeros()) as table:
+        ...     table.update([7], [[1.0, 1.0, 1.0, 1.0]])
+        ...     table.commit(step=1)
+        1
+        >>> with er.open(folder, mode="r") as table:
+        ...     table.lookup([7])
+        array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
+    """
+    given = filled(OpenOptions, options, _refuse)
+    given |= {"path": path, "mode": mode, "directory": "auto"}
+    given["device_memory"] = parse_device_memory(given["device_memory"])
+    return Table.over(*open_rows(at, given), given)
+
+
+def _refuse(unknown: list[str]) -> None:
+    raise TypeError(f"open_table() got an unexpected keyword argument {unknown[0]!r}")

@@ -1,0 +1,115 @@
+"""Where a table lives, and its rows there: in RAM, or as of a commit of its files."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from embedrock.errors import ArgumentError
+from embedrock.initializers import Initializer, Normal
+from embedrock.machine.interrupts import held_back
+from embedrock.rules import Rule
+from embedrock.spec import Spec
+from embedrock.table.description import check_same, describe_spec
+from embedrock.table.files import Files, Opening, open_files, open_or_make_files
+from embedrock.table.options import refuse_options_of_files
+from embedrock.table.ram import InRam
+from embedrock.table.rows import Rows
+from embedrock.tiers.memory import check_directory
+
+ON_NONFINITE = ("raise", "skip")
+
+
+def make_rows(rows: int | None, dim: int, options: Mapping[str, Any]) -> tuple[Rows, Files | None]:
+    """Return the rows of a table, new or as of the last commit, and its files.
+
+    A tier is chosen here: a home makes its tiers, and a new kind of tier is a home more.
+
+    Args:
+        rows: number of rows, None for open ids.
+        dim: weights in a row.
+        options: all of `TableOptions`.
+    """
+    check_rule(options["rule"])
+    _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)")
+    _check(options, options["directory"])
+    init, seed = options["init"] or Normal(), index(options["seed"])
+    spec = Spec(index(rows), index(dim), options["dtype"], options["rule"], init, seed)
+    if options["path"] is None:
+        return _in_ram(spec, options), None
+    given = describe_spec(spec) | ({"init": None} if options["init"] is None else {}) | {"rule": None}
+    files, spec = open_or_make_files(_opening(options), spec, given)
+    return _as_of_last_commit(files, spec, options), files
+
+
+def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
+    """Return the rows of a table that there is, as of a commit, and its files.
+
+    Args:
+        at: number of the commit; None: the last one.
+        options: all of `OpenOptions`, path and mode.
+    """
+    _check(options, "auto")
+    files, spec = open_files(_opening(options, at), options["init"])
+    return _as_of_last_commit(files, spec, {**options, "rule": None}), files
+
+
+def _check(options: Mapping[str, Any], directory: str) -> None:
+    check_directory(directory)
+    if (got := options["on_nonfinite"]) not in ON_NONFINITE:
+        raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {got!r}.")
+
+
+def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
+    subject = f"table {options['name']!r}" if options["name"] else "the table"
+    refuse_options_of_files(options, subject)
+    home = InRam(options["memory"], options["directory"], subject)
+    rows = Rows(home, options["on_nonfinite"])
+    rows.install(spec, home.empty_tier(spec))
+    return rows
+
+
+def _opening(options: Mapping[str, Any], at: int | None = None) -> Opening:
+    own = {name: options[name] for name in Opening._fields if name in options}
+    own |= {"path": os.fspath(options["path"]), "keep": index(options["keep"]), "at": index(at)}
+    return Opening(**own).checked()
+
+
+def _as_of_last_commit(files: Files, spec: Spec, options: Mapping[str, Any]) -> Rows:
+    """Return rows that go on from the last commit, by the rule of `options` if there is one."""
+    rows, rule = Rows(files, options["on_nonfinite"]), options["rule"]
+    try:
+        files.resume(rows, spec)
+        if rule is not None and files.writes:
+            _step_by(rows, rule, files.opening.path)
+    except BaseException:
+        rows.drop()
+        files.close_all()
+        raise
+    return rows
+
+
+def _step_by(rows: Rows, rule: Rule, path: str) -> None:
+    had = rows.spec.rule
+    if had is not None and not rule.same_layout(had):
+        check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), path)
+    with held_back():
+        rows.set_rule(rule)
+
+
+def check_rule(rule: Any) -> None:
+    """Raise `ArgumentError` for what is neither a rule nor None."""
+    _check_kind("rule", rule, Rule, "er.Adam()")
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        hint = f"Pass an instance: {example}." if isinstance(value, type) else f"For example {example}."
+        raise ArgumentError(f"`{name}` must be a {kind.__name__} or None: got {value!r}. {hint}")
+
+
+def index(value: Any) -> Any:
+    """Return whole numbers of any kind as int, and all else as it is, for others to refuse."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value

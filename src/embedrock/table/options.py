@@ -1,0 +1,152 @@
+"""The options of a table: the one place where they are declared, with their types and defaults.
+
+`Unpack` of the classes here gives callers names and types to complete, `shows` gives `help` the defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from inspect import formatannotation
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
+
+from embedrock.errors import ArgumentError, UnknownArgumentError
+from embedrock.initializers import Initializer
+from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.rules import Rule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Option(NamedTuple):
+    """What is known of an option besides its name and type.
+
+    Attributes:
+        place: among the others, in signatures and messages.
+        default: its value where none is given.
+        of_files: it means nothing to a table in RAM, which refuses it.
+        is_internal: for our own tests; messages leave it out.
+    """
+
+    place: int
+    default: Any
+    of_files: bool = False
+    is_internal: bool = False
+
+
+class StorageOptions(TypedDict, total=False):
+    """Options that every way to a table takes: `er.Table`, `er.open`, and layers."""
+
+    memory: Annotated[int | str | None, Option(6, None)]
+    on_nonfinite: Annotated[str, Option(8, "raise")]
+    policy: Annotated[str, Option(10, "lfu", of_files=True)]
+    keep: Annotated[int, Option(11, 2, of_files=True)]
+    device_memory: Annotated[int | str | None, Option(15, None)]
+
+
+class LayerOptions(StorageOptions, total=False):
+    """Options that layers of all front ends take by these names."""
+
+    rule: Annotated[Rule | None, Option(1, None)]
+    seed: Annotated[int, Option(3, 0)]
+    path: Annotated[str | os.PathLike[str] | None, Option(5, None)]
+    directory: Annotated[str, Option(7, "auto")]
+
+
+class OpenOptions(StorageOptions, total=False):
+    """Options of `er.open`, besides path, mode and commit."""
+
+    init: Annotated[Initializer | None, Option(2, None)]
+    name: Annotated[str | None, Option(9, None)]
+    lock: Annotated[bool, Option(12, True, of_files=True)]
+    system: Annotated[System, Option(14, OS_SYSTEM, of_files=True, is_internal=True)]
+
+
+class TableOptions(LayerOptions, OpenOptions, total=False):
+    """Options of `er.Table`, besides rows and dim."""
+
+    dtype: Annotated[str, Option(4, "float32")]
+    mode: Annotated[str, Option(13, "w", of_files=True)]
+
+
+@functools.cache
+def declared(kind: Any) -> Mapping[str, Option]:
+    """Return the options that one of these classes has, by name and in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {name: hint.__metadata__[0] for name, hint in hints.items()}
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """Return the default of every option that one of these classes has.
+
+    Example:
+        >>> defaults(StorageOptions)["on_nonfinite"]
+        'raise'
+    """
+    return {name: option.default for name, option in declared(kind).items()}
+
+
+def filled(kind: Any, given: Mapping[str, Any], refuse: Callable[[list[str]], None]) -> dict[str, Any]:
+    """Return all options that one of these classes has: those that were given, and defaults.
+
+    Args:
+        kind: the class.
+        given: options by name.
+        refuse: called with the names that the class does not have, if there are any; it raises.
+    """
+    unknown = [name for name in given if name not in declared(kind)]
+    if unknown:
+        refuse(unknown)
+    return {**defaults(kind), **given}
+
+
+def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return the names of those options that differ from their defaults: a default says nothing."""
+    return [name for name, option in declared(kind).items() if options[name] != option.default]
+
+
+def refuse_unknown(unknown: list[str]) -> None:
+    """Raise `UnknownArgumentError` for names that `er.Table` does not take."""
+    names = [name for name, option in declared(TableOptions).items() if not option.is_internal]
+    raise UnknownArgumentError(
+        f"Table has no argument {unknown[0]!r}: it takes rows, dim, {', '.join(names[:-1])} and {names[-1]}."
+    )
+
+
+def refuse_options_of_files(options: Mapping[str, Any], subject: str) -> None:
+    """Raise `ArgumentError` where a table in RAM is given options of tables on disk."""
+    known = declared(TableOptions)
+    given = [f"{name}={options[name]!r}" for name in changed(TableOptions, options) if known[name].of_files]
+    if given:
+        raise ArgumentError(
+            f"{subject} has no `path`, and lives in RAM without the options of tables on disk: got {', '.join(given)}. "
+            "Pass path= as well to keep its rows on disk, or leave these out."
+        )
+
+
+def shows(kind: Any) -> Callable[[F], F]:
+    """Give a function with ``**options: Unpack[kind]`` a signature that names them all, with types and defaults."""
+
+    def shown(function: F) -> F:
+        own = inspect.signature(function)
+        named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        hints = _types_of(kind)
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[name])
+            for name, option in declared(kind).items()
+        ]
+        function.__signature__ = own.replace(parameters=[*named, *options])
+        return function
+
+    return shown
+
+
+def _types_of(kind: Any) -> dict[str, str]:
+    """Return the types of options as they are written."""
+    return {
+        name: re.sub(r"embedrock[\w.]*\.", "", formatannotation(hint)) for name, hint in get_type_hints(kind).items()
+    }

@@ -1,0 +1,48 @@
+"""`InRam`: where a table without files lives."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from embedrock.errors import MemoryBudgetError
+from embedrock.spec import Spec
+from embedrock.table.rows import Home, Rows
+from embedrock.tiers.memory import Memory, check_directory, place
+
+
+class InRam(Home):
+    """Rows that live in RAM, and are saved by `Table.state`.
+
+    Args:
+        memory: the most RAM that they may take.
+        directory: which finds them: "direct", "hashed" or "auto".
+        subject: the table, for error messages.
+
+    Raises:
+        ArgumentError: there is no such directory.
+    """
+
+    def __init__(self, memory: int | str | None, directory: str, subject: str) -> None:
+        check_directory(directory)
+        self._memory, self._directory, self.subject = memory, directory, subject
+
+    def empty_tier(self, spec: Spec) -> Memory:
+        return Memory(spec, place(spec, self._memory, self._directory, self.subject), self.subject)
+
+    def lay_out(self, rows: Rows, spec: Spec) -> None:
+        rows.install(spec, rows.laid_out(spec, self.empty_tier(spec)))
+
+    def lay_out_direct(self, rows: Rows) -> Memory | None:
+        tier = cast(Memory, rows.tier)  # it makes no other
+        if tier.is_direct:
+            return tier
+        if rows.spec.rows is None or self._directory == "hashed":
+            return None
+        try:
+            placement = place(rows.spec, self._memory, "direct", self.subject)
+            made = Memory(rows.spec, placement, self.subject)
+        except MemoryBudgetError:
+            return None
+        made.paste_records(*tier.snapshot())
+        rows.replace_tier(made)
+        return made

@@ -1,0 +1,521 @@
+"""`Rows`: what a `Table`, and every side of it, works on. `Home`: where a table lives."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.ids import check_range
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
+from embedrock.rules import History, Rule
+from embedrock.spec import Spec
+from embedrock.tiers.memory import Memory
+from embedrock.tiers.records import Records
+from embedrock.tiers.side import Side
+from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
+
+EXPORT_BATCH_ROWS = 65_536
+
+
+class Version:
+    """How often a table was changed, and how often when it was last committed."""
+
+    def __init__(self) -> None:
+        self.now = self.committed = 0
+
+    def advance(self) -> None:
+        """Note a change."""
+        self.now += 1
+
+    def commit(self) -> None:
+        """Note that a commit has all changes so far."""
+        self.committed = self.now
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a commit has all changes."""
+        return self.now == self.committed
+
+
+class _Refreshed(NamedTuple):
+    """Rows of a batch that a read brought up to date, where the rule lets rows lag behind.
+
+    The step of the same batch would compute the same again, to the bit: so it takes these.
+
+    Attributes:
+        version: of the table.
+        had_record: bool (unique,), which rows had one.
+        weights, state: float32 (unique, dim) and (unique, state_width).
+    """
+
+    version: int
+    had_record: np.ndarray
+    weights: np.ndarray
+    state: np.ndarray
+
+
+class _Prepared(NamedTuple):
+    """What makes a step of a batch possible, as of a version of the table."""
+
+    version: int
+    plan: Plan
+
+
+class _Lease:
+    """What the last read, or check, of a batch leaves to the step of the same batch.
+
+    A batch is known by its ids: all plans of it, and its gradients, share that array.
+
+    Attributes:
+        refreshed: rows that were brought up to date.
+        prepared: the rows' slots, and room for new ones.
+    """
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self._ids = (lambda: None) if plan is None else weakref.ref(plan.ids)
+        self.refreshed: _Refreshed | None = None
+        self.prepared: _Prepared | None = None
+
+    def is_of(self, plan: Plan) -> bool:
+        """Tell whether a plan is of that batch."""
+        return self._ids() is plan.ids
+
+
+class Home(ABC):
+    """Where a table lives: it makes the tiers, and knows what else there is to a change.
+
+    Attributes:
+        subject: what error messages call the table.
+    """
+
+    subject: str
+
+    @abstractmethod
+    def lay_out(self, rows: Rows, spec: Spec) -> None:
+        """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+
+    def lay_out_direct(self, rows: Rows) -> Memory | None:
+        """Make the slot of a row its id, where that can be done in RAM; return the tier then."""
+        return None
+
+    def check_writable(self) -> None:  # noqa: B027  # a table in RAM always is, and has nothing to do here
+        """Raise `ReadOnlyTableError` where the table may not be changed."""
+
+    def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
+        """Raise what went wrong with a commit in the background."""
+
+    def after_fork(self, rows: Rows) -> None:  # noqa: B027
+        """Go on in a child process."""
+
+    def close(self, rows: Rows, tier: Tier) -> None:  # noqa: B027
+        """Close what is open beside the tier, which nobody uses any more but what runs in the background."""
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it."""
+        return {}
+
+    def check_in_ram(self, verb: str) -> None:  # noqa: B027
+        """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
+
+    @abstractmethod
+    def empty_tier(self, spec: Spec) -> Tier:
+        """Return a tier for all records of a state, which replace those that there are."""
+
+
+class Rows:
+    """The rows of a table: their tier, the steps that they have seen, and their first values.
+
+    Whoever calls it has the turn, and ids that were checked.
+
+    Args:
+        home: where the table lives.
+        on_nonfinite: what a step with NaN or Inf in its gradients does, "raise" or "skip".
+
+    Attributes:
+        spec: of the table.
+        subject: what error messages call it.
+        turn: who has it.
+        version: how often it was changed.
+        steps, skipped_steps: made, and left out for NaN or Inf.
+        history: what the rule remembers of past steps.
+        side: the rows in another memory.
+    """
+
+    spec: Spec
+    history: History | None
+
+    def __init__(self, home: Home, on_nonfinite: str) -> None:
+        self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
+        self.turn, self.version = Turn(), Version()
+        self.steps = self.skipped_steps = 0
+        self.side: Side | None = None
+        self._tier: Tier | None = None
+        self._lease = _Lease()
+        self._process = os.getpid()
+
+    def install(
+        self, spec: Spec, tier: Tier, history: History | None = None, steps: int = 0, skipped_steps: int = 0
+    ) -> None:
+        """Take over new records, as of so many steps. No history: their rule has made none."""
+        self.spec, self._tier, self._lease = spec, tier, _Lease()
+        self.history = history or (spec.rule.history() if spec.rule else None)
+        self.version.advance()
+        self.steps, self.skipped_steps = steps, skipped_steps
+
+    @property
+    def tier(self) -> Tier:
+        """The tier; a side may have newer rows.
+
+        Raises:
+            ClosedTableError: the table is closed.
+            ReadOnlyTableError: another process writes it, of which this is a child.
+        """
+        if self._tier is None:
+            raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
+        if self._process != os.getpid():
+            self.home.after_fork(self)
+            self._process = os.getpid()
+        if self.turn.failure is not None:
+            raise EmbedrockError(
+                f"step {self.steps} of {self.subject} failed, and some of its rows may have been stepped: "
+                f"{self.turn.failure!r}. Make a new Table and load the last state that you saved."
+            )
+        return self._tier
+
+    def check(self) -> None:
+        """Raise what went wrong with the side in earlier calls."""
+        if self.side is not None:
+            self.side.check()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this is no child of the process that uses the rows."""
+        return self._process == os.getpid()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no rows any more."""
+        return self._tier is None
+
+    def check_writable(self) -> None:
+        """Raise what keeps the table from being changed: `ReadOnlyTableError`, or what `tier` raises."""
+        assert self.tier  # it is open
+        self.home.check_writable()
+
+    def check_commit(self) -> None:
+        """Raise what keeps the table from being changed, or went wrong with a commit in the background."""
+        self.check_writable()
+        self.home.raise_commit_failure(self)
+
+    def drop(self) -> Tier | None:
+        """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
+        tier, self._tier, self._lease = self._tier, None, _Lease()
+        return tier
+
+    def close(self) -> None:
+        """Wait for what uses the rows in the background, close what is open, and give the memory back."""
+        tier = self.drop()
+        if tier is None:
+            return
+        try:
+            self.turn.settle()
+            self.home.close(self, tier)
+        finally:
+            tier.new_epoch()
+            self.attach(None)
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about the table."""
+        spec, tier = self.spec, self.tier
+        return {
+            "rows": -1 if spec.rows is None else spec.rows,
+            "rows_touched": tier.count,
+            "dim": spec.dim,
+            "record_bytes": spec.record_bytes,
+            "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
+            "bytes_used": tier.bytes_used,
+            "budget_bytes": tier.budget_bytes,
+            "direct": int(tier.is_direct),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            **tier.stats(),
+            **({} if self.side is None else self.side.stats()),
+            **self.home.stats(),
+        }
+
+    def __str__(self) -> str:
+        state = "closed" if self._tier is None else f"{self._tier.count} rows touched"
+        return state if self.side is None else f"{state}, {self.side!r}"
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def lags(self) -> bool:
+        """Whether weights as records have them may be behind."""
+        return self.history is not None and self.history.moves_weights
+
+    def numbers_now(self) -> Any:
+        """Return what brings rows up to date that lag behind; None where none do."""
+        return self.history.numbers() if self.history is not None and self.lags else None
+
+    def plan(self, ids: np.ndarray) -> Plan:
+        """Return what a batch needs. A step that moves no record may still be running."""
+        tier = self.tier
+        return make_plan(ids, tier.find, tier.epoch)
+
+    def look_up(self, ids: np.ndarray) -> np.ndarray:
+        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``."""
+        if self.lags:
+            return self.read(make_plan(ids))
+        flat, tier = ids.reshape(-1), self.tier
+        out = np.empty((flat.size, self.spec.dim), np.float32)
+        missing = tier.look_up(flat, _positions(flat.size), out) < 0
+        if missing.any():
+            absent = flat[missing]
+            out[missing] = self.read(make_plan(absent)) if tier.evicts else self.first_values(absent)
+        return out.reshape(*ids.shape, self.spec.dim)
+
+    def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
+        if out is None:
+            out = np.empty((*plan.shape, self.spec.dim), np.float32)
+        flat, here = out.reshape(-1, self.spec.dim), self._brought(plan)
+        if here is not None and not self.lags:
+            self._read_rows(self.tier.records, here.ids, here.slots, here.inverse, flat)
+        else:
+            rows = self.weights_of(plan.ids) if here is None else self._up_to_date(plan, here.slots)
+            np.take(rows, plan.inverse, axis=0, out=flat, mode="clip")
+        return out
+
+    def read_unique(self, plan: Plan) -> np.ndarray:
+        """Return the weights of a plan's rows: float32 (unique, dim)."""
+        here = self._brought(plan)
+        return self.weights_of(plan.ids) if here is None else self._weights_at(self.tier.records, plan.ids, here.slots)
+
+    def _brought(self, plan: Plan) -> Plan | None:
+        """Return a plan whose rows are in fast memory; None where they are too many for it."""
+        try:
+            return self.located(plan)
+        except CacheTooSmallError:
+            return None
+
+    def weights_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the weights of rows, as many as there may be, wherever they are."""
+        values = np.empty((len(ids), self.spec.dim), np.float32)
+        for start in range(0, len(ids), EXPORT_BATCH_ROWS):
+            part = ids[start : start + EXPORT_BATCH_ROWS]
+            records, slots = self.tier.reach(part)
+            values[start : start + EXPORT_BATCH_ROWS] = self._weights_at(records, part, slots)
+        return values
+
+    def _up_to_date(self, plan: Plan, slots: np.ndarray) -> np.ndarray:
+        """Return the weights of a plan's rows, and keep what brought them up to date for the step of the same batch."""
+        values, state = self._refreshed_at(self.tier.records, plan.ids, slots)
+        # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
+        if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
+            self._lease.refreshed = _Refreshed(self.version.now, slots >= 0, values, state)
+        return values
+
+    def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Return slots, weights and state of rows that the last read brought up to date, if it was of this batch."""
+        lease, self._lease = self._lease, _Lease(plan)
+        kept = lease.refreshed
+        if kept is None or not lease.is_of(plan) or kept.version != self.version.now:
+            return None
+        here = kept.had_record
+        return (slots, *kept[2:]) if here.all() else (slots[here], kept.weights[here], kept.state[here])
+
+    def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return self._refreshed_at(records, ids, slots)[0]
+
+    def _refreshed_at(
+        self, records: Records, ids: np.ndarray, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
+        values = np.empty((len(ids), self.spec.dim), np.float32)
+        self._read_rows(records, ids, slots, _positions(len(ids)), values)
+        if self.history is None or not self.history.moves_weights:
+            return values, None
+        return values, records.refresh(slots, values, self.history.numbers())
+
+    def _read_rows(
+        self, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
+        missing, fresh = slots < 0, np.empty((0, self.spec.dim), np.float32)
+        if missing.any():
+            fresh = self.first_values(ids[missing])
+            slots = slots.copy()
+            slots[missing] = -1 - np.arange(len(fresh))
+        records.read(slots, positions, fresh, out)
+
+    def first_values(self, ids: np.ndarray) -> np.ndarray:
+        """Return float32 (n, dim), the weights of rows without records, but for `History.first_scale`."""
+        values = np.empty((len(ids), self.spec.dim), np.float32)
+        self.spec.init.fill(ids, self.spec.key, values)
+        return rounded(values, self.spec)
+
+    def located(self, plan: Plan) -> Plan:
+        """Return a plan with the slots of now, whose rows are in fast memory.
+
+        Raises:
+            CacheTooSmallError: they do not fit there.
+        """
+        # Slots never move within an epoch, so only rows that had none are looked for again.
+        tier, slots = self.tier, plan.slots
+        if plan.epoch != tier.epoch:
+            check_range(plan.ids, self.spec.rows, self.subject)
+            slots = tier.find(plan.ids)
+        elif plan.missing:
+            slots, unknown = plan.slots.copy(), plan.slots < 0
+            slots[unknown] = tier.find(plan.ids[unknown])
+        if not self._lease.is_of(plan):
+            self._lease = _Lease(plan)
+            tier.begin_batch()
+        return self._with_slots(plan, tier.bring(plan.ids, slots))
+
+    def _with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
+        epoch = self.tier.epoch
+        if slots is plan.slots and plan.epoch == epoch:
+            return plan
+        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
+
+    # ---------------------------------------------------------------- training
+
+    def prepare(self, plan: Plan) -> Plan:
+        """Do all that can fail of a step, and return a plan with slots. Nothing changes.
+
+        The step of the same batch goes on from there, unless the table has changed in between.
+        """
+        plan = self._roomy(plan)
+        self.tier.preserve(plan.slots[plan.slots >= 0])
+        self._lease.prepared = _Prepared(self.version.now, plan)
+        return plan
+
+    def _roomy(self, plan: Plan) -> Plan:
+        """Return a plan with the slots of now, for whose missing rows there is room."""
+        self.check_writable()
+        tier, known = self.tier, self._lease.prepared if self._lease.is_of(plan) else None
+        if known is not None and known.version == self.version.now and known.plan.epoch == tier.epoch:
+            plan = known.plan
+            if tier.has_room(plan.missing):
+                return plan
+        plan = self.located(plan)
+        return self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
+
+    def admit(self, plan: Plan) -> np.ndarray:
+        """Return the slots of a plan's rows, all of which have records then, and are about to change."""
+        plan, tier = self._roomy(plan), self.tier
+        slots = plan.slots
+        if plan.missing:
+            fresh = self.first_values(plan.ids[slots < 0])
+            slots = tier.admit(plan.ids, slots, fresh, self.spec.first_state)
+        tier.changing(slots)
+        return slots
+
+    def step(self, rule: Rule, grads: RowGradients) -> None:
+        """Make one step by gradients that are finite, in the background."""
+        slots = self.admit(grads.plan)
+        refreshed = self._take_refreshed(grads.plan, slots)
+        numbers = self.count_step(rule)
+        args = grads.plan.ids, slots, grads.values, numbers, self.steps, refreshed
+        self.turn.running = kernels.cpu.threads.start(self.tier.records.step, *args)
+
+    def write(self, plan: Plan, values: np.ndarray) -> None:
+        """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
+        slots = self.admit(plan)
+        self.tier.records.write(slots, values)
+        self.version.advance()
+
+    def count_step(self, rule: Rule) -> Any:
+        """Count a step by `rule`, and return its kernel's arguments."""
+        self.steps += 1
+        self.version.advance()
+        if self.history is None:
+            return rule.numbers(self.steps)
+        self.history.append(rule)
+        return self.history.numbers()
+
+    def skip_step(self) -> None:
+        """Count a step that is left out for NaN or Inf."""
+        self.skipped_steps += 1
+
+    def take_back(self, steps: int) -> None:
+        """Uncount the last steps, which a side refused to make."""
+        self.steps -= steps
+        if steps and self.history is not None:
+            kept = {name: array[: len(array) - steps].copy() for name, array in self.history.state().items()}
+            self.history.load(kept, self.steps)
+
+    # ---------------------------------------------------------------- other records
+
+    def set_rule(self, rule: Rule | None) -> None:
+        """Step by another rule from now on; `Home.lay_out` where records must be laid out anew."""
+        if rule == self.spec.rule:
+            return
+        spec = self.spec.with_rule(rule)
+        if rule is not None and rule.same_layout(self.spec.rule):
+            self.spec = spec
+            return
+        if self.first_scale != 1.0:
+            raise UnsupportedError(
+                f"the rule of {self.subject} cannot be replaced after {self.steps} steps by {self.spec.rule}: that "
+                "also moved rows without records, whose first values would come back. Look up the rows that you need, "
+                "and assign them to a new table."
+            )
+        self.home.lay_out(self, spec)
+
+    @property
+    def first_scale(self) -> float:
+        """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
+        return 1.0 if self.history is None else self.history.first_scale()
+
+    def laid_out(self, spec: Spec, made: Tier) -> Tier:
+        """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
+        for ids in self.tier.id_batches(EXPORT_BATCH_ROWS):
+            for start in range(0, len(ids), made.batch_rows):
+                part = ids[start : start + made.batch_rows]
+                made.begin_batch()
+                slots = made.make_room(part, np.full(len(part), -1, np.int64))
+                made.admit(part, slots, self.weights_of(part), spec.first_state)
+        return made
+
+    def replace_tier(self, tier: Tier) -> None:
+        """Take over the same records in other slots."""
+        self._tier, self._lease = tier, _Lease()
+        self.version.advance()
+
+    def attach(self, side: Side | None) -> None:
+        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer."""
+        before, self.side = self.side, side
+        if before is not None and before is not side:
+            before.close()
+
+    def leave_side(self) -> None:
+        """Use the rows where the tier has them, and nowhere else. Takes the turn by itself."""
+        with self.turn.alone():
+            self.attach(None)
+
+
+def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return float32 values as they are after a stay in the table's storage."""
+    if spec.dtype == "float32":
+        return values
+    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), _positions(len(values))
+    slots = positions.astype(np.int64)
+    cpu.launch(cpu.rows.scatter, words, slots, values)
+    cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
+    return values
+
+
+def _positions(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)
