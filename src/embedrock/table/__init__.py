@@ -1,1 +1,1 @@
-"""`Table`, its rows, its files, its options."""
+"""`Table`, which users call, over `Rows`; its files, saved states, options and prefetching."""

@@ -1,4 +1,4 @@
-"""Places where records live. A new one is a file here."""
+"""Places where records live. A new one is a file here, and a home in `embedrock.table` that makes it."""
 
 from __future__ import annotations
 
