@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
 from embedrock.keras.saving import callers
 from embedrock.keras.saving.loading import load_model
 from embedrock.table.files import UncommittedWarning
+from embedrock.table.options import LayerOptions, declared
 
 ROWS, DIM = 50, 4
 IDS = np.random.default_rng(0).integers(0, ROWS, (64, 3))
@@ -126,6 +128,23 @@ def test_model_of_the_first_release_loads():
     model.train_on_batch(golden_model.INPUTS, golden_model.Y)
 
 
+@pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
+def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
+    given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
+    given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": "1MiB"}
+    assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
+    layer = kind(ROWS, DIM, "zeros", **given)
+    config = layer.get_config()
+    assert {name: config[name] for name in given if name not in ("rule", "path")}.items() <= given.items()
+    assert (config["path"], config["rule"]["name"]) == (str(given["path"]), "SGD")
+    table = layer.table
+    assert (table.device_memory, table.options["keep"], table.options["policy"]) == (1 << 20, 5, "lru")
+    shared = kind(table, name="shared").get_config()["table"]
+    assert (shared["device_memory"], shared["keep"]) == (1 << 20, 5)
+    table.close()
+    assert kind.from_config(config).get_config() == config
+
+
 @pytest.mark.parametrize(
     ("module", "kind"),
     [("embedding", erk.Embedding), ("bag", erk.EmbeddingBag), ("group", erk.EmbeddingCollection)],
@@ -138,7 +157,8 @@ def test_rule_of_a_layer_is_in_its_config():
     layer = erk.EmbeddingBag(ROWS, DIM, "zeros", mode="mean", rule=er.Adam(betas=(0.8, 0.9)), on_nonfinite="skip")
     again = erk.EmbeddingBag.from_config(json.loads(json.dumps(layer.get_config())))
     assert again.get_config() == layer.get_config()
-    assert again._brought_rule == er.Adam(betas=(0.8, 0.9))
+    again.build()
+    assert again.handle.rule == er.Adam(betas=(0.8, 0.9))
 
 
 def test_keras_file_refers_to_a_commit_that_is_kept(place, tmp_path):
@@ -280,7 +300,7 @@ def test_layers_on_one_table_share_it_again(tmp_path, on_disk):
     loaded = load(tmp_path / "m.keras")
     again = loaded.get_layer("first").table
     assert again is loaded.get_layer("second").table is not table
-    assert (again.spec.seed, again._on_nonfinite) == (7, "skip")
+    assert (again.spec.seed, again.options["on_nonfinite"]) == (7, "skip")
     np.testing.assert_array_equal(outputs(loaded), before)
     train(loaded)
     assert again.steps == 8

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
+from embedrock.keras.layers.options import RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import Request
 from embedrock.table.table import Table
@@ -30,7 +31,7 @@ class EmbeddingBag(LookupLayer):
         mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
             that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
             the largest value of each column, of equal ones the first.
-        rule, path, memory, policy, keep, seed, directory, on_nonfinite, sharded, more: as in `Embedding`.
+        sharded, options: as in `Embedding`.
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
     `weights`: floats of the same shape. (Gradients reach them.)
@@ -50,6 +51,7 @@ class EmbeddingBag(LookupLayer):
                [0. , 0. ]], dtype=float32)
     """
 
+    @shows
     def __init__(
         self,
         input_dim: int | Table | None,
@@ -57,11 +59,13 @@ class EmbeddingBag(LookupLayer):
         embeddings_initializer: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
-        **more: Any,
+        *,
+        sharded: bool = False,
+        **options: Unpack[RowLayerOptions],
     ) -> None:
         if mode not in MODES:
             raise ArgumentError(f"`mode` of erk.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, **more)
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, sharded=sharded, **options)
         self.mode = mode
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from embedrock.fronts.arguments import TableOptions
 from embedrock.initializers import Initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.saving.descriptions import (
@@ -20,13 +19,11 @@ from embedrock.keras.saving.descriptions import (
 )
 from embedrock.keras.saving.row_files import rule_of
 from embedrock.keras.saving.state import KEY
+from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
-OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *TableOptions._fields} - {
-    "rule",
-    "name",
-    "dtype",
-}
+# What a layer on a ready-made table leaves to it. The rule is the layer's.
+OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *declared(LayerOptions)} - {"rule"}
 
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

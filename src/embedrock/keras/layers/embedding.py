@@ -32,10 +32,12 @@ class Embedding(LookupLayer):
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         seed: of the first values. (An initializer that was given a seed brings its own.)
         policy, keep, directory, on_nonfinite: as in `er.Table`.
+        device_memory: as in `er.Table`, for layers of PyTorch on the same table: TensorFlow's reads and steps are
+            those of rows in RAM.
         sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, have each worker keep its part of the rows, in
             RAM or in a folder of its own inside of `path`, ``shard-<rank>-of-<workers>``. Rows are looked up by all
             workers at once; `layer.table` is the worker's part. In one process it changes nothing.
-        more: name, dtype and trainable, as for all layers of Keras. Rows are kept in the dtype of variables: float32,
+        name, dtype, trainable: as for all layers of Keras. Rows are kept in the dtype of variables: float32,
             or half of it with "bfloat16" or "float16".
 
     Input: int32 or int64 of any shape S, dense or ragged, or a list or dict of such, which are looked up at once.

@@ -43,8 +43,7 @@ class LookupLayer(RowLayer):
             trainable: whether rows are trained. Those that were are kept by the table, not written to `weights`.
             dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
             rule: how rows are stepped, as in the layer itself.
-            options: path, memory, policy, keep, directory and on_nonfinite, as in the layer itself, and all other
-                arguments of the layer.
+            options: path, memory and all other arguments of the layer, those of its table among them.
 
         Raises:
             ArgumentError: `weights` are no such thing.

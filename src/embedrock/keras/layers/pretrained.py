@@ -9,9 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import TableOptions, make_table
+from embedrock.fronts.arguments import make_table
 from embedrock.initializers import FromArray, FromBfloat16
-from embedrock.keras.layers.row_layer import REFUSED, TABLE_DTYPES
+from embedrock.keras.layers.options import REFUSED
+from embedrock.keras.layers.row_layer import TABLE_DTYPES
+from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
 OF_WEIGHTS = {
@@ -48,7 +50,7 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
         )
     if policy is None and native != keras.config.dtype_policy().variable_dtype:
         policy = keras.DTypePolicy(native)
-    of_table = {name: options[name] for name in options if name in TableOptions._fields and name != "name"}
+    of_table = {name: value for name, value in options.items() if name in declared(LayerOptions)}
     init = FromBfloat16(array) if native == "bfloat16" else FromArray(array)
     rows, dim = array.shape
     table = make_table(rows, dim, {**of_table, "init": init, "dtype": stored, "name": options.get("name")})

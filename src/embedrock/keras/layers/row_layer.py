@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import keras
 
@@ -11,26 +10,15 @@ from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import TableOptions, open_table, refuse
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import initializer_of
+from embedrock.keras.layers.options import REFUSED, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
 from embedrock.keras.workers import shards
-from embedrock.rules import Rule
+from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
-_OF_ROWS = "would touch every row at each step. Leave it out"
-REFUSED = {
-    "embeddings_regularizer": _OF_ROWS,
-    "embeddings_constraint": _OF_ROWS,
-    "weights": "use from_pretrained(weights), which copies nothing",
-    "lora_rank": "rows are trained themselves. Leave it out",
-    "lora_alpha": "rows are trained themselves. Leave it out",
-    "quantization_config": 'use dtype="bfloat16" for rows of half the size',
-    "input_length": "it is not needed. Leave it out",
-    "batch_input_shape": "use keras.Input",
-}
-OF_KERAS = frozenset({"name", "trainable", "dtype", "autocast", "activity_regularizer", "dynamic"})
 
 
 class RowLayer(keras.layers.Layer):
@@ -39,6 +27,7 @@ class RowLayer(keras.layers.Layer):
     Args: those of `Embedding`.
     """
 
+    @shows
     def __init__(
         self,
         input_dim: int | Table | None,
@@ -46,21 +35,13 @@ class RowLayer(keras.layers.Layer):
         embeddings_initializer: Any = None,
         mask_zero: bool = False,
         *,
-        rule: Rule | None = None,
-        path: str | os.PathLike[str] | None = None,
-        memory: int | str | None = None,
-        policy: str = "lfu",
-        keep: int = 2,
-        seed: int = 0,
-        directory: str = "auto",
-        on_nonfinite: str = "raise",
         sharded: bool = False,
-        **more: Any,
+        **options: Unpack[RowLayerOptions],
     ) -> None:
         kind = f"erk.{type(self).__name__}"
-        given = {name for name, value in more.items() if name not in OF_KERAS and value is not None}
-        refuse(kind, [name for name in more if name in given], REFUSED)
-        super().__init__(**{name: value for name, value in more.items() if name in OF_KERAS})
+        of_table, of_keras, others = split_options(options)
+        refuse(kind, [name for name, value in others.items() if value is not None], REFUSED)
+        super().__init__(**of_keras)
         self.mask_zero = self.supports_masking = mask_zero
         self.supports_jit = False  # XLA cannot call the host
         self._config = {
@@ -68,17 +49,9 @@ class RowLayer(keras.layers.Layer):
             "output_dim": output_dim,
             "embeddings_initializer": embeddings_initializer,
             "mask_zero": mask_zero,
-            "rule": rule,
-            "path": path,
-            "memory": memory,
-            "policy": policy,
-            "keep": keep,
-            "seed": seed,
-            "directory": directory,
-            "on_nonfinite": on_nonfinite,
             "sharded": sharded,
+            **of_table,
         }
-        self._brought_rule = rule
         self.shares_open_table = False  # with another model: which `layer_of` sets
         self._table = self._open(kind)
         if sharded:
@@ -89,7 +62,7 @@ class RowLayer(keras.layers.Layer):
 
     def _open(self, kind: str) -> Table:
         config = self._config
-        options = {name: config[name] for name in TableOptions._fields if name in config}
+        options = {name: config[name] for name in declared(LayerOptions)}
         rows, dim = config["input_dim"], config["output_dim"]
         if config["sharded"]:
             shards.check_options(kind, rows)
@@ -163,7 +136,7 @@ class RowLayer(keras.layers.Layer):
         shards.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
         handle.check_strategy()
-        handle.bring_rule(self._brought_rule)
+        handle.bring_rule(self._config["rule"])
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)

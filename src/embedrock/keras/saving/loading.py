@@ -140,7 +140,7 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Table:
     """Open a table for reading, as of a commit."""
-    names = ("memory", "on_nonfinite", "policy", "name", *["init"] * is_from_array(options["init"]))
+    names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *["init"] * is_from_array(options["init"]))
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 

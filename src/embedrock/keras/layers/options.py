@@ -1,0 +1,55 @@
+"""The options of layers: those of their tables, as these declare them, and Keras' own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from embedrock.table.options import LayerOptions, declared, defaults
+from embedrock.table.options import shows as shows_options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OF_ROWS = "would touch every row at each step. Leave it out"
+REFUSED = {
+    "embeddings_regularizer": _OF_ROWS,
+    "embeddings_constraint": _OF_ROWS,
+    "weights": "use from_pretrained(weights), which copies nothing",
+    "lora_rank": "rows are trained themselves. Leave it out",
+    "lora_alpha": "rows are trained themselves. Leave it out",
+    "quantization_config": 'use dtype="bfloat16" for rows of half the size',
+    "input_length": "it is not needed. Leave it out",
+    "batch_input_shape": "use keras.Input",
+}
+
+
+class RowLayerOptions(LayerOptions, total=False):
+    """Options of `Embedding` and `EmbeddingBag`: those of a table, and those of all layers of Keras."""
+
+    name: str | None
+    trainable: bool
+    dtype: Any
+    autocast: bool
+    activity_regularizer: Any
+    dynamic: bool
+
+
+OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the options of a layer's table, with defaults; those of Keras that were given; and the unknown ones."""
+    known = declared(LayerOptions)
+    of_table = {**defaults(LayerOptions), **{name: value for name, value in options.items() if name in known}}
+    of_keras = {name: value for name, value in options.items() if name in OF_KERAS}
+    return of_table, of_keras, {name: value for name, value in options.items() if name not in {*known, *OF_KERAS}}
+
+
+def shows(function: F) -> F:
+    """Give a layer's ``__init__`` a signature that names the options of its table, and has room for others."""
+    others = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    shown: Any = shows_options(LayerOptions)(function)
+    signature = inspect.signature(shown)
+    shown.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *others])
+    return shown
