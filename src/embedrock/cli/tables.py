@@ -260,7 +260,7 @@ def _compact(arguments: Namespace) -> int:
 
 def _export(arguments: Namespace) -> int:
     told = exports.run_export(arguments)
-    kind = "all rows in order" if told["all"] else "rows with records"
+    kind = "rows, all in order" if told["all"] else "rows with records"
     text = (
         f"{told['rows']:,} {kind}, {told['dim']} float32 each, of commit {told['commit']}: {', '.join(told['files'])}"
     )

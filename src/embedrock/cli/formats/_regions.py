@@ -36,7 +36,7 @@ class Region:
         self._file.write(np.ascontiguousarray(values, self.dtype).data)
 
     def holds(self, first: int, values: np.ndarray) -> bool:
-        """Tell whether rows `first` and on are these."""
+        """Return whether rows `first` and on are these."""
         wanted = np.ascontiguousarray(values, self.dtype).tobytes()
         self._file.seek(self.offset + first * self._row_bytes)
         return self._file.read(len(wanted)) == wanted

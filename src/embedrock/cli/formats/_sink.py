@@ -50,7 +50,7 @@ class Sink(ABC):
 
     @abstractmethod
     def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
-        """Tell whether these are the last of the rows that are done."""
+        """Return whether these are the last of the rows that are done."""
 
     @abstractmethod
     def sync(self) -> None:

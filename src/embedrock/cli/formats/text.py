@@ -58,7 +58,7 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
 
 
 def has_counts(path: Path) -> bool:
-    """Tell whether a file begins as word2vec's do."""
+    """Return whether a file begins as word2vec's do."""
     with open(path, "rb") as file:
         return COUNTS.fullmatch(file.readline(64)) is not None
 
@@ -151,7 +151,7 @@ class Text(Source):
 
 
 def wants_words_as_ids(path: Path, ids: str | None) -> bool:
-    """Tell whether the user says that words are ids."""
+    """Return whether the user says that words are ids."""
     if ids not in (None, WORDS, "row-number"):
         fail(path, f"--ids {WORDS} or --ids row-number", f"--ids {ids}", "Text has words, and no other ids.")
     return ids == WORDS
