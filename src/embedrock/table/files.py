@@ -287,9 +287,9 @@ class Files(Home):
         name = store.free_name(f"history/{store.manifest.commit + 1:010d}", ".his")
         return (write_history(store.system, store.folder, name, store.manifest.uuid, arrays),)
 
-    def release(self, name: str) -> None:
+    def release(self, rows: Rows, name: str) -> None:
         """Let retention drop the commits called `name`."""
-        self.check_writable()
+        rows.check_writable()
         folders.release(self.store.system, self.store.folder, name)
 
     def rollback(self, rows: Rows, commit: int) -> int:

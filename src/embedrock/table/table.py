@@ -320,8 +320,7 @@ class Table(Facts):
 
     def release(self, name: str) -> None:
         """Let retention drop the commits called `name`. Nothing happens where there are none."""
-        files, _ = self._on_disk(), self._checked_rows().tier
-        files.release(name)
+        self._on_disk().release(self._checked_rows(), name)
 
     @whole
     def rollback(self, commit: int) -> int:
@@ -386,8 +385,6 @@ class Table(Facts):
         """
         return prefetch(batches, {self: lambda ids: ids}, depth)
 
-    # ---------------------------------------------------------------- as an object
-
     def __enter__(self) -> Table:
         return self
 
@@ -402,9 +399,8 @@ class Table(Facts):
         rows, spec = self._checked_rows(), self.spec
         with rows.turn.alone():  # the state has views of rows
             state = saved.state(rows, "copy.deepcopy")
-            of_spec = {"rule": spec.rule, "init": spec.init, "seed": spec.seed, "dtype": spec.dtype}
-            options: dict[str, Any] = {**self.options, **of_spec, "name": None}
-            made = Table(spec.rows, spec.dim, **options)
+            own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init}
+            made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
             made.load_state(state)
         memo[id(self)] = made
         return made
