@@ -23,13 +23,13 @@ import pytest
 from embedrock.bench import cli
 from embedrock.bench.harness import options, runner
 from embedrock.bench.harness.bench import Bench, Task
-from embedrock.bench.harness.comparison import Step, Turn, format_times, report_of
+from embedrock.bench.harness.comparison import Step, Timing, format_times, report_of
 from embedrock.bench.harness.contenders import Footprint, Unavailable
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import machine_facts, peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError, child_environment
 from embedrock.bench.harness.report import spread
-from embedrock.bench.harness.runner import Entry, Result, measure, plan_groups
+from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
 from embedrock.bench.harness.targets import Race, Target, Verdict, faster, format_verdicts, judge
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
 from embedrock.bench.step import benches, contenders
@@ -106,8 +106,8 @@ def bare(name: str, tables: float) -> StepContender:
     return StepContender(name, f"bare {name}", make_quick, tables, process_bytes=0)
 
 
-def toys(*contenders: StepContender) -> list[Entry]:
-    return [contender.entry(TINY) for contender in contenders]
+def toys(*contenders: StepContender) -> list[Racer]:
+    return [contender.racer(TINY) for contender in contenders]
 
 
 # ---------------------------------------------------------------- workload
@@ -351,12 +351,12 @@ def test_child_ends_with_its_parent(how):
 def test_groups_fit_and_begin_with_the_baseline():
     one = Workload(rows=1 << 20, dim=256, batches=0)  # its weights take 1 GiB
     sizes = {"base": 1, "a": 2, "b": 4, "c": 6, "huge": 50, "e": 2, "alone": 8.5, "f": 2}
-    entries = [bare(name, size).entry(one) for name, size in sizes.items()]
+    racers = [bare(name, size).racer(one) for name, size in sizes.items()]
     room = Footprint(9 * GIB)
-    groups, misfits = plan_groups(entries, room)
-    names = [[entry.name for entry in group] for group in groups]
+    groups, misfits = plan_groups(racers, room)
+    names = [[racer.name for racer in group] for group in groups]
     assert names == [["base", "a", "b", "e"], ["base", "c", "f"], ["alone"]]
-    assert [entry.name for entry in misfits] == ["huge"]
+    assert [racer.name for racer in misfits] == ["huge"]
     (skipped,) = measure(misfits, SHORT, room)
     assert (skipped.name, skipped.status) == ("huge", "skipped")
     assert skipped.reason == "needs 50.0 GiB of RAM, 9.0 GiB may be used"
@@ -364,10 +364,10 @@ def test_groups_fit_and_begin_with_the_baseline():
 
 def test_groups_without_a_baseline_that_fits():
     one = Workload(rows=1 << 20, dim=256, batches=0)
-    entries = [bare(name, size).entry(one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
-    groups, misfits = plan_groups(entries, Footprint(4 * GIB))
-    assert [[entry.name for entry in group] for group in groups] == [["a", "b"], ["c"]]
-    assert [entry.name for entry in misfits] == ["base"]
+    racers = [bare(name, size).racer(one) for name, size in {"base": 5, "a": 2, "b": 2, "c": 1}.items()]
+    groups, misfits = plan_groups(racers, Footprint(4 * GIB))
+    assert [[racer.name for racer in group] for group in groups] == [["a", "b"], ["c"]]
+    assert [racer.name for racer in misfits] == ["base"]
 
 
 def test_a_table_too_large_for_a_direct_directory_needs_ram_for_touched_rows_only():
@@ -380,9 +380,9 @@ def test_a_table_too_large_for_a_direct_directory_needs_ram_for_touched_rows_onl
 def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path):
     log = tmp_path / "log"
     names = ("a", "b", "c")
-    entries = toys(*(toy(name, partial(make_writer, path=log, name=name)) for name in names))
+    racers = toys(*(toy(name, partial(make_writer, path=log, name=name)) for name in names))
     effort = Effort(rounds=3, steps=2, seconds=5, threads=1, timeout_s=60)
-    results = measure(entries, effort)
+    results = measure(racers, effort)
     assert [result.name for result in results] == ["a", "b", "c"]
     lines = log.read_text().split("\n")[:-1]
     assert lines[::2] == [line.replace("end", "begin") for line in lines[1::2]]
@@ -394,9 +394,9 @@ def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path):
 
 
 def test_rounds_are_boxed_in_time():
-    entries = toys(toy("slow", partial(make_sleeper, seconds=0.06)))
+    racers = toys(toy("slow", partial(make_sleeper, seconds=0.06)))
     effort = Effort(rounds=1, steps=1000, seconds=0.15, threads=1, timeout_s=60)
-    (result,) = measure(entries, effort)
+    (result,) = measure(racers, effort)
     (turn,) = result.turns
     assert 1 <= len(turn.steps_s) <= 3
     assert median(turn.steps_s) >= 0.06
@@ -404,8 +404,8 @@ def test_rounds_are_boxed_in_time():
 
 def test_a_failing_contender_is_reported_and_the_others_go_on():
     makes = [make_unavailable, make_broken, make_breaking, make_dying]
-    entries = toys(toy("good"), *(toy(make.__name__, make) for make in makes))
-    results = {result.name: result for result in measure(entries, SHORT)}
+    racers = toys(toy("good"), *(toy(make.__name__, make) for make in makes))
+    results = {result.name: result for result in measure(racers, SHORT)}
     assert {name: (result.status, result.reason) for name, result in results.items()} == {
         "good": ("ok", ""),
         "make_unavailable": ("skipped", "no such package here"),
@@ -418,8 +418,8 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 
 def test_a_hanging_contender_is_ended():
-    entries = toys(toy("good"), toy("hangs", partial(make_sleeper, seconds=600)))
-    results = measure(entries, Effort(rounds=1, steps=1, seconds=5, threads=1, timeout_s=5))
+    racers = toys(toy("good"), toy("hangs", partial(make_sleeper, seconds=600)))
+    results = measure(racers, Effort(rounds=1, steps=1, seconds=5, threads=1, timeout_s=5))
     assert [result.status for result in results] == ["ok", "failed"]
     assert results[1].reason == "TimeoutError: no answer within 5 s"
 
@@ -440,8 +440,8 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch):
 
 
 def result(name: str, group: int, *rounds_ms: Sequence[float], workload: Workload = TINY) -> Result:
-    turns = [Turn([milliseconds / 1e3 for milliseconds in times], 1, 1) for times in rounds_ms]
-    return Result(toy(name).entry(workload), group=group, first=[0.5, 0.3, 0.1, 0.2], turns=turns)
+    turns = [Timing([milliseconds / 1e3 for milliseconds in times], 1, 1) for times in rounds_ms]
+    return Result(toy(name).racer(workload), group=group, first=[0.5, 0.3, 0.1, 0.2], turns=turns)
 
 
 def judged(results: Sequence[Result], baseline: str, targets: Sequence[Target]) -> list[Verdict]:
@@ -500,7 +500,7 @@ def test_spread_of_one_and_of_many():
 
 
 def test_the_table_shows_everyone_and_why_someone_is_missing():
-    skipped = Result(toy("big").entry(TINY), status="skipped", reason="needs 50 GiB of RAM")
+    skipped = Result(toy("big").racer(TINY), status="skipped", reason="needs 50 GiB of RAM")
     results = [result("base", 1, [1.5]), result("other", 1, [300]), skipped]
     lines = format_times(report_of(results, "base").results, "base").splitlines()
     assert lines[0].split()[:2] == ["contender", "ms"]
@@ -511,7 +511,7 @@ def test_the_table_shows_everyone_and_why_someone_is_missing():
 
 
 def test_the_table_without_any_measurement():
-    skipped = Result(toy("big").entry(TINY), status="skipped", reason="why")
+    skipped = Result(toy("big").racer(TINY), status="skipped", reason="why")
     text = format_times(report_of([skipped], "big").results, "big")
     assert text == "nothing was measured\nbig: skipped: why"
 

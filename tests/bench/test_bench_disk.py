@@ -22,7 +22,7 @@ import pytest
 
 from embedrock.bench import cli
 from embedrock.bench.disk import commits, contenders, raw, training
-from embedrock.bench.disk.contenders import CONTENDERS, DiskContender, Job, Memmap, MemmapRecords, Session
+from embedrock.bench.disk.contenders import CONTENDERS, DiskContender, DiskSession, Job, Memmap, MemmapRecords
 from embedrock.bench.disk.effort import DiskEffort
 from embedrock.bench.disk.files import SpaceError, scratch_folder
 from embedrock.bench.disk.training import DISK, targets
@@ -30,7 +30,7 @@ from embedrock.bench.harness import cgroups
 from embedrock.bench.harness.bench import Task
 from embedrock.bench.harness.cgroups import MemoryCgroup, NoCgroupError, confined, outside_bytes
 from embedrock.bench.harness.processes import ChildError, child_environment
-from embedrock.bench.harness.runner import Entry, Result
+from embedrock.bench.harness.runner import Racer, Result
 from embedrock.bench.harness.targets import judge
 from embedrock.bench.harness.workload import SCATTER, Workload
 from embedrock.terminal.arguments import size
@@ -267,7 +267,7 @@ def test_disk_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 
 def test_a_contender_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     broken = DiskContender("broken", "cannot be made", BrokenSession, contenders.write_arrays)
-    unwritten = DiskContender("unwritten", "has no files", Session, write_nothing)
+    unwritten = DiskContender("unwritten", "has no files", DiskSession, write_nothing)
     effort = tiny_effort(tmp_path)
     bench = dataclasses.replace(DISK, workloads=(TINY,), effort=effort)
     report = training.measure(Task(bench, Namespace(contenders=[broken, unwritten])))
@@ -276,7 +276,7 @@ def test_a_contender_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert not list(tmp_path.iterdir())
 
 
-class BrokenSession(Session):
+class BrokenSession(DiskSession):
     """Fails at once."""
 
     def __init__(self, job: Job) -> None:
@@ -319,7 +319,7 @@ def test_a_signal_leaves_no_files(tmp_path: Path, number: int):
 
 def measured(name: str, **line: Any) -> dict[str, Any]:
     base = {"steps_per_s": 1.0, "raw_reads_per_s": None, "peak_bytes": None}
-    return training.summary(Result(Entry(BY_NAME[name], TINY, (dict,)), turns=[{**base, **line}]))
+    return training.summary(Result(Racer(BY_NAME[name], TINY, (dict,)), turns=[{**base, **line}]))
 
 
 def test_verdicts_say_what_was_measured_against_what():

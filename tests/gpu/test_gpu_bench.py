@@ -21,11 +21,11 @@ from embedrock.bench.gpu import contenders, report, training, workloads
 from embedrock.bench.gpu.contenders import CONTENDERS, GpuContender, Parts, Traffic, Trainer
 from embedrock.bench.gpu.device import INTERPRETER, Device
 from embedrock.bench.gpu.limits import Limits
-from embedrock.bench.gpu.session import GpuEffort, GpuTurn, entry_of, hit_rate, rounds_s
+from embedrock.bench.gpu.session import GpuEffort, GpuTiming, hit_rate, racer_of, rounds_s
 from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.contenders import Footprint
 from embedrock.bench.harness.effort import Clock
-from embedrock.bench.harness.runner import Entry, Result, measure, plan_groups
+from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
 from embedrock.bench.harness.targets import judge
 from embedrock.errors import UnsupportedError
 
@@ -80,15 +80,15 @@ def make_without_prefetch(workload: GpuWorkload, device: Device) -> Parts:
     return make_zeros(workload, device)._replace(layers=(NoLayer(),))
 
 
-def entry(name: str, make: Callable[..., Parts] = make_zeros, workload: GpuWorkload = FORUM, **options: Any) -> Entry:
+def racer(name: str, make: Callable[..., Parts] = make_zeros, workload: GpuWorkload = FORUM, **options: Any) -> Racer:
     package = options.pop("package", None)
-    return entry_of(GpuContender(name, f"toy {name}", make, package=package, **options), workload, CPU)
+    return racer_of(GpuContender(name, f"toy {name}", make, package=package, **options), workload, CPU)
 
 
 def result(name: str, seconds: float, group: int = 1, workload: GpuWorkload = FORUM, **options: Any) -> Result:
     counts = options.pop("counts", dict.fromkeys(contenders.COUNTED, 0.0))
-    turn = GpuTurn(seconds, seconds, counts, {})
-    one = entry_of(BY_NAME.get(name, BY_NAME["ours-c10"]), workload, CPU, name)
+    turn = GpuTiming(seconds, seconds, counts, {})
+    one = racer_of(BY_NAME.get(name, BY_NAME["ours-c10"]), workload, CPU, name)
     return Result(one, group=group, turns=[turn], **options)
 
 
@@ -147,28 +147,28 @@ def test_groups_fit_both_memories_and_begin_with_the_baseline(monkeypatch: pytes
     for name in ("HOST_PROCESS_BYTES", "DEVICE_PROCESS_BYTES", "ACTIVATIONS"):
         monkeypatch.setattr(contenders, name, 0)
     sizes = {"base": (0, 1), "a": (2, 2), "b": (1, 0), "c": (2, 0), "d": (0, 3), "huge": (9, 0), "wide": (0, 9)}
-    entries = [entry(name, host_tables=host, device_tables=device) for name, (host, device) in sizes.items()]
-    groups, misfits = plan_groups(entries, Footprint(3 * FORUM.table_bytes, 4 * FORUM.table_bytes))
+    racers = [racer(name, host_tables=host, device_tables=device) for name, (host, device) in sizes.items()]
+    groups, misfits = plan_groups(racers, Footprint(3 * FORUM.table_bytes, 4 * FORUM.table_bytes))
     assert [[one.name for one in group] for group in groups] == [["base", "a", "b"], ["base", "c", "d"]]
     assert [one.name for one in misfits] == ["huge", "wide"]
 
 
 def test_a_cache_takes_memory_of_the_device():
-    cached = entry("x", near=0.5).need.device - entry("x").need.device
+    cached = racer("x", near=0.5).need.device - racer("x").need.device
     assert cached == sum(FORUM.touched) * FORUM.record_bytes // 2
 
 
 def test_groups_without_a_baseline_that_fits():
-    entries = [entry("base", host_tables=10**9), entry("a"), entry("b")]
-    groups, misfits = plan_groups(entries, Footprint(1 << 40, 1 << 40))
+    racers = [racer("base", host_tables=10**9), racer("a"), racer("b")]
+    groups, misfits = plan_groups(racers, Footprint(1 << 40, 1 << 40))
     assert [[one.name for one in group] for group in groups] == [["a", "b"]]
     assert [one.name for one in misfits] == ["base"]
     assert plan_groups([], ROOM) == ([], [])
 
 
 def test_who_is_too_large_or_not_installed_is_named():
-    entries = [entry("large", host_tables=10**9), entry("foreign", package="no_such_package")]
-    results = measure(entries, SHORT, Footprint(1 << 40, 1 << 40), Clock(60))
+    racers = [racer("large", host_tables=10**9), racer("foreign", package="no_such_package")]
+    results = measure(racers, SHORT, Footprint(1 << 40, 1 << 40), Clock(60))
     assert {one.name: one.status for one in results} == {"large": "skipped", "foreign": "skipped"}
     reasons = {one.name: one.reason for one in results}
     assert reasons["foreign"] == "no_such_package is not installed"
@@ -180,8 +180,8 @@ def test_who_is_too_large_or_not_installed_is_named():
 
 def test_rounds_are_interleaved_and_failures_are_reported(tmp_path: Path):
     log = tmp_path / "log"
-    good = [entry(name, partial(make_zeros, log=log, name=name)) for name in ("a", "b")]
-    bad = [entry("broken", make_broken), entry("half", make_without_prefetch, looks_ahead=True)]
+    good = [racer(name, partial(make_zeros, log=log, name=name)) for name in ("a", "b")]
+    bad = [racer("broken", make_broken), racer("half", make_without_prefetch, looks_ahead=True)]
     results = {one.name: one for one in measure([*good, *bad], replace(SHORT, rounds=2), ROOM, Clock(600))}
     assert {name: one.status for name, one in results.items()} == {
         "a": "ok",
@@ -201,7 +201,7 @@ def test_rounds_are_interleaved_and_failures_are_reported(tmp_path: Path):
 
 
 def test_nothing_begins_when_the_time_is_over():
-    results = measure([entry("a"), entry("b")], SHORT, ROOM, Clock(-1))
+    results = measure([racer("a"), racer("b")], SHORT, ROOM, Clock(-1))
     assert [(one.name, one.status, one.reason) for one in results] == [
         ("a", "skipped", "no time was left"),
         ("b", "skipped", "no time was left"),

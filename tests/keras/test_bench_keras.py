@@ -82,8 +82,8 @@ def line(name: str, rows: int, median_ms: float, peak_bytes: int) -> dict:
 
 
 def test_what_is_no_ratio_of_times_is_judged_too(monkeypatch: pytest.MonkeyPatch):
-    def compare(entries: list, targets: list, effort: KerasEffort) -> Report:
-        lines = [line(one.name, one.workload.rows, 3 + k, (4 - 3 * (k == 0)) << 30) for k, one in enumerate(entries)]
+    def compare(racers: list, targets: list, effort: KerasEffort) -> Report:
+        lines = [line(one.name, one.workload.rows, 3 + k, (4 - 3 * (k == 0)) << 30) for k, one in enumerate(racers)]
         return Report(lines, judge([target for target in targets if not isinstance(target.measure, Race)], lines))
 
     monkeypatch.setattr(fit, "compare", compare)

@@ -11,7 +11,7 @@ import pytest
 from embedrock.bench import cli
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, Log
-from embedrock.bench.keras.tf_data import AHEADS, Fit, Reader, Writer
+from embedrock.bench.keras.tf_data import AHEADS, LogWriter, ReadingSession, TrainingSession
 
 BY_NAME = {one.name: one for one in (*READINGS, *AHEADS)}
 TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
@@ -20,7 +20,7 @@ TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
 @pytest.fixture
 def log(tmp_path: Path) -> Log:
     log = Log(tmp_path, TINY)
-    Writer(log).write_log()
+    LogWriter(log).write_log()
     return log
 
 
@@ -37,7 +37,7 @@ def test_every_reading_gives_the_ids(log: Log):
 
 
 def test_a_turn_of_reading(log: Log):
-    turn = Reader(log, BY_NAME["cache"]).turn(1, 1.0)
+    turn = ReadingSession(log, BY_NAME["cache"]).turn(1, 1.0)
     assert turn["samples_per_s"] > 0
     assert turn["first_batch_s"] > 0
 
@@ -46,9 +46,9 @@ def test_a_turn_of_reading(log: Log):
 def test_a_turn_of_training(log: Log, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 2)
     assert BY_NAME[name] in AHEADS
-    Writer(log).write_table()
+    LogWriter(log).write_table()
     with pytest.warns(match="closed with changes"):
-        turn = Fit(log, BY_NAME[name]).turn(3, 1.0)
+        turn = TrainingSession(log, BY_NAME[name]).turn(3, 1.0)
     assert turn["ms_per_step"] > 0
     assert turn["reads_per_step"] > 0
 

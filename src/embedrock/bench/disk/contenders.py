@@ -55,7 +55,7 @@ class Job:
         return (self.workload.batch_at(index) for index in range(first, first + count))
 
 
-class Session:
+class DiskSession:
     """In a contender's own process: makes it, steps it through the stream of batches, times it."""
 
     def __init__(self, job: Job) -> None:
@@ -116,7 +116,7 @@ class Session:
 # ---------------------------------------------------------------- ours
 
 
-class TableSession(Session):
+class TableSession(DiskSession):
     """A table of ours."""
 
     table: Any
@@ -271,7 +271,7 @@ class Dense:
 # ---------------------------------------------------------------- np.memmap
 
 
-class Memmap(Session):
+class Memmap(DiskSession):
     """Three `np.memmap` arrays, fancy indexing, and SparseAdam in NumPy: the usual recipe."""
 
     def __init__(self, job: Job) -> None:
@@ -349,7 +349,7 @@ def _write_files(job: Job, columns: dict[str, int]) -> dict[str, float]:
 # ---------------------------------------------------------------- PyTorch
 
 
-class TorchFile(Session):
+class TorchFile(DiskSession):
     """`nn.Embedding` and the state of SparseAdam in tensors of `torch.from_file`."""
 
     def __init__(self, job: Job) -> None:
@@ -379,16 +379,16 @@ class DiskContender(Contender):
     """One way to train a table larger than RAM.
 
     Args:
-        session: its `Session`. Contenders with the same one take turns in one process, whose caches are filled once.
+        session: its session. Contenders with the same one take turns in one process, whose caches are filled once.
         write: writes its files, in a process of its own; contenders with the same one share them.
-        how: arguments of `Session.use`.
+        how: arguments of `DiskSession.use`.
         limited: whether its RAM and page cache are bounded.
         probed: whether its reads are compared with the disk's own, which is measured before and after. (Not where
             files are dirty in the page cache: direct reads of them have to wait until they are written.)
         extras: methods of its session that measure more, given the number of the first batch and of steps.
     """
 
-    session: type[Session]
+    session: type[DiskSession]
     write: Callable[[Job], dict[str, float]] | None
     how: tuple[int, ...] = ()
     limited: bool = True

@@ -86,11 +86,11 @@ def _listed(names: Sequence[str]) -> str:
 def own(paths: Sequence[Path], depth: int, seconds: float) -> float:
     """Return the reads/s of `depth` threads of our own reader, in a process whose pool has as many."""
     environment = {"EMBEDROCK_IO_THREADS": str(depth)}
-    with Child(Reader, list(paths), environment=environment, timeout_s=TIMEOUT_S) as child:
+    with Child(BlockReader, list(paths), environment=environment, timeout_s=TIMEOUT_S) as child:
         return child.call("rate", seconds)
 
 
-class Reader:
+class BlockReader:
     """Reads random blocks by `embedrock.machine.vfs`, in a process of its own.
 
     Args:

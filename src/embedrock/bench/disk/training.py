@@ -23,7 +23,7 @@ from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.cgroups import MemoryCgroup
 from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.bench.harness.report import Report, about, failures, format_results, spread
-from embedrock.bench.harness.runner import Entry, Result
+from embedrock.bench.harness.runner import Racer, Result
 from embedrock.bench.harness.targets import Line, Target, beside, each
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.progress import say
@@ -68,12 +68,12 @@ class DiskRunner:
 
     def measure(self, group: Sequence[DiskContender]) -> list[Result]:
         """Write the files that contenders share, measure each, and remove the files."""
-        results = [Result(Entry(one, self._job.workload, (one.session, self._job))) for one in group]
+        results = [Result(Racer(one, self._job.workload, (one.session, self._job))) for one in group]
         try:
             if group[0].write is not None:
                 self._write(group[0])
             for same in _by(group, "session"):
-                self._measure([result for result in results if result.entry.contender in same])
+                self._measure([result for result in results if result.racer.contender in same])
         except ChildError as error:
             for result in results:
                 result.fail(error)
@@ -84,7 +84,7 @@ class DiskRunner:
 
     def _write(self, contender: DiskContender) -> None:
         say(f"{contender.name}: writing {format_bytes(RECORD_COLUMNS * self._job.workload.table_bytes)}")
-        with self._effort.child(Writer, contender.write, self._job) as child:
+        with self._effort.child(FilesWriter, contender.write, self._job) as child:
             done = child.call("write")
         say(f"{contender.name}: written in {done['seconds']:.0f} s")
         if not self.rates:
@@ -94,7 +94,7 @@ class DiskRunner:
         """Measure contenders that are ways to use one session, in one process, one after another."""
         say(f"{', '.join(result.name for result in results)}: filling what caches there are")
         forget_pages(self._files())
-        contenders: list[Any] = [result.entry.contender for result in results]
+        contenders: list[Any] = [result.racer.contender for result in results]
         try:
             for result, line in zip(results, self._lines(contenders), strict=True):
                 result.turns.append(line)
@@ -143,7 +143,7 @@ class DiskRunner:
         return [path for path in self._job.folder.rglob("*") if path.is_file()]
 
 
-class Writer:
+class FilesWriter:
     """Writes a contender's files, in a process of its own, whose memory ends with it."""
 
     def __init__(self, write: Callable[[Job], dict[str, float]], job: Job) -> None:
@@ -182,7 +182,7 @@ def summary(result: Result) -> dict[str, Any]:
     """Return the line of the table and of the JSON."""
     line = about(result) | (result.turns[0] if result.turns else {})
     if "cache_slots" in line:  # none: all rows fit
-        line["best_misses_per_step"] = result.entry.workload.expected_misses(int(line["cache_slots"])) or None
+        line["best_misses_per_step"] = result.racer.workload.expected_misses(int(line["cache_slots"])) or None
     return line
 
 

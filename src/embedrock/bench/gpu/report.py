@@ -95,7 +95,7 @@ def summary(result: Result, baseline: str, results: Sequence[Result], limits: Li
     ``ratio`` is the median over the rounds, over the baseline's in the same rounds; ``ratio_range`` has the least and
     the greatest of single rounds.
     """
-    need, workload = result.entry.need, result.entry.workload
+    need, workload = result.racer.need, result.racer.workload
     line: dict[str, Any] = about(result) | {
         "prefetch": result.way == PREFETCH,
         "workload": asdict(workload),
@@ -132,7 +132,7 @@ def _bus_shares(result: Result, limits: Limits) -> dict[str, float]:
     if moved is None or not max(moved):
         return {}
     rate = max(moved) / median_s(result) / RATE
-    names = {"copies": "copies_both_ways", "kernels": f"kernel_both_ways_{result.entry.workload.record_bytes}"}
+    names = {"copies": "copies_both_ways", "kernels": f"kernel_both_ways_{result.racer.workload.record_bytes}"}
     return {what: rate / limits[name] for what, name in names.items() if name in limits}
 
 

@@ -15,7 +15,7 @@ from embedrock.bench.gpu.device import INTERPRETER, Device
 from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
-from embedrock.bench.harness.runner import Entry, Result
+from embedrock.bench.harness.runner import Racer, Result
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time
 WARM_UP_PASSES = 4  # over all batches: rows get records, a cache fills, and counts who is used often
@@ -64,7 +64,7 @@ class GpuEffort(Effort):
         return super().environment() | ({INTERPRETER: "1", "CUDA_VISIBLE_DEVICES": ""} if self.toy else {})
 
 
-class GpuTurn(NamedTuple):
+class GpuTiming(NamedTuple):
     """What came of a turn.
 
     Attributes:
@@ -102,7 +102,7 @@ class GpuSession:
             if time.perf_counter() > end:
                 break
 
-    def turn(self, steps: int, seconds: float) -> GpuTurn:
+    def turn(self, steps: int, seconds: float) -> GpuTiming:
         """Make steps, as many as there are batches at most, however long they take."""
         timed, untimed = min(steps, self._batches), min(SETTLE_STEPS, self._batches)
         run = self._trainer.run(untimed + timed + LOOK_AHEAD, self._ahead)  # something is ahead while it is timed
@@ -120,7 +120,7 @@ class GpuSession:
         for _ in run:
             pass
         counts = {name: (after[name] - before[name]) / timed for name in after}
-        return GpuTurn(taken_s / timed, host_s / timed, counts, self._memory())
+        return GpuTiming(taken_s / timed, host_s / timed, counts, self._memory())
 
     def _memory(self) -> dict[str, float]:
         return {
@@ -131,9 +131,9 @@ class GpuSession:
         }
 
 
-def entry_of(contender: GpuContender, workload: GpuWorkload, device: Device, name: str = "") -> Entry:
+def racer_of(contender: GpuContender, workload: GpuWorkload, device: Device, name: str = "") -> Racer:
     """Return a contender as it takes part."""
-    return Entry(contender, workload, (GpuSession, contender, workload, device), name, package=contender.package)
+    return Racer(contender, workload, (GpuSession, contender, workload, device), name, package=contender.package)
 
 
 # ---------------------------------------------------------------- what came of it
@@ -157,13 +157,13 @@ def counts(result: Result) -> dict[str, float]:
 
 def traffic(result: Result) -> Traffic | None:
     """Return the bytes of rows that a step moves over the bus, or None where nobody knows."""
-    contender: Any = result.entry.contender
-    return None if contender.traffic is None else contender.traffic(result.entry.workload, counts(result))
+    contender: Any = result.racer.contender
+    return None if contender.traffic is None else contender.traffic(result.racer.workload, counts(result))
 
 
 def hit_rate(result: Result) -> float | None:
     """Return the share of a batch's unique rows that were near, or None where there is no cache."""
-    contender: Any = result.entry.contender
+    contender: Any = result.racer.contender
     found: Mapping[str, float] = counts(result)
     if not contender.near or not found:
         return None

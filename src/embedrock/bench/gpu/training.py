@@ -17,7 +17,7 @@ from embedrock.bench.gpu.contenders import CONTENDERS, OURS_A, SPARSE, WIDE, WID
 from embedrock.bench.gpu.device import Device, Probe
 from embedrock.bench.gpu.limits import Limits
 from embedrock.bench.gpu.report import KERNELS, RACES, format_steps, judge_workload, summary
-from embedrock.bench.gpu.session import GpuEffort, entry_of
+from embedrock.bench.gpu.session import GpuEffort, racer_of
 from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.contenders import Footprint
@@ -25,7 +25,7 @@ from embedrock.bench.harness.effort import Clock
 from embedrock.bench.harness.options import parts
 from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.report import Report, failures
-from embedrock.bench.harness.runner import Entry, measure
+from embedrock.bench.harness.runner import Racer, measure
 from embedrock.bench.harness.targets import format_verdicts, judge
 from embedrock.errors import EmbedrockError, UnsupportedError
 from embedrock.machine.ram import available_bytes
@@ -114,14 +114,14 @@ class GpuRunner:
     def measure_workload(self, workload: GpuWorkload, chosen: Sequence[GpuContender]) -> Report:
         """Measure contenders on a workload; print their table and targets."""
         print(workload.describe(), flush=True)
-        entries = _entries(workload, chosen, self._device)
-        if not entries:
+        racers = _racers(workload, chosen, self._device)
+        if not racers:
             print("nobody takes part\n", flush=True)
             return Report()
         host, device = self._free_bytes
         room = Footprint(int(HOST_SHARE * host), int(DEVICE_SHARE * device))
-        results = measure(entries, self._effort, room, self._clock)
-        baseline = entries[0].name
+        results = measure(racers, self._effort, room, self._clock)
+        baseline = racers[0].name
         lines = [summary(result, baseline, results, self._limits) for result in results]
         print(f"{format_steps(lines, baseline)}\n", flush=True)
         verdicts, missing = judge_workload(workload.name, lines)
@@ -137,13 +137,13 @@ def _print_verdicts(report: Report) -> None:
         print(f"{format_verdicts(report.verdicts)}\n", flush=True)
 
 
-def _entries(workload: GpuWorkload, chosen: Sequence[GpuContender], device: Device) -> list[Entry]:
+def _racers(workload: GpuWorkload, chosen: Sequence[GpuContender], device: Device) -> list[Racer]:
     """Return who takes part, the baseline first."""
-    entries = [entry_of(one, workload, device) for one in chosen if workload.name in one.workloads]
+    racers = [racer_of(one, workload, device) for one in chosen if workload.name in one.workloads]
     if workload.name == "forum":
         wide = workload.with_dim(WIDER * workload.dim)
-        entries += [entry_of(one, wide, device, f"{one.name}-wide") for one in chosen if one.name == WIDE]
-    return sorted(entries, key=lambda entry: entry.name != BASELINES[workload.name])
+        racers += [racer_of(one, wide, device, f"{one.name}-wide") for one in chosen if one.name == WIDE]
+    return sorted(racers, key=lambda racer: racer.name != BASELINES[workload.name])
 
 
 def _add_options(parser: ArgumentParser) -> None:

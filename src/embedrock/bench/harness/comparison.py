@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.report import Report, about, base_of, failures, format_results, name_field, spread
-from embedrock.bench.harness.runner import Entry, Result, measure
+from embedrock.bench.harness.runner import Racer, Result, measure
 from embedrock.bench.harness.targets import Target
 from embedrock.bench.harness.workload import Workload
 from embedrock.machine.sizes import format_bytes
@@ -25,7 +25,7 @@ FIRST_STEPS = 2  # steps that load or compile what they need
 Step = Callable[[int], object]  # given the number of a batch
 
 
-class Turn(NamedTuple):
+class Timing(NamedTuple):
     """What came of a turn.
 
     Attributes:
@@ -39,12 +39,12 @@ class Turn(NamedTuple):
     peak_bytes: int
 
     @classmethod
-    def now(cls, steps_s: list[float]) -> Turn:
+    def now(cls, steps_s: list[float]) -> Timing:
         """Return a turn with the RAM that this process holds now."""
         return cls(steps_s, rss_bytes(), peak_rss_bytes())
 
 
-class Session:
+class StepSession:
     """In a contender's own process: makes its step, and times it."""
 
     def __init__(self, make: Callable[[Workload], Step], workload: Workload) -> None:
@@ -61,11 +61,11 @@ class Session:
         first = min(FIRST_STEPS, self._batches)
         return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
 
-    def turn(self, steps: int, seconds: float) -> Turn:
+    def turn(self, steps: int, seconds: float) -> Timing:
         """Make `steps` steps, or as many as fit into `seconds`."""
         if self._last_s < SETTLE_BELOW_S:
             self._timed_steps(SETTLE_STEPS, seconds)
-        return Turn.now(self._timed_steps(steps, seconds))
+        return Timing.now(self._timed_steps(steps, seconds))
 
     def _timed_steps(self, steps: int, seconds: float) -> list[float]:
         times: list[float] = []
@@ -79,16 +79,16 @@ class Session:
         return times
 
 
-def compare(entries: Sequence[Entry], targets: Sequence[Target], effort: Effort) -> Report:
-    """Measure entries together, print their table and targets, and return what was found.
+def compare(racers: Sequence[Racer], targets: Sequence[Target], effort: Effort) -> Report:
+    """Measure racers together, print their table and targets, and return what was found.
 
     Args:
-        entries: with sessions whose turns are `Turn`; the first is the baseline.
+        racers: with sessions whose turns are `Timing`; the first is the baseline.
         targets: what should come out.
         effort: how long.
     """
-    baseline = entries[0].name
-    report = report_of(measure(entries, effort), baseline)
+    baseline = racers[0].name
+    report = report_of(measure(racers, effort), baseline)
     print(f"{format_times(report.results, baseline)}\n")
     report.judge(targets)
     return report
@@ -107,15 +107,15 @@ def summary(result: Result, base: Result | None) -> dict[str, Any]:
     least and the greatest of single rounds.
     """
     line = about(result) | {
-        "workload": asdict(result.entry.workload),
+        "workload": asdict(result.racer.workload),
         "group": result.group,
-        "need_bytes": result.entry.need.host,
+        "need_bytes": result.racer.need.host,
     }
     if result.status != "ok":
         return line
     steps_s, rounds_s = _steps_s(result), _rounds_s(result)
     low, middle, high = spread(steps_s)
-    last: Turn = result.turns[-1]
+    last: Timing = result.turns[-1]
     return line | {
         "steps": len(steps_s),
         "median_ms": middle * 1e3,

@@ -57,7 +57,7 @@ def failures(results: Iterable[Result]) -> list[tuple[str, str]]:
 
 def about(result: Result) -> dict[str, Any]:
     """Return what every line of the JSON says: who, and whether it was measured."""
-    label = result.entry.contender.label
+    label = result.racer.contender.label
     return {"name": result.name, "label": label, "status": result.status, "reason": result.reason}
 
 

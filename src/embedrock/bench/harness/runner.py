@@ -1,6 +1,6 @@
 """The runner of all benchmarks: contenders in processes of their own, of which one computes at a time, in rounds.
 
-As many are alive together as fit into memory; the baseline, the first entry, is in every group, so that groups
+As many are alive together as fit into memory; the baseline, the first racer, is in every group, so that groups
 compare. A contender that fails takes nobody else with it.
 """
 
@@ -27,7 +27,7 @@ PAUSE_S = 0.01  # between turns, so that no thread of the last contender still r
 
 
 @dataclass(frozen=True)
-class Entry:
+class Racer:
     """A contender in a measurement.
 
     Args:
@@ -59,10 +59,10 @@ class Entry:
 
 @dataclass
 class Result:
-    """What came of one entry, driven in one way.
+    """What came of one racer, driven in one way.
 
     Attributes:
-        entry: who, on what.
+        racer: who, on what.
         way: key of `Contender.ways`.
         group: number of the group of processes that were alive together, from 1; 0 where it never ran.
         status: "ok", "skipped" (it cannot run here) or "failed".
@@ -72,7 +72,7 @@ class Result:
         turns: and of each turn.
     """
 
-    entry: Entry
+    racer: Racer
     way: str = ""
     group: int = 0
     status: str = "ok"
@@ -83,8 +83,8 @@ class Result:
 
     @property
     def name(self) -> str:
-        """The entry's name, and how it was driven."""
-        return self.entry.name + self.way
+        """The racer's name, and how it was driven."""
+        return self.racer.name + self.way
 
     def fail(self, error: ChildError) -> None:
         """Note that it failed, and say so."""
@@ -96,21 +96,21 @@ class Result:
 
 
 class _Runner:
-    """One entry's process, and its results by way.
+    """One racer's process, and its results by way.
 
     A failure ends the process, whose state nobody knows then; for the ways that are left a new one is made.
     """
 
-    def __init__(self, entry: Entry, group: int, effort: Effort, stack: ExitStack) -> None:
-        self.results = [Result(entry, way, group) for way in entry.contender.ways]
-        self._entry, self._effort, self._stack = entry, effort, stack
+    def __init__(self, racer: Racer, group: int, effort: Effort, stack: ExitStack) -> None:
+        self.results = [Result(racer, way, group) for way in racer.contender.ways]
+        self._racer, self._effort, self._stack = racer, effort, stack
         self._child: Child | None = None
 
     def start(self) -> None:
         """Make the process, and warm up in each way that has not failed."""
-        if self._entry.fresh or not self._alive():
+        if self._racer.fresh or not self._alive():
             return
-        say(f"{self._entry.name}: preparing ({format_bytes(self._entry.need.host)})")
+        say(f"{self._racer.name}: preparing ({format_bytes(self._racer.need.host)})")
         if self._open():
             for result in self._alive():
                 result.first = self._call(result, "warm_up", self._effort.warm_up_s)
@@ -122,12 +122,12 @@ class _Runner:
         """Take a turn in each way."""
         for result in self._alive():
             time.sleep(PAUSE_S)
-            if self._entry.fresh:
+            if self._racer.fresh:
                 self._open()
             if result.status == "ok":  # still: a new process may have failed
                 turn = self._call(result, "turn", self._effort.steps, self._effort.seconds)
                 result.turns += [turn] if result.status == "ok" else []
-            if self._entry.fresh:
+            if self._racer.fresh:
                 self._close()
             elif self._child is None:
                 self.start()
@@ -137,7 +137,7 @@ class _Runner:
 
     def _open(self) -> bool:
         try:
-            self._child = self._stack.enter_context(self._effort.child(*self._entry.session))
+            self._child = self._stack.enter_context(self._effort.child(*self._racer.session))
         except ChildError as error:
             for result in self._alive():
                 result.fail(error)
@@ -151,7 +151,7 @@ class _Runner:
     def _call(self, result: Result, method: str, *arguments: Any) -> Any:
         """Return the session's answer. Where it fails, the process is ended."""
         assert self._child is not None
-        ways = self._entry.contender.ways
+        ways = self._racer.contender.ways
         try:
             if len(ways) > 1:
                 self._child.call("use", ways[result.way])
@@ -163,73 +163,73 @@ class _Runner:
 
 
 def measure(
-    entries: Sequence[Entry], effort: Effort, room: Footprint | None = None, clock: Clock | None = None
+    racers: Sequence[Racer], effort: Effort, room: Footprint | None = None, clock: Clock | None = None
 ) -> list[Result]:
-    """Measure entries in interleaved rounds, in groups whose processes fit into memory together.
+    """Measure racers in interleaved rounds, in groups whose processes fit into memory together.
 
     Args:
-        entries: with different names; the first is the baseline.
+        racers: with different names; the first is the baseline.
         effort: how long.
         room: memory that the processes alive together may take; None: of the RAM that is available.
         clock: ends it early.
 
     Returns:
-        A result for each entry and way, by group and in the order of entries; the baseline has one for each group.
+        A result for each racer and way, by group and in the order of racers; the baseline has one for each group.
     """
     room = room or Footprint(int(RAM_SHARE * available_bytes()))
     clock = clock or Clock(math.inf)
     # Found out before groups are made, or who cannot take part would have room kept.
-    missing = [entry for entry in entries if entry.package is not None and find_spec(entry.package) is None]
-    results = [_skipped(entry, f"{entry.package} is not installed") for entry in missing]
-    groups, misfits = plan_groups([entry for entry in entries if entry not in missing], room)
+    missing = [racer for racer in racers if racer.package is not None and find_spec(racer.package) is None]
+    results = [_skipped(racer, f"{racer.package} is not installed") for racer in missing]
+    groups, misfits = plan_groups([racer for racer in racers if racer not in missing], room)
     for number, group in enumerate(groups, start=1):
-        say(f"group {number} of {len(groups)}: {', '.join(entry.name for entry in group)}")
+        say(f"group {number} of {len(groups)}: {', '.join(racer.name for racer in group)}")
         if clock.is_over:
-            results += [_skipped(entry, "no time was left") for entry in group if number == 1 or entry != entries[0]]
+            results += [_skipped(racer, "no time was left") for racer in group if number == 1 or racer != racers[0]]
         else:
             results += _run_group(group, number, effort, clock)
-    results += [_skipped(entry, entry.need.too_large_for(room)) for entry in misfits]
-    order = {entry.name: index for index, entry in enumerate(entries)}
-    return sorted(results, key=lambda result: (result.group or len(groups) + 1, order[result.entry.name]))
+    results += [_skipped(racer, racer.need.too_large_for(room)) for racer in misfits]
+    order = {racer.name: index for index, racer in enumerate(racers)}
+    return sorted(results, key=lambda result: (result.group or len(groups) + 1, order[result.racer.name]))
 
 
-def plan_groups(entries: Sequence[Entry], room: Footprint) -> tuple[list[list[Entry]], list[Entry]]:
-    """Return groups of entries that fit into `room` together, and the entries that do not fit at all.
+def plan_groups(racers: Sequence[Racer], room: Footprint) -> tuple[list[list[Racer]], list[Racer]]:
+    """Return groups of racers that fit into `room` together, and the racers that do not fit at all.
 
-    The first entry is in every group where it fits.
+    The first racer is in every group where it fits.
     """
-    misfits = [entry for entry in entries if not entry.need.fits(room)]
-    first = [entry for entry in entries[:1] if entry not in misfits]
+    misfits = [racer for racer in racers if not racer.need.fits(room)]
+    first = [racer for racer in racers[:1] if racer not in misfits]
     groups = [first.copy()] if first else []
-    for entry in entries:
-        if entry not in misfits and entry not in first:
-            _group_for(entry, groups, first, room).append(entry)
+    for racer in racers:
+        if racer not in misfits and racer not in first:
+            _group_for(racer, groups, first, room).append(racer)
     return groups, misfits
 
 
-def _group_for(entry: Entry, groups: list[list[Entry]], first: list[Entry], room: Footprint) -> list[Entry]:
+def _group_for(racer: Racer, groups: list[list[Racer]], first: list[Racer], room: Footprint) -> list[Racer]:
     """Return the first group that begins with the baseline and has room, or a new one."""
     for group in groups:
-        if group[: len(first)] == first and _fit([*group, entry], room):
+        if group[: len(first)] == first and _fit([*group, racer], room):
             return group
-    groups.append(first.copy() if _fit([*first, entry], room) else [])
+    groups.append(first.copy() if _fit([*first, racer], room) else [])
     return groups[-1]
 
 
-def _fit(group: Sequence[Entry], room: Footprint) -> bool:
+def _fit(group: Sequence[Racer], room: Footprint) -> bool:
     need = Footprint()
-    for entry in group:
-        need = need.plus(entry.need)
+    for racer in group:
+        need = need.plus(racer.need)
     return need.fits(room)
 
 
-def _skipped(entry: Entry, reason: str) -> Result:
-    return Result(entry, status="skipped", reason=reason)
+def _skipped(racer: Racer, reason: str) -> Result:
+    return Result(racer, status="skipped", reason=reason)
 
 
-def _run_group(group: Sequence[Entry], number: int, effort: Effort, clock: Clock) -> list[Result]:
+def _run_group(group: Sequence[Racer], number: int, effort: Effort, clock: Clock) -> list[Result]:
     with ExitStack() as stack:
-        runners = [_Runner(entry, number, effort, stack) for entry in group]
+        runners = [_Runner(racer, number, effort, stack) for racer in group]
         _start(runners, effort.starters)
         for index in _rounds(effort.rounds, clock):
             say(f"round {index + 1} of {effort.rounds}", transient=True)

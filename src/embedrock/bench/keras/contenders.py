@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.harness.comparison import Step, Turn
+from embedrock.bench.harness.comparison import Step, Timing
 from embedrock.bench.harness.contenders import LEARNING_RATE, Unavailable
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.step.contenders import StepContender, our_step
@@ -60,12 +60,12 @@ class FitSession:
         """Fit on all batches, or as many as fit into `seconds`; return the seconds of each step."""
         return self._fit(self._batches, seconds)
 
-    def turn(self, steps: int, seconds: float) -> Turn:
+    def turn(self, steps: int, seconds: float) -> Timing:
         """Make `steps` timed steps, or as many as fit into `seconds`.
 
         The first step of a fit is not among them: Keras makes ready for all the others in it.
         """
-        return Turn.now(self._fit(steps + 1, seconds)[1:])
+        return Timing.now(self._fit(steps + 1, seconds)[1:])
 
     def _fit(self, steps: int, seconds: float) -> list[float]:
         import keras

@@ -9,7 +9,7 @@ from embedrock.bench.harness.bench import EFFORT, SIZES, Bench, Task
 from embedrock.bench.harness.comparison import compare, describe
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.report import Report
-from embedrock.bench.harness.runner import Entry
+from embedrock.bench.harness.runner import Racer
 from embedrock.bench.harness.targets import Target, beside, faster, format_verdicts
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.contenders import FIT, LAYER, FitSession
@@ -57,20 +57,20 @@ def measure(task: Task) -> Report:
     if fits:
         for rows in dict.fromkeys(sizes):
             workload = replace(task.workload, rows=rows)
-            report.add(_compare("fit", [one.entry(workload, session=FitSession) for one in fits], task.effort))
+            report.add(_compare("fit", [one.racer(workload, session=FitSession) for one in fits], task.effort))
     if layers:
         workload = replace(task.workload, rows=sorted(sizes)[len(sizes) // 2])
-        report.add(_compare("the layer alone, without fit", [one.entry(workload) for one in layers], task.effort))
+        report.add(_compare("the layer alone, without fit", [one.racer(workload) for one in layers], task.effort))
     print(f"all targets\n{format_verdicts(report.verdicts)}")
     return report
 
 
-def _compare(what: str, entries: Sequence[Entry], effort: Effort) -> Report:
-    print(f"{what}: {describe(entries[0].workload)}")
-    rows = entries[0].workload.rows
+def _compare(what: str, racers: Sequence[Racer], effort: Effort) -> Report:
+    print(f"{what}: {describe(racers[0].workload)}")
+    rows = racers[0].workload.rows
     targets = [*RACES, *([PEAK] if rows == PEAK_ROWS else [])]
     named = [replace(target, what=f"{rows:,} rows: {target.what}") for target in targets]
-    return compare(entries, [*named, OVERHEAD], effort)
+    return compare(racers, [*named, OVERHEAD], effort)
 
 
 KERAS = Bench(

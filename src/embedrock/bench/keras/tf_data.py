@@ -20,7 +20,7 @@ from embedrock.bench.harness.contenders import Contender
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import RamGrowth, rss_bytes
 from embedrock.bench.harness.report import Report, about, failures, format_results, medians
-from embedrock.bench.harness.runner import Entry, measure
+from embedrock.bench.harness.runner import Racer, measure
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, SHARDS, Log, Reading, records
 from embedrock.machine.ram import ROOT, named_number
@@ -54,7 +54,7 @@ class TfDataEffort(Effort):
 # ---------------------------------------------------------------- files
 
 
-class Writer:
+class LogWriter:
     """Writes the files, in a process of its own, whose memory ends with it."""
 
     def __init__(self, log: Log) -> None:
@@ -100,7 +100,7 @@ def _write_parquet(samples: np.ndarray, path: str, batch: int) -> None:
 # ---------------------------------------------------------------- reading
 
 
-class Reader:
+class ReadingSession:
     """In its own process: reads the log once, and tells how fast and in how much RAM."""
 
     def __init__(self, log: Log, reading: Reading) -> None:
@@ -151,7 +151,7 @@ AHEADS = (
 )
 
 
-class Fit:
+class TrainingSession:
     """In its own process: trains a model on a table whose cache holds one row in ten."""
 
     def __init__(self, log: Log, ahead: Ahead) -> None:
@@ -208,26 +208,26 @@ def run(task: Task) -> Report:
     print(f"table of {table} ({format_bytes(workload.table_bytes)}) on disk, a tenth of it in RAM")
     with scratch_folder(effort.folder, 3 * (log_bytes + workload.table_bytes) + SPARE_BYTES) as folder:
         log = Log(folder, workload)
-        with effort.child(Writer, log) as writer:
+        with effort.child(LogWriter, log) as writer:
             writer.call("write_log")
             writer.call("write_table")
         report = Report()
-        report.add(_measured([_entry(one, Reader, log) for one in READINGS], effort, _READING))
-        report.add(_measured([_entry(one, Fit, log) for one in AHEADS], effort, _TRAINING))
+        report.add(_measured([_racer(one, ReadingSession, log) for one in READINGS], effort, _READING))
+        report.add(_measured([_racer(one, TrainingSession, log) for one in AHEADS], effort, _TRAINING))
     return report
 
 
-def _entry(contender: Contender, session: type, log: Log) -> Entry:
-    return Entry(contender, log.workload, (session, log, contender), fresh=True)
+def _racer(contender: Contender, session: type, log: Log) -> Racer:
+    return Racer(contender, log.workload, (session, log, contender), fresh=True)
 
 
-def _measured(entries: Sequence[Entry], effort: Effort, fields: Sequence[Field]) -> Report:
-    """Give each entry its turns, in rounds; print and return a line for each."""
-    results = measure(entries, effort)
+def _measured(racers: Sequence[Racer], effort: Effort, fields: Sequence[Field]) -> Report:
+    """Give each racer its turns, in rounds; print and return a line for each."""
+    results = measure(racers, effort)
     lines = []
     for result in results:
         found = {**medians(result.turns), "turns": result.turns} if result.status == "ok" else {}
-        lines.append({**about(result), **found, "workload": asdict(result.entry.workload)})
+        lines.append({**about(result), **found, "workload": asdict(result.racer.workload)})
     print(f"\n{format_results(fields, lines)}")
     return Report(lines, failures=failures(results))
 

@@ -22,7 +22,7 @@ def compare_contenders(task: Task) -> Report:
     report = Report()
     for workload in task.workloads:
         print(describe(workload))
-        report.add(compare([one.entry(workload) for one in task.contenders], task.bench.targets, task.effort))
+        report.add(compare([one.racer(workload) for one in task.contenders], task.bench.targets, task.effort))
     return report
 
 
@@ -31,9 +31,9 @@ def compare_rows(task: Task) -> Report:
     sizes = list(dict.fromkeys(task.arguments.sizes))
     workload = replace(task.workload, ranks=min(sizes))
     ours = next(one for one in contenders.STEP if one.name == "ours-adam")
-    entries = [ours.entry(replace(workload, rows=rows), f"{rows:,} rows") for rows in sizes]
-    print(describe(entries[0].workload))
-    return compare(entries, task.bench.targets, task.effort)
+    racers = [ours.racer(replace(workload, rows=rows), f"{rows:,} rows") for rows in sizes]
+    print(describe(racers[0].workload))
+    return compare(racers, task.bench.targets, task.effort)
 
 
 def add_sizes(parser: ArgumentParser, sizes: tuple[int, ...]) -> None:

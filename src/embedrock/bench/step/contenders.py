@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.bench.harness.comparison import Session, Step
+from embedrock.bench.harness.comparison import Step, StepSession
 from embedrock.bench.harness.contenders import LEARNING_RATE, Contender, Footprint, import_fbgemm, import_torch
-from embedrock.bench.harness.runner import Entry
+from embedrock.bench.harness.runner import Racer
 from embedrock.bench.harness.workload import Workload
 from embedrock.tiers.memory import SMALL_BYTES
 
@@ -48,9 +48,9 @@ class StepContender(Contender):
             whole = int(whole * HASHED_OVERHEAD * workload.touched_rows() / workload.rows)
         return Footprint(self.process_bytes + batches + whole)
 
-    def entry(self, workload: Workload, name: str = "", session: type = Session) -> Entry:
+    def racer(self, workload: Workload, name: str = "", session: type = StepSession) -> Racer:
         """Return it as it takes part, stepped by `session`."""
-        return Entry(self, workload, (session, self.make, workload), name)
+        return Racer(self, workload, (session, self.make, workload), name)
 
 
 # ---------------------------------------------------------------- bench step
