@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -254,6 +256,17 @@ REFUSED = [
 def test_refused_arguments(kind, arguments, error, text):
     with pytest.raises(error, match=text):
         kind(3, 2, **arguments)
+
+
+@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
+def test_layers_take_and_show_all_options_of_a_table(kind):
+    options = {"rule", "seed", "path", "memory", "directory", "on_nonfinite", "name", "policy", "keep", "device_memory"}
+    shown = inspect.signature(kind).parameters
+    assert (options | {"init", "dtype"}) <= shown.keys()
+    assert (shown["device_memory"].default, shown["policy"].default) == (None, "lfu")
+    assert options <= inspect.signature(kind.from_pretrained).parameters.keys()
+    layers = [kind(3, 2, device_memory="1MiB"), kind.from_pretrained(torch.ones(3, 2), device_memory="1MiB")]
+    assert [layer.table.device_memory for layer in layers] == [2**20] * 2
 
 
 @pytest.mark.parametrize("arguments", [{"embedding_dim": 3}, {"memory": "1GB"}, {"seed": 1}, {"name": "other"}])

@@ -319,9 +319,9 @@ def test_pretrained_weights_that_cannot_be_used(weights, text):
 def test_arguments_of_from_pretrained_are_checked():
     weights = torch.zeros(3, 2)
     with pytest.raises(er.UnsupportedError, match="`sparse`"):
-        ert.Embedding.from_pretrained(weights, sparse=True)
+        ert.Embedding.from_pretrained(weights, sparse=True)  # pyright: ignore[reportCallIssue]
     with pytest.raises(er.UnknownArgumentError, match="'whatever'"):
-        ert.Embedding.from_pretrained(weights, whatever=True)
+        ert.Embedding.from_pretrained(weights, whatever=True)  # pyright: ignore[reportCallIssue]
     assert ert.Embedding.from_pretrained(weights, name="mine", memory="1MiB").table.name == "mine"
 
 

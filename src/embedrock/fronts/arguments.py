@@ -6,32 +6,15 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
-from embedrock.initializers import Initializer
 from embedrock.rules import Rule
+from embedrock.table.options import TableOptions, declared
 from embedrock.table.table import Table
-
-
-class TableOptions(NamedTuple):
-    """Those arguments of a layer that make its table, besides the number and width of rows; with their defaults."""
-
-    path: str | os.PathLike[str] | None = None
-    memory: int | str | None = None
-    policy: str = "lfu"
-    keep: int = 2
-    init: Initializer | None = None
-    seed: int = 0
-    dtype: str = "float32"
-    name: str | None = None
-    rule: Rule | None = None
-    directory: str = "auto"
-    on_nonfinite: str = "raise"
-    device_memory: int | str | None = None
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str]) -> None:
@@ -53,7 +36,7 @@ def open_table(
     rows: int | Table | None,
     dim: int | None,
     padding_idx: int | None,
-    options: TableOptions,
+    options: Mapping[str, Any],
     *,
     dim_name: str,
 ) -> Table:
@@ -64,7 +47,7 @@ def open_table(
         rows: number of rows, None for open ids, or a ready-made table.
         dim: weights in a row; None with a ready-made table.
         padding_idx: id whose row starts as zeros in a table that is made here; None for no such row.
-        options: all others.
+        options: `TableOptions`, by name.
         dim_name: what the layer calls `dim`.
     """
     if isinstance(rows, Table):
@@ -72,15 +55,16 @@ def open_table(
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
-    table = make_table(rows, dim, options._asdict())
+    table = make_table(rows, dim, options)
     padding = resolve_padding(padding_idx, table.rows)
     if padding is not None and not table.stats()["rows_touched"]:
         zero_rows(table, [padding])
     return table
 
 
-def _refuse_options(layer: str, given: list[str], options: TableOptions) -> None:
-    changed = [name for name, value in options._asdict().items() if value != options._field_defaults[name]]
+def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) -> None:
+    known = declared(TableOptions).items()
+    changed = [name for name, option in known if name in options and options[name] != option.default]
     for name in given + changed:
         raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
 

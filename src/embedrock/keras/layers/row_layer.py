@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Unpack
 import keras
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.arguments import TableOptions, open_table, refuse
+from embedrock.fronts.arguments import open_table, refuse
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import initializer_of
 from embedrock.keras.layers.options import REFUSED, RowLayerOptions, shows, split_options
@@ -70,7 +70,7 @@ class RowLayer(keras.layers.Layer):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
             # The rule is the layer's: it says that the rows do not follow the optimizer.
-            return open_table(kind, rows, dim, None, TableOptions(**{**options, "rule": None}), dim_name="output_dim")
+            return open_table(kind, rows, dim, None, {**options, "rule": None}, dim_name="output_dim")
         if self.variable_dtype not in TABLE_DTYPES:
             raise ArgumentError(
                 f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
@@ -86,7 +86,7 @@ class RowLayer(keras.layers.Layer):
         if options["path"] is not None and dim is not None and loading.shared_objects() is not None:
             table, self.shares_open_table = loading.open_for(options["path"], {**options, "rows": rows, "dim": dim})
             return table
-        return open_table(kind, rows, dim, None, TableOptions(**options), dim_name="output_dim")
+        return open_table(kind, rows, dim, None, options, dim_name="output_dim")
 
     # ------------------------------------------------------------ rows
 

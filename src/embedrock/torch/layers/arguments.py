@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.arguments import is_number, make_table, refuse
-from embedrock.initializers import FromArray, FromBfloat16
+from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
+from embedrock.initializers import FromArray, FromBfloat16, Initializer
+from embedrock.table.options import LayerOptions, Option, filled
 from embedrock.table.table import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,6 +23,19 @@ REFUSED = {
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
     "_freeze": "call requires_grad_(False) on the layer",
 }
+
+
+class PretrainedOptions(LayerOptions, total=False):
+    """Options of the table of a layer with pretrained rows, besides dtype."""
+
+    name: Annotated[str | None, Option(9, None)]
+
+
+class RowOptions(PretrainedOptions, total=False):
+    """Options of a layer's table, besides rows and dim."""
+
+    init: Annotated[Initializer | None, Option(2, None)]
+    dtype: Annotated[torch.dtype, Option(4, torch.float32)]
 
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
@@ -39,8 +53,17 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
+def table_of(
+    layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, options: RowOptions
+) -> Table:
+    """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
+    given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED))
+    stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
+    return open_table(layer, rows, dim, padding_idx, stored, dim_name="embedding_dim")
+
+
 def pretrained_table(
-    layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: dict[str, Any]
+    layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
     refuse(layer, [name for name in options if name in REFUSED], REFUSED)

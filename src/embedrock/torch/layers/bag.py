@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import TableOptions, open_table, refuse
-from embedrock.initializers import Initializer
-from embedrock.rules import Rule
+from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import REFUSED, dtype_name, pretrained_table
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
@@ -31,7 +28,8 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite: as in `Embedding`.
+        path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite, device_memory: as in
+            `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -46,6 +44,7 @@ class EmbeddingBag(RowLayer):
 
     shown = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "padding_idx")
 
+    @shows(RowOptions)
     def __init__(
         self,
         num_embeddings: int | Table | None,
@@ -57,35 +56,18 @@ class EmbeddingBag(RowLayer):
         *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        path: str | os.PathLike[str] | None = None,
-        memory: int | str | None = None,
-        policy: str = "lfu",
-        keep: int = 2,
-        init: Initializer | None = None,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        name: str | None = None,
-        rule: Rule | None = None,
-        directory: str = "auto",
-        on_nonfinite: str = "raise",
-        device_memory: int | str | None = None,
-        **unknown: Any,
+        **options: Unpack[RowOptions],
     ) -> None:
-        refuse("ert.EmbeddingBag", unknown, REFUSED)
         if mode not in MODES:
             raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        stored = dtype_name("ert.EmbeddingBag", dtype)
-        options = TableOptions(
-            path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite, device_memory
-        )
-        rows, dim = num_embeddings, embedding_dim
-        table = open_table("ert.EmbeddingBag", rows, dim, padding_idx, options, dim_name="embedding_dim")
+        table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
+    @shows(PretrainedOptions)
     def from_pretrained(
         cls,
         embeddings: Tensor | np.ndarray,
@@ -98,7 +80,7 @@ class EmbeddingBag(RowLayer):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
         """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.fronts.arguments import TableOptions, open_table, refuse
-from embedrock.initializers import Initializer
-from embedrock.rules import Rule
+from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import REFUSED, dtype_name, pretrained_table
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
 from embedrock.torch.training.lookup import Lookup, check_ids
 
@@ -59,6 +56,7 @@ class Embedding(RowLayer):
 
     shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
+    @shows(RowOptions)
     def __init__(
         self,
         num_embeddings: int | Table | None,
@@ -67,31 +65,13 @@ class Embedding(RowLayer):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        *,
-        path: str | os.PathLike[str] | None = None,
-        memory: int | str | None = None,
-        policy: str = "lfu",
-        keep: int = 2,
-        init: Initializer | None = None,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        name: str | None = None,
-        rule: Rule | None = None,
-        directory: str = "auto",
-        on_nonfinite: str = "raise",
-        device_memory: int | str | None = None,
-        **unknown: Any,
+        **options: Unpack[RowOptions],
     ) -> None:
-        refuse("ert.Embedding", unknown, REFUSED)
-        stored = dtype_name("ert.Embedding", dtype)
-        options = TableOptions(
-            path, memory, policy, keep, init, seed, stored, name, rule, directory, on_nonfinite, device_memory
-        )
-        rows, dim = num_embeddings, embedding_dim
-        table = open_table("ert.Embedding", rows, dim, padding_idx, options, dim_name="embedding_dim")
+        table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
     @classmethod
+    @shows(PretrainedOptions)
     def from_pretrained(
         cls,
         embeddings: Tensor | np.ndarray,
@@ -102,7 +82,7 @@ class Embedding(RowLayer):
         scale_grad_by_freq: bool = False,
         *,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[PretrainedOptions],
     ) -> Embedding:
         """Make a layer whose rows start as those of `embeddings`, which is never copied.
 
@@ -112,8 +92,9 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is
                 not zeroed.
             dtype: of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, seed, name, rule, directory, on_nonfinite: as for the layer. The
-                table on disk at `path` gets the rows that are stepped; `embeddings` are needed again to open it.
+            options: path, memory, policy, keep, seed, name, rule, directory, on_nonfinite, device_memory: as for the
+                layer. The table on disk at `path` gets the rows that are stepped; `embeddings` are needed again to
+                open it.
 
         Example:
             >>> import torch, embedrock.torch as ert
