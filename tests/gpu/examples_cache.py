@@ -36,14 +36,14 @@ def example_cache() -> None:
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
-    turn, moves = cache.Turn(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
-    cache.touch(slots, search, turn, keys, count, FAR)
-    cache.offer(slots, search, turn, 5)
+    time, moves = cache.BatchTime(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
+    cache.touch(slots, search, time, keys, count, FAR)
+    cache.offer(slots, search, time, 5)
     cache.choose(slots, search, 5)
-    cache.swap(slots, search, turn, keys, count, FAR, moves)
+    cache.swap(slots, search, time, keys, count, FAR, moves)
     places, new, live = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.uint8), count
     for record_bytes in (4, 8, 16, 96, 768, 12288):
-        memory = cache.Memory(2**40, 2**41, record_bytes)
+        memory = cache.RecordMemory(2**40, 2**41, record_bytes)
         cache.exchange(moves, memory)
         cache.copy_records(places, places, record_bytes)
     cache.locate(keys, count, None, FAR, memory, places)

@@ -10,11 +10,10 @@ import torch
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
 from embedrock.kernels.gpu.runtime import Form
-from embedrock.rules import RULES, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
+from embedrock.rules import Adam, Rule
 from embedrock.spec import STORAGES, Spec
-from embedrock.testing.kernels import step_numbers
+from embedrock.testing.kernels import DEFAULTS, DENSE, step_numbers
 
-DENSE = Momentum(dense=True), RMSprop(dense=True), Adam(dense=True), AdamW(dense=True), Ftrl(dense=True)
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
 PLACES = torch.zeros(8, dtype=torch.int64)
@@ -46,7 +45,7 @@ def example_first_values() -> None:
 
 
 def example_steps() -> None:
-    for rule in (*(kind() for kind in RULES), *DENSE):
+    for rule in (*DEFAULTS, *DENSE):
         for form in forms(rule)[:2]:
             values = torch.empty(8, form.dim)
             for step in STEPS:

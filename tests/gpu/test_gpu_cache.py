@@ -46,8 +46,8 @@ class Side:
     def address(self, array: Any) -> int:
         return array.ctypes.data if self.kernels is device else array.data_ptr()
 
-    def memory(self) -> cache.Memory:
-        return cache.Memory(self.address(self.near), self.address(self.far), self._record_bytes)
+    def memory(self) -> cache.RecordMemory:
+        return cache.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
     def search(self, n: int, window: int, size: int) -> cache.Search:
         shapes = (
@@ -71,16 +71,16 @@ class Side:
             poisoned = self._poisoned.pop()
             poisoned.check(len(poisoned.inside))
 
-    def begin(self, turn: cache.Turn, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
+    def begin(self, time: cache.BatchTime, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
         """Do the bookkeeping of a batch; return its moves."""
         search, moves = self.search(len(keys), window, size), self.scratch((size, 3), torch.int64)
         args = self.put(keys), self.put(np.array([count], np.int32)), len(self.slots.where)
-        self.kernels.touch(self.slots, search, turn, *args)
-        self.kernels.offer(self.slots, search, turn, hand)
+        self.kernels.touch(self.slots, search, time, *args)
+        self.kernels.offer(self.slots, search, time, hand)
         self.kernels.choose(self.slots, search, hand)
         if hand % 2:  # sorted by far slot, or not
             search.victims[:] = self.put(np.sort(to_array(search.victims)))
-        self.kernels.swap(self.slots, search, turn, *args, moves)
+        self.kernels.swap(self.slots, search, time, *args, moves)
         self.check()
         return moves
 
@@ -144,9 +144,9 @@ class World:
         self._stamp += 1
         padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
         oldest = self.batches[0].stamp if self.batches else self._stamp
-        turn = cache.Turn(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
+        time = cache.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
         args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
-        self._moves.append([side.begin(turn, *args) for side in self.sides])
+        self._moves.append([side.begin(time, *args) for side in self.sides])
         moves, expected = (to_array(moves) for moves in self._moves[-1])
         same(moves[:, 0], expected[:, 0])
         same(moves[moves[:, 0] >= 0], expected[expected[:, 0] >= 0])
@@ -260,7 +260,7 @@ def test_who_leaves() -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
     near = 3 * cache.BLOCK + 7
     slots = Side(cache, 2 * near, near, 4).slots
-    rng, turn = np.random.default_rng(0), cache.Turn(1000, 998, 10.0)
+    rng, time = np.random.default_rng(0), cache.BatchTime(1000, 998, 10.0)
     slots.owner[:] = torch.arange(near)
     slots.where[:near] = torch.arange(near, dtype=torch.int32)
     slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)
@@ -273,7 +273,7 @@ def test_who_leaves() -> None:
         search.counts.zero_()
         search.counts[1], search.counts[2] = wanted - 1, 1
         search.histogram.zero_()
-        cache.offer(slots, search, turn, 77)
+        cache.offer(slots, search, time, 77)
         cache.choose(slots, search, 77)
         victims = to_array(search.victims)
         slot = victims[victims != cache.NOBODY] & (2**31 - 1)
@@ -294,7 +294,7 @@ def test_addresses_beyond_2_to_the_32() -> None:
     near = tensor(np.arange(32, dtype=np.uint8).reshape(2, 16))
     high, low = len(far) - 1, len(far) - 1 - 2**28
     far[high], far[low] = 7, 8
-    memory = cache.Memory(near.data_ptr(), far.data_ptr(), 16)
+    memory = cache.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
     cache.exchange(tensor(np.array([[1, high - 1, high], [-1, 0, 0]])), memory)
     assert near[1].tolist() == [7] * 16
     assert far[high - 1].tolist() == list(range(16, 32))

@@ -17,15 +17,15 @@ from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu, reference
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.gpu.runtime import Form
-from embedrock.rules import RULES, SGD, Adam, AdamW, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
+from embedrock.rules import SGD, Adam, AdamW, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec import STORAGES, Spec
 from embedrock.testing import KernelSuite
-from embedrock.testing.kernels import DIMS, FORMS, Guarded, poison, step_numbers
+from embedrock.testing.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 
 PADDING = 3  # places beyond count, which no kernel may look at
 NOWHERE = 8  # an address that crashes
 NAMES = {storage.words: storage.name for storage in STORAGES.values()}
-ALL_RULES = [*(kind() for kind in RULES), *FORMS]
+ALL_RULES = [*DEFAULTS, *FORMS]
 ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
 
 

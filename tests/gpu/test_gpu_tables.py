@@ -37,19 +37,20 @@ from hypothesis import strategies as st
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.rules import RULES
 from embedrock.table.table import rows_of
+from first_values import FIRST_VALUES
 
 DIRECT = [ALL_NEAR, NONE_NEAR, *SOME_NEAR]
 # On a GPU, division and roots are those of the CPU, and nothing is fused; exponentials are not the same function.
-TO_THE_BIT: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {}),
-    ("Momentum", {"nesterov": True}),
-    ("Adagrad", {}),
-    ("RMSprop", {}),
-    ("Adam", {}),
-    ("AdamW", {"weight_decay": 0.1}),
-    ("Ftrl", {"l1": 0.01}),
-]
+# RowwiseAdagrad sums squares, in another order.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Momentum": {"nesterov": True},
+    "AdamW": {"weight_decay": 0.1},
+    "Ftrl": {"l1": 0.01},
+}
+NAMES = [kind.__name__ for kind in RULES if kind is not er.RowwiseAdagrad]
+TO_THE_BIT = [(name, OPTIONS.get(name, {})) for name in NAMES]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=by_name)
@@ -81,7 +82,7 @@ def test_16_bit_weights_are_rounded_as_on_the_cpu(way: Way, dtype: torch.dtype):
     assert_same_table(mine.table, theirs.table)
 
 
-@pytest.mark.parametrize("init", [er.Zeros(), er.Constant(0.5), er.Uniform(-0.1, 0.3), er.Normal(1.0, 0.2)], ids=repr)
+@pytest.mark.parametrize("init", FIRST_VALUES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_values_are_those_of_the_cpu(init: er.Initializer, dtype: torch.dtype):
     layer, on_cpu = (ert.Embedding(ROWS, DIM, init=init, seed=3, dtype=dtype) for _ in range(2))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock import kernels
+from embedrock.initializers import INITIALIZERS, FromArray
+from embedrock.kernels import arguments
 from embedrock.rules import RULES, describe_rule, read_rule
 from embedrock.testing import RULE_CASES, RuleSuite
-from embedrock.testing.kernels import FORMS
+from embedrock.testing.kernels import DEFAULTS, DENSE, FORMS, step_numbers
 from embedrock.testing.rules import DIM, ROWS
+from first_values import FIRST_VALUES
 
 
 class TestDirect(RuleSuite):
@@ -28,8 +32,24 @@ class TestHashed(RuleSuite):
 ANYTHING: Any = 0.9
 
 
-def test_every_rule_has_a_case() -> None:
+def test_every_rule_and_each_of_its_switches_has_a_case() -> None:
     assert {type(case.rule) for case in RULE_CASES} == set(RULES)
+    for kind in RULES:
+        switches = [field.name for field in dataclasses.fields(cast(Any, kind)) if isinstance(field.default, bool)]
+        rules = [case.rule for case in RULE_CASES if type(case.rule) is kind]
+        assert [name for name in switches if not any(getattr(rule, name) for rule in rules)] == []
+
+
+def test_every_step_has_its_functions_and_is_tested() -> None:
+    assert list(kernels.reference.rules.UPDATES) == list(kernels.cpu.rules.UPDATES) == list(arguments.STEPS)
+    assert list(kernels.reference.rules.REFRESHES) == list(kernels.cpu.rules.REFRESHES)
+    assert {type(step_numbers(rule, 1)) for rule in (*DEFAULTS, *FORMS)} == set(arguments.STEPS)
+    catching_up = {type(step_numbers(rule, 1)) for rule in DENSE if (made := rule.history()) and made.moves_weights}
+    assert set(kernels.reference.rules.REFRESHES) == catching_up
+
+
+def test_first_values_of_every_kind_are_tested() -> None:
+    assert {type(init) for init in FIRST_VALUES} == set(INITIALIZERS) - {FromArray}
 
 
 @pytest.mark.parametrize("kind", RULES)

@@ -20,7 +20,7 @@ from embedrock.errors import CorruptTableError, NewerFormatError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import HistoryFile, Manifest
-from embedrock.store.runs import Entry, run_bytes
+from embedrock.store.runs import RunFile, run_bytes
 from embedrock.testing import FaultFS
 
 WHERE = "/t/manifest/0000000042.json"
@@ -29,8 +29,8 @@ BEYOND = 2**63
 REMEDIES = ("Restore the file", "Install a newer")
 
 
-def entry(file: str, index: str, count: int, lo: int, hi: int) -> Entry:
-    made = Entry(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234)
+def entry(file: str, index: str, count: int, lo: int, hi: int) -> RunFile:
+    made = RunFile(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234)
     return replace(made, size=run_bytes(WIDTH, made))
 
 

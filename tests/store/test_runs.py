@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK
 from embedrock.store import runs
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Entry, Log, Run, run_bytes, uuid_of
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Log, Run, RunFile, run_bytes, uuid_of
 from embedrock.testing import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -48,7 +48,7 @@ def new_log(system: FaultFS) -> Log:
     return Log.create(system, "/t", "delta/1.dlt", UUID, WIDTH, 0)
 
 
-def reopened(system: FaultFS, entry: Entry, uuid: str = UUID, width: int = WIDTH) -> Run:
+def reopened(system: FaultFS, entry: RunFile, uuid: str = UUID, width: int = WIDTH) -> Run:
     return Run.open(system, "/t", entry, uuid, width, 3)
 
 
@@ -88,7 +88,7 @@ def test_a_log_is_what_was_appended(batches: list[list[int]]):
     np.testing.assert_array_equal(stored(run), np.concatenate(pieces))
 
 
-def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> Entry:
+def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> RunFile:
     writer = ChunkWriter.create(system, "/t", "base/1.rows", UUID, WIDTH)
     for part in np.array_split(np.array(ids, np.int64), pieces):
         writer.append(seal(part, some_records(len(part))), part)
@@ -228,7 +228,7 @@ def test_a_writer_that_cannot_begin_leaves_nothing_open():
         new_log(system)
 
 
-def damage(system: FaultFS, entry: Entry, how: str, amount: int) -> None:
+def damage(system: FaultFS, entry: RunFile, how: str, amount: int) -> None:
     """Make the file of an entry something else."""
     path = f"/t/{entry.file}"
     data = system.files()[path]
@@ -299,7 +299,7 @@ def test_an_index_that_its_writer_never_made_is_refused(kind: str, ids: list[int
     system, index = new_system(), np.array(ids, np.int64).tobytes()
     log = Log.create(system, "/t", file, UUID, WIDTH, 0)
     fill(log, 0, 2)
-    entry = Entry(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index))
+    entry = RunFile(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index))
     system.write_file(f"/t/{file}", system.files()[f"/t/{file}"] + index)
     run = reopened(system, entry)
     with pytest.raises(CorruptTableError, match=f"index of /t/{file} is damaged"):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 
 import embedrock as er
+from embedrock import rules
 from embedrock.table.table import rows_of
 from embedrock.testing import records_of
 
-LAZY = (
-    er.SGD(lr=0.1),
-    er.Momentum(lr=0.1),
-    er.Adagrad(lr=0.1),
-    er.RowwiseAdagrad(lr=0.1),
-    er.RMSprop(lr=0.1),
-    er.Adam(lr=0.1),
-    er.AdamW(lr=0.1),
-    er.Ftrl(lr=0.1),
-)
+LAZY = tuple(cast(Any, kind)(lr=0.1) for kind in rules.RULES)
 LAGGING = (  # which also move rows that a batch does not touch
     er.Adam(lr=0.1, dense=True),
     er.AdamW(lr=0.1, weight_decay=0.1, dense=True, eps_hat=True),

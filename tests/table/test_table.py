@@ -14,6 +14,7 @@ import pytest
 
 import embedrock as er
 from embedrock.table.table import rows_of
+from first_values import FIRST_VALUES
 
 DIM = 4
 ONES = np.ones((1, DIM), np.float32)
@@ -241,7 +242,7 @@ def test_looking_up_stores_nothing() -> None:
     np.testing.assert_array_equal(np.delete(table.lookup(np.arange(-500, 500)), 503, 0), np.delete(first, 503, 0))
 
 
-@pytest.mark.parametrize("init", [er.Zeros(), er.Constant(0.3), er.Uniform(-1, 2), er.Normal(1, 2)], ids=repr)
+@pytest.mark.parametrize("init", FIRST_VALUES, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_first_values_depend_on_nothing_else(init: er.Initializer, dtype: str) -> None:
     ids = np.random.default_rng(0).integers(0, 10**6, 3000)

@@ -55,7 +55,7 @@ class Near:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = cache.Memory(self.records.data_ptr(), far, form.record_bytes)
+        self.memory = cache.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
         slots = count if self.is_cache else 0
         self.slots = cache.Slots(
             where,
@@ -102,15 +102,16 @@ class Near:
         if not self.is_cache or not plan.keys.numel():
             return
         batch = plan.keys, plan.count, self._limit
-        search, turn = self._search(len(plan.keys)), cache.Turn(plan.stamp, oldest, self._half_life(len(plan.keys)))
+        count = len(plan.keys)
+        search, time = self._search(count), cache.BatchTime(plan.stamp, oldest, self._half_life(count))
         slots = self.slots if how.counts else self.slots._replace(tallies=self._not_counted)
-        cache.touch(slots, search, turn, *batch)
-        cache.offer(self.slots, search, turn, self._hand)
+        cache.touch(slots, search, time, *batch)
+        cache.offer(self.slots, search, time, self._hand)
         cache.choose(self.slots, search, self._hand)
         # So that what is written back lies in order, as what is fetched does: sorted rows are what a bus is fast at.
         search = search._replace(victims=search.victims.sort().values)
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=plan.keys.device)
-        cache.swap(self.slots, search, turn, *batch, moves)
+        cache.swap(self.slots, search, time, *batch, moves)
         self._hand = (self._hand + len(search.bins)) % len(self.slots.owner)
         if how.aside:
             with timeline.aside(moves, self.records):

@@ -139,7 +139,7 @@ class System(ABC):
             out[start + len(data) : start + size] = 0
 
     def behind(self, fd: int, start: int, end: int) -> None:
-        """Have bytes that were appended written soon, so that dirty memory is bounded and a later sync short."""
+        """Start to write bytes that were appended, so that dirty memory is bounded and a later sync short."""
         return None
 
     def drop(self, fd: int) -> None:
@@ -218,7 +218,7 @@ class File:
             raise self._failure from error
 
     def behind(self, start: int) -> None:
-        """Have what was appended from `start` on written soon. An error is one of every later `sync` too."""
+        """Start to write what was appended from `start` on. An error is one of every later `sync` too."""
         try:
             self._system.behind(self._writing_fd, start, self.size)
         except OSError as error:
@@ -238,7 +238,7 @@ class File:
         self.close()
 
     def _read_directly(self) -> None:
-        """Have `fd` read past the page cache, where the file system can; appending goes on as before."""
+        """Read `fd` past the page cache from now on, where the file system can; appending goes on as before."""
         with contextlib.suppress(OSError):
             self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
 

@@ -135,7 +135,7 @@ class Rule(ABC):
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
     def same_layout(self, other: Rule | None) -> bool:
-        """Tell whether records of `other` can be stepped by this rule as they are."""
+        """Return whether records of `other` can be stepped by this rule as they are."""
         if other is None or type(self) is not type(other):
             return False
         return all(getattr(self, name) == getattr(other, name) for name in self.FIXED)

@@ -35,7 +35,7 @@ class Chunk:
 
 
 class Base:
-    """Tells where the record of an id is; immutable. Chunks ascend and do not overlap, and have been checked.
+    """Where the record of each id is; immutable. Chunks ascend and do not overlap, and have been checked.
 
     It keeps copies of the indexes: `chunks` has views of them.
     """

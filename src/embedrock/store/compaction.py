@@ -82,7 +82,7 @@ def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[
 
 
 def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
-    """Have room in the overlay: let a compaction that is under way end, or fold all logs.
+    """Make room in the overlay: let a compaction that is under way end, or fold all logs.
 
     Those of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
     """
@@ -219,7 +219,7 @@ class _Writer:
             time.sleep(PAUSE_SECONDS)
 
     def _is_late(self) -> bool:
-        """Tell whether training fills the overlay faster than this will empty it: it would have to wait in the end."""
+        """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""
         filled = self._store.fullness - self._fullness
         return filled * self._total >= self._written * (1 - self._fullness)
 

@@ -34,7 +34,7 @@ def join(folder: str, name: str) -> str:
 
 
 def holds_table(system: System, folder: str) -> bool:
-    """Tell whether there is a table, which has a commit from the moment that it is made."""
+    """Return whether there is a table, which has a commit from the moment that it is made."""
     inside = join(folder, "manifest")
     return system.exists(inside) and bool(manifests.numbers(system, folder))
 
@@ -130,7 +130,7 @@ def unlock(system: System, fd: int) -> None:
 
 
 def is_held(system: System, folder: str, fd: int) -> bool:
-    """Tell whether a lock is that of the folder: not if somebody moved the table away, and another one is there."""
+    """Return whether a lock is that of the folder: not if somebody moved the table away, and another one is there."""
     return fd == UNLOCKED or system.is_at(fd, join(folder, LOCK))
 
 

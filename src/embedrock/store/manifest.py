@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
-from embedrock.store.runs import FORMAT, KINDS, REMEDY, Entry, damaged, run_bytes
+from embedrock.store.runs import FORMAT, KINDS, REMEDY, RunFile, damaged, run_bytes
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
@@ -77,8 +77,8 @@ class Manifest:
     steps: int
     skipped_steps: int
     count: int
-    base: tuple[Entry, ...] = ()
-    delta: tuple[Entry, ...] = ()
+    base: tuple[RunFile, ...] = ()
+    delta: tuple[RunFile, ...] = ()
     history: tuple[HistoryFile, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -237,7 +237,7 @@ def _or_null(check: _Check) -> _Check:
 
 
 def is_name(value: Any) -> bool:
-    """Tell whether a commit can have this name."""
+    """Return whether a commit can have this name."""
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
@@ -270,7 +270,7 @@ _ENTRY = _FILE_FIELDS | {
     "index_crc": _whole(0, 2**32),
 }
 _HISTORY = _FILE_FIELDS | {"crc": _whole(0, 2**32), "count": _whole(0, MAX_COUNT)}
-_KINDS = {"base": Entry, "delta": Entry, "history": HistoryFile}
+_KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
 
 
 def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> None:
@@ -306,7 +306,7 @@ def _check_files(manifest: Manifest, where: str) -> None:
         raise damaged(where, f"`count` in [{low}, {high}], as its files say", manifest.count)
 
 
-def _check_entry(entry: Entry, record_bytes: int, where: str) -> None:
+def _check_entry(entry: RunFile, record_bytes: int, where: str) -> None:
     span, size = entry.hi - entry.lo, run_bytes(record_bytes, entry)
     if span <= 0:
         raise damaged(where, f"lo < hi of {entry.file}", f"{entry.lo}, {entry.hi}")

@@ -40,7 +40,7 @@ def piece_rows(record_bytes: int, nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunFile:
     """How a manifest describes a run. Ids lie in ``[lo, hi)``.
 
     Attributes:
@@ -72,7 +72,7 @@ def index_bytes(kind: str, count: int, span: int) -> int:
     return {"full": 0, "bits": -(-span // 64) * 8, "ids": count * 8}[kind]
 
 
-def run_bytes(record_bytes: int, entry: Entry) -> int:
+def run_bytes(record_bytes: int, entry: RunFile) -> int:
     """Return the size that the file of an entry must have."""
     records = entry.count * (record_bytes + CRC_BYTES)
     return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo)
@@ -99,14 +99,14 @@ class Run:
         self.file, self.path, self.number = file, path, number
         self.record_bytes, self.stride = record_bytes, record_bytes + CRC_BYTES
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
-        self.entry: Entry | None = None
+        self.entry: RunFile | None = None
 
     @classmethod
     def open(
         cls,
         system: System,
         folder: str,
-        entry: Entry,
+        entry: RunFile,
         uuid: str,
         record_bytes: int,
         number: int,
@@ -230,7 +230,7 @@ class Log(Run):
         """Return the ids of all its records, in order: int64 (count,)."""
         return self.index() if self.entry is not None else np.concatenate([np.empty(0, np.int64), *self._ids])
 
-    def seal(self) -> Entry:
+    def seal(self) -> RunFile:
         """Write the index and make the file and its name durable. After an error it can be called again.
 
         Raises:
@@ -238,7 +238,7 @@ class Log(Run):
         """
         return self.seal_as("ids", self.lo, self.hi)
 
-    def seal_as(self, kind: str, lo: int, hi: int) -> Entry:
+    def seal_as(self, kind: str, lo: int, hi: int) -> RunFile:
         """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
         assert self.count  # a run without records has no entry
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
@@ -250,7 +250,7 @@ class Log(Run):
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
-        self.entry = Entry(self.path, self.file.size, self.count, kind, lo, hi, crc)
+        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc)
         self._ids.clear()
         return self.entry
 
@@ -307,7 +307,7 @@ class ChunkWriter:
         assert np.all(ids[:-1] < ids[1:])
         self._log.append(sealed, ids)
 
-    def finish(self, lo: int, hi: int) -> Entry:
+    def finish(self, lo: int, hi: int) -> RunFile:
         """Make the file durable and close it. It covers the ids ``[lo, hi)``.
 
         Raises:

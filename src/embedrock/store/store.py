@@ -18,7 +18,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import read_history
-from embedrock.store.manifest import Entry, Manifest
+from embedrock.store.manifest import Manifest, RunFile
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run
@@ -170,7 +170,7 @@ class Store:
             self._active: Log | None = None
             self.base_is_ahead = False
 
-    def _open_run(self, entry: Entry, manifest: Manifest, runs: dict[int, Run]) -> Run:
+    def _open_run(self, entry: RunFile, manifest: Manifest, runs: dict[int, Run]) -> Run:
         run = open_run(self.system, self.folder, entry, manifest, len(runs))
         runs[run.number] = run
         return run
@@ -237,7 +237,7 @@ class Store:
         return _locations(log.number, log.append(sealed, ids), len(ids))
 
     def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
-        """Have the newest records of ids, which were just appended, be found at locations."""
+        """Note where the newest records of ids are, which were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.manifest.record_bytes + CRC_BYTES)
             self.overlay.insert(ids, locations)
@@ -494,7 +494,7 @@ REWRITE_ROWS = 8192
 SCAN_ROWS = 1 << 16
 
 
-def open_run(system: System, folder: str, entry: Entry, manifest: Manifest, number: int) -> Run:
+def open_run(system: System, folder: str, entry: RunFile, manifest: Manifest, number: int) -> Run:
     """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
     direct = entry.size >= DIRECT_BYTES
     return Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, number, direct)

@@ -14,7 +14,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
 from embedrock.store.manifest import Manifest
-from embedrock.store.runs import Entry, Run
+from embedrock.store.runs import Run, RunFile
 
 PIECE_BYTES = 4 << 20
 NAMED = 8  # ids that a problem names
@@ -77,7 +77,7 @@ def _check_commit(system: System, folder: str, number: int, problems: dict[str, 
     return folders.files_of(manifest), records
 
 
-def _problems_of(system: System, folder: str, entry: Entry, manifest: Manifest) -> list[str]:
+def _problems_of(system: System, folder: str, entry: RunFile, manifest: Manifest) -> list[str]:
     try:
         run = Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, 0)
     except (EmbedrockError, OSError) as error:

@@ -115,7 +115,7 @@ class FaultFS(System):
     # ---------------------------------------------------------------- what tests do
 
     def fail(self, op: int, fault: Fault, late: bool = False) -> None:
-        """Have call number `op` fail.
+        """Make call number `op` fail.
 
         Args:
             op: counted from the first call, 0.
@@ -371,7 +371,7 @@ class FaultFS(System):
 
 
 def _applies(fault: Fault | None, name: str) -> bool:
-    """Tell whether a call can fail like that."""
+    """Return whether a call can fail like that."""
     if fault == SHORT:
         return name in ("pread", "pwrite")
     if fault in (errno.ENOSPC, errno.EDQUOT):
@@ -382,7 +382,7 @@ def _applies(fault: Fault | None, name: str) -> bool:
 
 
 def applies(fault: Fault, journalled: str) -> bool:
-    """Tell whether a call of a `FaultFS.journal` can fail in that way: a full disk, say, fails no read."""
+    """Return whether a call of a `FaultFS.journal` can fail in that way: a full disk, say, fails no read."""
     return _applies(fault, journalled.partition(" ")[0])
 
 

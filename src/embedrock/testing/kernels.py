@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,9 @@ from embedrock.rules import RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop
 from embedrock.spec import STORAGES, Layout, Spec
 
 DIMS = (1, 3, 8, 17, 64)
-FORMS = (  # of the rules, besides what they are by default
+DEFAULTS = tuple(kind() for kind in RULES)
+DENSE = tuple(cast(Any, kind)(dense=True) for kind in RULES if hasattr(kind, "dense"))
+FORMS = (  # of the rules, besides what they are by default: every step of `arguments.STEPS` is one's or the other's
     Momentum(lr_inside=True),
     Momentum(nesterov=True, dense=True),
     Momentum(lr_inside=True, dense=True),
@@ -167,7 +169,7 @@ class KernelSuite:
         again.check()
 
     @pytest.mark.parametrize("dim", DIMS)
-    @pytest.mark.parametrize("rule", [*(kind() for kind in RULES), *FORMS], ids=repr)
+    @pytest.mark.parametrize("rule", [*DEFAULTS, *FORMS], ids=repr)
     def test_step(self, rule: Rule, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
         words, records = self.records(rng, 40, layout, "float32")

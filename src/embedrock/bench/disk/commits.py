@@ -186,7 +186,7 @@ class Openings:
 def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
     """Make a chunk without records, half of whose ids seem to have them, and return its entry."""
     from embedrock.machine.vfs import OS_SYSTEM
-    from embedrock.store.runs import CRC_BYTES, Entry, Log
+    from embedrock.store.runs import CRC_BYTES, Log, RunFile
 
     name = f"base/{manifest.commit + 1:010d}/c{span:05d}.rows"
     (folder / name).parent.mkdir(exist_ok=True)
@@ -198,7 +198,7 @@ def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
         file.seek(0, 2)
         file.write(bits)
         size = file.tell()
-    return Entry(name, size, count, "bits", span * SPAN_IDS, (span + 1) * SPAN_IDS, zlib.crc32(bits))
+    return RunFile(name, size, count, "bits", span * SPAN_IDS, (span + 1) * SPAN_IDS, zlib.crc32(bits))
 
 
 # ---------------------------------------------------------------- in the parent

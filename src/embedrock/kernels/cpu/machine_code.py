@@ -84,7 +84,7 @@ def _remove_unused(parent: Path) -> None:
 
 
 class _Locator(_CacheLocator):
-    """Tells Numba where code is kept, and what makes it stale."""
+    """Where Numba keeps code, and what makes it stale."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
         self._py_file, self._py_func = py_file, py_func

@@ -97,7 +97,7 @@ def set_up(desk):
 
 @kernel()
 def _read_one(job):
-    """Make one read of a job, and tell whether there was one to make."""
+    """Make one read of a job, and return whether there was one to make."""
     taken = _add(job, _NEXT, 1)
     end = _load(job, _END)  # after the number was taken, or both could be of different turns and yet fit
     if taken >= end or taken >> _TURN != end >> _TURN:

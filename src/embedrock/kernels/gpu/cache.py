@@ -58,7 +58,7 @@ class Slots(NamedTuple):
     tallies: Any
 
 
-class Turn(NamedTuple):
+class BatchTime(NamedTuple):
     """A batch's place in time.
 
     Attributes:
@@ -95,7 +95,7 @@ class Search(NamedTuple):
     victims: Any
 
 
-class Memory(NamedTuple):
+class RecordMemory(NamedTuple):
     """Where records lie: the addresses of the near and the far slot 0, and the bytes of a record."""
 
     near: int
@@ -163,10 +163,10 @@ def _touch(
     tl.atomic_add(tallies + 2, tl.sum(absent.to(tl.int64), axis=0))
 
 
-def touch(slots, search, turn, keys, count, limit):
+def touch(slots, search, time, keys, count, limit):
     """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished."""
     where, _, worth, used, _, tallies = slots
-    args = limit, *turn.numbers(), search.counts, search.histogram
+    args = limit, *time.numbers(), search.counts, search.histogram
     launch(_touch, blocks(keys.shape[0]), keys, count, where, worth, used, tallies, *args, LANES=BLOCK)
 
 
@@ -214,11 +214,11 @@ def _offer(
         tl.atomic_add(histogram + bin_, found)
 
 
-def offer(slots, search, turn, hand):
+def offer(slots, search, time, hand):
     """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around."""
     capacity, window = slots.owner.shape[0], search.bins.shape[0]
     args = slots.owner, slots.worth, slots.used, hand, capacity, window, search.counts, search.counts.shape[0]
-    launch(_offer, blocks(window), *args, *turn.numbers(), search.bins, search.table, search.histogram, LANES=BLOCK)
+    launch(_offer, blocks(window), *args, *time.numbers(), search.bins, search.table, search.histogram, LANES=BLOCK)
 
 
 @kernel("hand", "window", "stop", "size")
@@ -315,16 +315,16 @@ def _swap(
     tl.atomic_add(tallies + 5, tl.sum(back.to(tl.int64), axis=0))
 
 
-def swap(slots, search, turn, keys, count, limit, moves):
+def swap(slots, search, time, keys, count, limit, moves):
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
     Args:
-        slots, search, turn, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        slots, search, time, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
         moves: int64 (len(victims), 3) receives what `exchange` has to do: near slot, or -1: nothing; the far slot that
             its record is written back to, or -1; the far slot whose record takes its place.
     """
     size = search.victims.shape[0]
-    args = limit, *turn.numbers(), search.counts, search.victims, moves, size
+    args = limit, *time.numbers(), search.counts, search.victims, moves, size
     launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *slots, *args, LANES=BLOCK)
 
 

@@ -79,7 +79,7 @@ def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def is_interpreted() -> bool:
-    """Tell whether kernels are interpreted, on CPU tensors."""
+    """Return whether kernels are interpreted, on CPU tensors."""
     return not isinstance(random.philox_impl, JITFunction)
 
 

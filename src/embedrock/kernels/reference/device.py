@@ -4,7 +4,7 @@ A batch's plan has room for n unique keys; `count`, int32 (1,), says how many th
 read nor written.
 
 Rows are cached in near slots, in the memory of the GPU; far slots, one for each row, are in that of the host. Slots,
-turns, searches and memories are the tuples of ``kernels/gpu/cache.py``, of arrays. A row whose last batch is not
+times, searches and memories are the tuples of ``kernels/gpu/cache.py``, of arrays. A row whose last batch is not
 finished stays where it is. Where there is no victim for a row it is used where it is, far: the policy decides how fast
 a batch is, and nothing else.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.cache import Memory, Search, Slots, Turn
+    from embedrock.kernels.gpu.cache import BatchTime, RecordMemory, Search, Slots
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -109,19 +109,19 @@ def _missing(words: np.ndarray, stamp: int, span: int) -> np.ndarray:
 # ---------------------------------------------------------------- the cache
 
 
-def touch(slots: Slots, search: Search, turn: Turn, keys: Int64Array, count: Int32Array, limit: int) -> None:
+def touch(slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int) -> None:
     """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished.
 
-    A row is worth the number of its uses, each of which fades by half in ``turn.half_life`` batches.
+    A row is worth the number of its uses, each of which fades by half in ``time.half_life`` batches.
 
     Args:
         slots: what is known about records.
         search: ``counts`` receives how many rows to fetch there are; only the sum means anything.
-        turn: the batch's place in time.
+        time: the batch's place in time.
         keys, count: of the batch. Those outside ``[0, limit)`` are left alone.
         limit: number of far slots.
     """
-    stamp, span, fading = turn.numbers()
+    stamp, span, fading = time.numbers()
     key = keys[_rows(keys, count, limit)]
     words = slots.where[key]
     slot = words[words >= 0]
@@ -140,13 +140,13 @@ def _window(slots: Slots, search: Search, hand: int) -> np.ndarray:
     return (hand + np.arange(search.bins.size)) % slots.owner.size
 
 
-def offer(slots: Slots, search: Search, turn: Turn, hand: int) -> None:
+def offer(slots: Slots, search: Search, time: BatchTime, hand: int) -> None:
     """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around.
 
     The caller advances `hand` by the length of the window. Free slots are in bin 0, those in use by a batch that is not
     finished in bin `LAST`, others between by what they are worth now.
     """
-    stamp, span, fading = turn.numbers()
+    stamp, span, fading = time.numbers()
     v = _window(slots, search, hand)
     age = (stamp - slots.used[v]) & AGES
     bins = np.clip(_logarithm(_fade(slots.worth[v], age, fading), 8) + 33, 1, LAST - 1)
@@ -164,16 +164,16 @@ def choose(slots: Slots, search: Search, hand: int) -> None:
 
 
 def swap(
-    slots: Slots, search: Search, turn: Turn, keys: Int64Array, count: Int32Array, limit: int, moves: Int64Array
+    slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int, moves: Int64Array
 ) -> None:
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
     Args:
-        slots, search, turn, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        slots, search, time, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
         moves: int64 (len(victims), 3) receives what `exchange` has to do: near slot, or -1: nothing; the far slot that
             its record is written back to, or -1; the far slot whose record takes its place.
     """
-    stamp, span, fading = turn.numbers()
+    stamp, span, fading = time.numbers()
     key = keys[_rows(keys, count, limit)]
     key = key[_missing(slots.where[key], stamp, span)]
     _, last, worth = _read_word(slots.where[key])
@@ -196,7 +196,7 @@ def swap(
 # ---------------------------------------------------------------- records
 
 
-def exchange(moves: Int64Array, memory: Memory) -> None:
+def exchange(moves: Int64Array, memory: RecordMemory) -> None:
     """Move records as `swap` decided: out of near slots and into them."""
     near, far, size = memory
     for slot, old, key in moves[moves[:, 0] >= 0].tolist():
@@ -213,7 +213,7 @@ def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) ->
 
 
 def locate(
-    keys: Int64Array, count: Int32Array, where: Int32Array | None, limit: int, memory: Memory, places: Int64Array
+    keys: Int64Array, count: Int32Array, where: Int32Array | None, limit: int, memory: RecordMemory, places: Int64Array
 ) -> None:
     """Write the address of each record, or ``-1 - u`` where there is none. Without `where` all are far."""
     near, far, size = memory
@@ -234,7 +234,7 @@ def settle(
     dirty: UInt8Array | None,
     identity: bool,
     limit: int,
-    memory: Memory,
+    memory: RecordMemory,
     places: Int64Array,
     new: UInt8Array,
 ) -> None:
