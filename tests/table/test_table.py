@@ -624,3 +624,21 @@ def test_interrupts_leave_whole_steps(dtype: str) -> None:
             replay.update(ids, grads)
             expected[replay.steps] = replay.lookup(ids).tobytes()
         assert table.lookup(ids).tobytes() == expected[table.steps]
+
+
+def test_a_step_that_was_checked_looks_for_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make(10**6, directory="hashed")
+    tier, asked = rows_of(table).tier, list[int]()
+    find, make_room = tier.find, tier.make_room
+    monkeypatch.setattr(tier, "find", lambda ids: asked.append(len(ids)) or find(ids))
+    monkeypatch.setattr(tier, "make_room", lambda ids, slots: asked.append(-len(ids)) or make_room(ids, slots))
+    grads = table.sum(table.plan([1, 2, 1]), np.ones((3, DIM)))
+    assert asked == [2]
+    table.check_step(grads)
+    assert asked == [2, 2, -2]  # rows that had no record may have one by now
+    assert table.rule is not None
+    table.step_by(table.rule, grads)
+    assert asked == [2, 2, -2]
+    table.step_by(table.rule, grads)  # the table has changed since the check
+    assert asked == [2, 2, -2, 2, -2]
+    assert table.stats()["rows_touched"] == 2

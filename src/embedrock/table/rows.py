@@ -127,8 +127,8 @@ class Home(ABC):
         """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
 
     @abstractmethod
-    def empty_tier(self, spec: Spec) -> Tier:
-        """Return a tier for all records of a state, which replace those that there are."""
+    def empty_tier(self, spec: Spec) -> Memory:
+        """Return a tier for all records of a state, which replace those that there are; see `check_in_ram`."""
 
 
 class Rows:

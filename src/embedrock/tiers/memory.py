@@ -98,6 +98,7 @@ class Memory(Tier):
         return self.directory.find(ids)
 
     def check_room(self, more: int) -> None:
+        """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
         if not self.has_room(more):
             needed = self._bytes_with(more)
             raise MemoryBudgetError(
@@ -155,6 +156,7 @@ class Memory(Tier):
         return np.concatenate([np.empty(0, np.int64), *ids]), records
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Make records for new ids (without repeats) as `record_batches` returned them."""
         slots = np.full(len(ids), -1, np.int64)
         self.directory.insert(ids, slots)
         self.records.bytes[slots] = records

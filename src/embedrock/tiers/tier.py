@@ -141,16 +141,6 @@ class Tier(ABC):
         records = [np.empty((0, self.spec.record_bytes), np.uint8), *(records for _, records in batches)]
         return np.concatenate(ids), np.concatenate(records)
 
-    def check_room(self, more: int) -> None:  # noqa: B027
-        """Raise `MemoryBudgetError` where so many new records cannot fit at all."""
-
-    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Make records for new ids (without repeats) as `record_batches` returned them."""
-        self.begin_batch()
-        slots = self.make_room(ids, np.full(len(ids), -1, np.int64))
-        blank = np.zeros((len(ids), self.spec.dim), np.float32)
-        self.records.bytes[self.admit(ids, slots, blank, self.spec.first_state)] = records
-
     def begin_bring(self) -> None:  # noqa: B027
         """Announce a call of `bring_ahead`, so that files stay open for it. The caller holds the table's lock."""
 
