@@ -21,6 +21,7 @@ from embedrock.rules import SGD, Adam, AdamW, Momentum, RMSprop, RowwiseAdagrad,
 from embedrock.spec import STORAGES, Spec
 from embedrock.testing import KernelSuite
 from embedrock.testing.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
+from slow import slow
 
 PADDING = 3  # places beyond count, which no kernel may look at
 NOWHERE = 8  # an address that crashes
@@ -120,6 +121,12 @@ class TestGPU(KernelSuite):
         )
     )
     splits = (0.0, 1.0)
+
+    # The interpreter is slow; other widths are those of test_steps_are_those_of_the_cpu and test_rows_of_any_width.
+    @pytest.mark.parametrize("dim", [3, 64, *slow(1, 8, 17)])
+    @pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
+    def test_step(self, rule: Rule, dim: int) -> None:
+        super().test_step(rule, dim)
 
     # Directories are on the CPU; records begin whole (test_begin); sums have files of their own (test_gpu_sums.py).
     test_look_up: Any = None

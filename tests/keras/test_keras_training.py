@@ -15,6 +15,7 @@ from dense_twins import ROWS, batches, dense, every_row, first_values, one_hot, 
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnsupportedError
+from slow import slow
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 DECAY = keras.optimizers.schedules.ExponentialDecay
@@ -53,7 +54,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Each is part of another case.
+PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam"
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in PARTS), *slow(*PARTS)])
 def test_fit_does_to_rows_what_it_does_to_a_variable(case):
     make, tolerance = CASES[case]
     ids, targets = batches()

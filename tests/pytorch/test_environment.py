@@ -17,6 +17,7 @@ from twins import DIM, ROWS, embedding_twins, gradient_of, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
+from slow import slow
 
 IDS = torch.tensor([3, 1, 3, 7])
 
@@ -36,8 +37,10 @@ class Model(nn.Module):
 LAYERS = {"embedding": ert.Embedding, "bag": ert.EmbeddingBag}
 
 
-# Inductor compiles C++: 10 seconds, so it gets one layer only.
-@pytest.mark.parametrize(("backend", "kind"), [("eager", "embedding"), ("aot_eager", "bag"), ("inductor", "embedding")])
+# Inductor makes C++ of what "aot_eager" runs as it is, and compiles it for 10 seconds.
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("eager", "embedding"), ("aot_eager", "bag"), *slow(("inductor", "embedding"))]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own imports
 def test_a_compiled_model_trains_like_one_that_is_not(backend: str, kind: str):
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
