@@ -75,7 +75,7 @@ def test_placement(near: int, mode: str):
     chosen = placement.choose(spec, budget)
     assert (chosen.mode, chosen.near_rows) == (mode, near)
     assert chosen.bytes <= budget
-    assert placement.choose(spec, 0) == placement.Placement("host", 0, ROWS * placement.MAP_BYTES)
+    assert placement.choose(spec, 0) == placement.DevicePlacement("host", 0, ROWS * placement.MAP_BYTES)
 
 
 @pytest.mark.parametrize("size", ["all of it", -1, True, 1.5])

@@ -10,7 +10,7 @@ import pytest
 
 from embedrock.bench import cli
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.keras.readings import READINGS, Log
+from embedrock.bench.keras.readings import READINGS, ClickLog
 from embedrock.bench.keras.tf_data import AHEADS, LogWriter, ReadingSession, TrainingSession
 
 BY_NAME = {one.name: one for one in (*READINGS, *AHEADS)}
@@ -18,13 +18,13 @@ TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Log:
-    log = Log(tmp_path, TINY)
+def log(tmp_path: Path) -> ClickLog:
+    log = ClickLog(tmp_path, TINY)
     LogWriter(log).write_log()
     return log
 
 
-def test_every_reading_gives_the_ids(log: Log):
+def test_every_reading_gives_the_ids(log: ClickLog):
     expected = np.concatenate([TINY.batch_at(k) for k in range(TINY.batches)])
     for reading in READINGS:
         found = list(reading.make(log).as_numpy_iterator())
@@ -36,14 +36,14 @@ def test_every_reading_gives_the_ids(log: Log):
             assert np.array_equal(ids, expected), reading.name
 
 
-def test_a_turn_of_reading(log: Log):
+def test_a_turn_of_reading(log: ClickLog):
     turn = ReadingSession(log, BY_NAME["cache"]).turn(1, 1.0)
     assert turn["samples_per_s"] > 0
     assert turn["first_batch_s"] > 0
 
 
 @pytest.mark.parametrize("name", ["fit", "fit-erk-prefetch-2"])
-def test_a_turn_of_training(log: Log, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_turn_of_training(log: ClickLog, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 2)
     assert BY_NAME[name] in AHEADS
     LogWriter(log).write_table()

@@ -21,7 +21,7 @@ from embedrock.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.store import Store
-from embedrock.store.verify import Verdict, verify
+from embedrock.store.verify import Verification, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
 from embedrock.terminal.arguments import count, number
@@ -213,7 +213,7 @@ def _check_format(folder: str) -> None:
         return
 
 
-def _verdict(folder: str) -> Verdict:
+def _verdict(folder: str) -> Verification:
     while True:
         before = manifests.numbers(OS_SYSTEM, folder)
         verdict = verify(OS_SYSTEM, folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Bringing, Near, present
 from embedrock.device.pinned import Pinned
-from embedrock.device.placement import Placement
+from embedrock.device.placement import DevicePlacement
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.steps import Targets
@@ -37,7 +37,7 @@ class DirectSide(DeviceSide):
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, rows: Rows, tier: Memory, device: torch.device, placement: Placement) -> None:
+    def __init__(self, rows: Rows, tier: Memory, device: torch.device, placement: DevicePlacement) -> None:
         super().__init__(rows, tier, device)
         drawn = drawn_by(self.spec.init)
         count = self.spec.rows

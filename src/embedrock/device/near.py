@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.placement import Placement
+from embedrock.device.placement import DevicePlacement
 from embedrock.device.plan import DevicePlan
 from embedrock.device.timeline import Timeline
 from embedrock.kernels.gpu import cache
@@ -50,7 +50,7 @@ class Near:
         far: address of the first record in RAM.
     """
 
-    def __init__(self, where: Tensor, placement: Placement, form: Form, far: int) -> None:
+    def __init__(self, where: Tensor, placement: DevicePlacement, form: Form, far: int) -> None:
         count, device = placement.near_rows, where.device
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"

@@ -13,7 +13,7 @@ SLOT_BYTES = 17  # for each record of the cache: whose it is, how often and when
 FREE_SHARE = 2  # of the GPU memory that is free, one part in so many, where no budget is given
 
 
-class Placement(NamedTuple):
+class DevicePlacement(NamedTuple):
     """How the records of a table are spread.
 
     Attributes:
@@ -32,17 +32,17 @@ class Placement(NamedTuple):
         return {"device": f"all rows ({format_bytes(self.bytes)})", "host": "rows used in RAM"}[self.mode]
 
 
-def choose(spec: Spec, budget: int) -> Placement:
+def choose(spec: Spec, budget: int) -> DevicePlacement:
     """Decide how the records of a table of `spec`, whose ids are its slots, are spread, given bytes of GPU memory."""
     rows = spec.rows
     assert rows is not None  # or its slots would not be its ids
     whole, mapping = rows * (spec.record_bytes + MAP_BYTES), rows * MAP_BYTES
     if whole <= budget and rows <= MOST_SLOTS:
-        return Placement("device", rows, whole)
+        return DevicePlacement("device", rows, whole)
     near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, rows - 1)
     if near < 1:
-        return Placement("host", 0, mapping)
-    return Placement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+        return DevicePlacement("host", 0, mapping)
+    return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
 
 
 def slot_bytes(spec: Spec) -> int:
@@ -50,11 +50,11 @@ def slot_bytes(spec: Spec) -> int:
     return spec.record_bytes + SLOT_BYTES + MAP_BYTES
 
 
-def cached(spec: Spec, near_rows: int) -> Placement:
+def cached(spec: Spec, near_rows: int) -> DevicePlacement:
     """Return the placement of a table whose slots are not its ids: a cache of so many records, or none."""
     if near_rows < 1:
-        return Placement("host", 0, 0)
-    return Placement("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
+        return DevicePlacement("host", 0, 0)
+    return DevicePlacement("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
 
 
 def memory_for(spec: Spec, near_rows: int) -> int:

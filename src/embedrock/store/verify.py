@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 NAMED = 8  # ids that a problem names
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """What verification found.
 
     Attributes:
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
     records: int
 
 
-def verify(system: System, folder: str) -> Verdict:
+def verify(system: System, folder: str) -> Verification:
     """Read all files of all commits of a table, and check every checksum.
 
     Commits that a writer drops meanwhile do not count, and those that it makes may not.
@@ -52,7 +52,9 @@ def verify(system: System, folder: str) -> Verdict:
     needed = set[str]().union(*(needs[number] for number in found))
     bad = [name for name, texts in problems.items() if texts and name in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
-    return Verdict([text for name in bad for text in problems[name]], max(good, default=None), len(problems), records)
+    return Verification(
+        [text for name in bad for text in problems[name]], max(good, default=None), len(problems), records
+    )
 
 
 def _check_commit(system: System, folder: str, number: int, problems: dict[str, list[str]]) -> tuple[set[str], int]:

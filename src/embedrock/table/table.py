@@ -15,7 +15,7 @@ from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.rules import Rule
-from embedrock.store.verify import Verdict, verify
+from embedrock.store.verify import Verification, verify
 from embedrock.table import checks, named, saved
 from embedrock.table.facts import Facts, exclusive, whole
 from embedrock.table.files import Files
@@ -346,8 +346,8 @@ class Table(Facts):
     def _commit_base(self) -> int:
         return self._on_disk().commit_base(self._checked_rows())
 
-    def verify(self) -> Verdict:
-        """Read all files of all commits, and check every checksum: see `Verdict`."""
+    def verify(self) -> Verification:
+        """Read all files of all commits, and check every checksum: see `Verification`."""
         store = self._on_disk().store
         return verify(store.system, store.folder)
 

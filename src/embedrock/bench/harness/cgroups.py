@@ -21,7 +21,7 @@ class NoCgroupError(Exception):
 
 
 @dataclass(frozen=True)
-class Version:
+class CgroupFiles:
     """How a version of cgroups names the files of its memory controller.
 
     Args:
@@ -37,8 +37,8 @@ class Version:
     drop: str
 
 
-V1 = Version("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.force_empty")
-V2 = Version("memory.max", "memory.current", "memory.peak", "")
+V1 = CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.force_empty")
+V2 = CgroupFiles("memory.max", "memory.current", "memory.peak", "")
 
 
 class MemoryCgroup:
@@ -150,7 +150,7 @@ def outside_bytes() -> int:
     return _outside_bytes
 
 
-def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
+def _parents(root: Path) -> Iterator[tuple[CgroupFiles, Path]]:
     """Yield the folders to try: that of this process, then those above it."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -163,7 +163,7 @@ def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
                 yield V2, root / "sys/fs/cgroup" / folder
 
 
-def _make(parent: Path, version: Version, limit_bytes: int | None) -> Path:
+def _make(parent: Path, version: CgroupFiles, limit_bytes: int | None) -> Path:
     folder = parent / f"embedrock-{os.getpid()}-{time.monotonic_ns()}"
     if version is V2:
         _hand_down(parent)

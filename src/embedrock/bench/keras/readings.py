@@ -16,7 +16,7 @@ from embedrock.bench.harness.workload import Workload
 SHARDS = 5
 
 
-class Log(NamedTuple):
+class ClickLog(NamedTuple):
     """Ids of samples, the same in several files.
 
     Attributes:
@@ -46,17 +46,17 @@ class Log(NamedTuple):
 class Reading(Contender):
     """A way to read the ids: `make` returns a dataset of batches."""
 
-    make: Callable[[Log], Any]
+    make: Callable[[ClickLog], Any]
     passes: int = 1  # the last of which counts
 
 
-def _from_tensor_slices(log: Log) -> Any:
+def _from_tensor_slices(log: ClickLog) -> Any:
     import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices(np.load(log.ids, mmap_mode="r")).batch(log.workload.batch)
 
 
-def _from_generator(log: Log) -> Any:
+def _from_generator(log: ClickLog) -> Any:
     import tensorflow as tf
 
     ids, batch = np.load(log.ids, mmap_mode="r"), log.workload.batch
@@ -68,7 +68,7 @@ def _from_generator(log: Log) -> Any:
     return tf.data.Dataset.from_generator(slices, output_signature=_signature(log))
 
 
-def _numpy_function(log: Log) -> Any:
+def _numpy_function(log: ClickLog) -> Any:
     import tensorflow as tf
 
     ids, batch = np.load(log.ids, mmap_mode="r"), log.workload.batch
@@ -81,7 +81,7 @@ def _numpy_function(log: Log) -> Any:
     return starts.map(read, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def records(path: Any, log: Log, samples: int) -> Any:
+def records(path: Any, log: ClickLog, samples: int) -> Any:
     """Read the .npy file at `path` as it is, so many samples at a time."""
     import tensorflow as tf
 
@@ -98,7 +98,7 @@ def _header_bytes(path: str) -> int:
     return int(ids.offset)
 
 
-def _interleaved(log: Log) -> Any:
+def _interleaved(log: ClickLog) -> Any:
     import tensorflow as tf
 
     files = tf.data.Dataset.from_tensor_slices(log.parts("npy"))
@@ -106,15 +106,15 @@ def _interleaved(log: Log) -> Any:
     return files.interleave(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def _samples(log: Log) -> Any:
+def _samples(log: ClickLog) -> Any:
     return records(str(log.ids), log, 1)
 
 
-def _batches(log: Log) -> Any:
+def _batches(log: ClickLog) -> Any:
     return records(str(log.ids), log, log.workload.batch)
 
 
-def _cached(log: Log) -> Any:
+def _cached(log: ClickLog) -> Any:
     return _batches(log).cache()
 
 
@@ -126,14 +126,14 @@ def _parquet_batches(path: bytes, batch: int) -> Iterator[np.ndarray]:
             yield np.column_stack(part.columns)
 
 
-def _parquet_file(path: Any, log: Log) -> Any:
+def _parquet_file(path: Any, log: ClickLog) -> Any:
     import tensorflow as tf
 
     read = partial(_parquet_batches, batch=log.workload.batch)
     return tf.data.Dataset.from_generator(read, args=(path,), output_signature=_signature(log))
 
 
-def _parquet(log: Log, parallel: bool) -> Any:
+def _parquet(log: ClickLog, parallel: bool) -> Any:
     import tensorflow as tf
 
     if not Path(log.parts("parquet")[0]).exists():
@@ -143,7 +143,7 @@ def _parquet(log: Log, parallel: bool) -> Any:
     return files.interleave(read, num_parallel_calls=tf.data.AUTOTUNE) if parallel else files.flat_map(read)
 
 
-def _signature(log: Log) -> Any:
+def _signature(log: ClickLog) -> Any:
     import tensorflow as tf
 
     return tf.TensorSpec((None, log.workload.features), tf.int64)

@@ -22,7 +22,7 @@ from embedrock.bench.harness.machine import RamGrowth, rss_bytes
 from embedrock.bench.harness.report import Report, about, failures, format_results, medians
 from embedrock.bench.harness.runner import Racer, measure
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.keras.readings import READINGS, SHARDS, Log, Reading, records
+from embedrock.bench.keras.readings import READINGS, SHARDS, ClickLog, Reading, records
 from embedrock.machine.ram import ROOT, named_number
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import Field, format_number, format_whole
@@ -57,7 +57,7 @@ class TfDataEffort(Effort):
 class LogWriter:
     """Writes the files, in a process of its own, whose memory ends with it."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: ClickLog) -> None:
         self._log = log
 
     def write_log(self) -> None:
@@ -103,7 +103,7 @@ def _write_parquet(samples: np.ndarray, path: str, batch: int) -> None:
 class ReadingSession:
     """In its own process: reads the log once, and tells how fast and in how much RAM."""
 
-    def __init__(self, log: Log, reading: Reading) -> None:
+    def __init__(self, log: ClickLog, reading: Reading) -> None:
         self._log, self._reading = log, reading
 
     def turn(self, steps: int, seconds: float) -> dict[str, float]:
@@ -154,7 +154,7 @@ AHEADS = (
 class TrainingSession:
     """In its own process: trains a model on a table whose cache holds one row in ten."""
 
-    def __init__(self, log: Log, ahead: Ahead) -> None:
+    def __init__(self, log: ClickLog, ahead: Ahead) -> None:
         self._log, self._ahead = log, ahead
 
     def turn(self, steps: int, seconds: float) -> dict[str, float]:
@@ -207,7 +207,7 @@ def run(task: Task) -> Report:
     print(f"{samples} of {workload.features} ids ({format_bytes(log_bytes)}) in batches of {workload.batch}")
     print(f"table of {table} ({format_bytes(workload.table_bytes)}) on disk, a tenth of it in RAM")
     with scratch_folder(effort.folder, 3 * (log_bytes + workload.table_bytes) + SPARE_BYTES) as folder:
-        log = Log(folder, workload)
+        log = ClickLog(folder, workload)
         with effort.child(LogWriter, log) as writer:
             writer.call("write_log")
             writer.call("write_table")
@@ -217,7 +217,7 @@ def run(task: Task) -> Report:
     return report
 
 
-def _racer(contender: Contender, session: type, log: Log) -> Racer:
+def _racer(contender: Contender, session: type, log: ClickLog) -> Racer:
     return Racer(contender, log.workload, (session, log, contender), fresh=True)
 
 
