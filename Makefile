@@ -10,12 +10,16 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PACKAGING := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+TYPES := $(BIN)/pyright --pythonpath $(BIN)/python
+# Types take a processor 40 seconds, so they are checked beside the tests; what is wrong with them is told at the end.
+beside_types = $(TYPES) >$(VENV)/types.log 2>&1 & types=$$!; $(1); tests=$$?; \
+  wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 # A file's tests stay together, in the order of the folders: the longest files are not the last ones.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-keras test test-all lint format bench clean
+.PHONY: help demo demo-keras test test-all lint format bench clean style
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,16 +30,18 @@ demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your 
 demo-keras: $(VENV)/.installed-demo-keras ## the same, with Keras and TensorFlow
 	@$(BIN)/embedrock demo --keras $(ARGS)
 
-test: lint ## lint, then all tests but those marked slow or gpu
-	@$(PYTEST) $(ARGS)
+test: style ## lint, and all tests but those marked slow or gpu
+	@$(call beside_types,$(PYTEST) $(ARGS))
 
-test-all: lint ## the same with the slow ones: every rule, size and fault in every combination
-	@$(PYTEST) -m "not gpu" $(ARGS)
+test-all: style ## the same with the slow ones: every rule, size and fault in every combination
+	@$(call beside_types,$(PYTEST) -m "not gpu" $(ARGS))
 
-lint: $(VENV)/.installed-test ## style, types and the import contract
+lint: style ## style, the import contract and types
+	@$(TYPES)
+
+style: $(VENV)/.installed-test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.installed-test ## put the code into shape

@@ -36,6 +36,7 @@ from embedrock.bench.step import benches, contenders
 from embedrock.bench.step.contenders import StepContender
 from embedrock.machine.ram import available_bytes
 from embedrock.terminal.arguments import count
+from slow import slow
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = Effort(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)
@@ -662,9 +663,11 @@ def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch, capsys):
     assert "torch-sparse-adam: skipped: needs 72.0 GiB of RAM, 1.8 GiB may be used" in capsys.readouterr().out
 
 
-def test_lookup(tmp_path):
+@pytest.mark.parametrize("count", [2, *slow(len(contenders.LOOKUP))])
+def test_lookup(tmp_path, count):
     pytest.importorskip("torch")
-    check_lines(run_json(tmp_path, "lookup", *TINY_OPTIONS), [contender.name for contender in contenders.LOOKUP])
+    names = [contender.name for contender in contenders.LOOKUP[:count]]
+    check_lines(run_json(tmp_path, "lookup", *TINY_OPTIONS, f"--contenders={','.join(names)}"), names)
 
 
 def test_plan(tmp_path):
@@ -678,6 +681,12 @@ def test_plan_measures_both_sizes_unless_told():
     assert [(one.rows, one.lookups) for one in workloads] == [(1000, 26 * 65_536), (1000, 16_384)]
 
 
+def test_rows_compares_sizes_whose_hot_rows_are_as_many():
+    workloads = Task(benches.ROWS, cli._parser().parse_args(["rows", "--rows=1000,100000"])).workloads
+    assert [(one.rows, one.ranks) for one in workloads] == [(1000, 1000), (100_000, 1000)]
+
+
+@pytest.mark.slow
 def test_rows(tmp_path):
     pytest.importorskip("torch")
     options = [option for option in TINY_OPTIONS if not option.startswith("--rows")]

@@ -178,6 +178,7 @@ def test_who_is_too_large_or_not_installed_is_named():
 # ---------------------------------------------------------------- rounds
 
 
+@pytest.mark.slow  # a test of the command goes through rounds too, and tests/bench has those of the runner that fails
 def test_rounds_are_interleaved_and_failures_are_reported(tmp_path: Path):
     log = tmp_path / "log"
     good = [racer(name, partial(make_zeros, log=log, name=name)) for name in ("a", "b")]

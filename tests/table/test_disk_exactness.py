@@ -303,7 +303,7 @@ def check_program(case: Case, program: list[Act]) -> None:
 CRASH_AFTER_COMPACTION = [Act("commit", steps=9), Act("compact", "all new", steps=9), Act("crash")]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(case=cases, program=st.lists(acts, max_size=8))
 @example(case=Case(), program=CRASH_AFTER_COMPACTION)  # rows that were spilled, and not committed, are not compacted
 @example(case=Case(rows=None, slots=EVERY), program=CRASH_AFTER_COMPACTION)

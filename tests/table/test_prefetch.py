@@ -22,6 +22,7 @@ from embedrock.errors import CacheTooSmallError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
+from slow import slow
 
 
 class FakeTicket:
@@ -208,8 +209,8 @@ def spoilt_at(place: int, error: Exception | None = None) -> Callable[[int], int
     return function
 
 
-@pytest.mark.parametrize("depth", [1, 3, 100])
-@pytest.mark.parametrize("place", [0, 1, 5, 9])
+@pytest.mark.parametrize("depth", [1, 100, *slow(3)])
+@pytest.mark.parametrize("place", [0, 9, *slow(1, 5)])
 @pytest.mark.parametrize("where", ["source", "ids_of", "bring"])
 def test_an_error_comes_in_the_place_of_its_item(where: str, place: int, depth: int):
     spoilt, seen = spoilt_at(place), []
@@ -522,7 +523,7 @@ def check_equal(table: er.Table, other: er.Table) -> None:
     assert all(map(np.array_equal, table.export(), other.export()))
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 7, 100])
+@pytest.mark.parametrize("depth", [0, 2, 100, *slow(1, 3, 7)])
 @pytest.mark.parametrize("kind", ["skewed", "uniform", "sliding"])
 def test_training_gives_the_bits_of_a_table_in_ram(kind: str, depth: int, tmp_path: Path):
     batches, in_ram = batches_of(kind), table_of(None)
