@@ -28,7 +28,7 @@ from embedrock.bench.harness.contenders import Footprint, Unavailable
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import machine_facts, peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError, child_environment
-from embedrock.bench.harness.report import spread
+from embedrock.bench.harness.report import Report, spread
 from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
 from embedrock.bench.harness.targets import Race, Target, Verdict, faster, format_verdicts, judge
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
@@ -681,9 +681,11 @@ def test_plan_measures_both_sizes_unless_told():
     assert [(one.rows, one.lookups) for one in workloads] == [(1000, 26 * 65_536), (1000, 16_384)]
 
 
-def test_rows_compares_sizes_whose_hot_rows_are_as_many():
-    workloads = Task(benches.ROWS, cli._parser().parse_args(["rows", "--rows=1000,100000"])).workloads
-    assert [(one.rows, one.ranks) for one in workloads] == [(1000, 1000), (100_000, 1000)]
+def test_rows_compares_sizes_whose_hot_rows_are_as_many(monkeypatch: pytest.MonkeyPatch):
+    met = []
+    monkeypatch.setattr(benches, "compare", lambda racers, *_: met.extend(racers) or Report())
+    benches.compare_rows(Task(benches.TABLE_SIZES, cli._parser().parse_args(["rows", "--rows=1000,100000"])))
+    assert [(one.workload.rows, one.workload.ranks) for one in met] == [(1000, 1000), (100_000, 1000)]
 
 
 @pytest.mark.slow
