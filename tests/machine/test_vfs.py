@@ -48,7 +48,7 @@ def place(request, tmp_path):
 
 @pytest.fixture(params=["by Linux", "by threads"])
 def reads(request, monkeypatch):
-    """Have so many reads made at once from now on, in either way."""
+    """Make so many reads at once from now on, in either way."""
 
     def start(count):
         made = Readers()
@@ -394,7 +394,7 @@ class TestFaults:
         return system
 
     def next_call(self, system, fault, name, late=False):
-        """Have the next call of that name fail."""
+        """Make the next call of that name fail."""
 
         def before(call, _path):
             if call == name:

@@ -278,7 +278,7 @@ def test_moves_that_cannot_be(tmp_path: Path):
 
 
 def killed_at(event: int) -> Iterator[Callable[..., Any]]:
-    """Have this process die before its `event`-th act of a save."""
+    """Make this process die before its `event`-th act of a save."""
     count = 0
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -166,7 +166,7 @@ def train_table(life: Life, path: str, kind: str, seed: int, steps: int, system:
 
 
 def cut_small() -> None:
-    """Have many small pieces where there would be a large one, in this process."""
+    """Make many small pieces where there would be a large one, in this process."""
     for module, sizes in SIZES.items():
         for name, size in sizes.items():
             setattr(module, name, size)

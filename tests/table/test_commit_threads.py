@@ -528,7 +528,7 @@ def test_what_went_wrong_behind_is_raised_by_the_next_call_that_changes(monkeypa
 
 
 def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Have no thread of that name start; return the names of those that were refused, and will be."""
+    """Let no thread of that name start; return the names of those that were refused, and will be."""
     start, refused = threading.Thread.start, list[str]()
 
     def refuse(thread: threading.Thread) -> None:

@@ -261,7 +261,7 @@ def perform(pair: Pair, acts: list[Act]) -> None:
 
 @contextmanager
 def surroundings(case: Case) -> Iterator[None]:
-    """Have threads and pieces as a case wants them."""
+    """Set threads and pieces as a case wants them."""
     before = er.get_threads()
     with pytest.MonkeyPatch.context() as patch:
         for module, sizes in SIZES.items() if case.small else ():
@@ -465,7 +465,7 @@ def test_other_threads_change_nothing(policy: str, tmp_path: Path):
 
 
 def rows_stay(case: Case) -> bool:
-    """Tell whether rows that no batch has stay as they are, and two threads have room."""
+    """Return whether rows that no batch has stay as they are, and two threads have room."""
     return case.rule not in LAGGING and case.slots >= 6 * BATCH
 
 

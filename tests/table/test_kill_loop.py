@@ -78,7 +78,7 @@ class Story:
         self.ram = er.Table(**KINDS[kind].arguments(seed))
 
     def kill(self, victims: Victims) -> None:
-        """Have a process work on the table until it is killed, by the clock or in a call of the operating system."""
+        """Let a process work on the table until it is killed, by the clock or in a call of the operating system."""
         by_clock = self.rng.random() < 0.5
         said = victims.live(
             float(self.rng.uniform(0, LONGEST_SECONDS)) if by_clock else None,

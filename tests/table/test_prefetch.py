@@ -59,7 +59,7 @@ def same(item: Any) -> Any:
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    """Tell whether a condition comes true, however slow the machine."""
+    """Return whether a condition comes true, however slow the machine."""
     for _ in range(3000):
         if condition():
             return True

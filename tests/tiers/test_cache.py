@@ -31,7 +31,7 @@ def array(*values: int) -> np.ndarray:
 
 
 def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
-    """Have a batch use ids (without repeats), as a table does; return those that leave for it."""
+    """Use ids in a batch (without repeats), as a table does; return those that leave for it."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])

@@ -16,7 +16,7 @@ def register(name: str, table: object) -> None:
 
 
 def is_registered(name: str, table: object) -> bool:
-    """Tell whether a table is the one of its name."""
+    """Return whether a table is the one of its name."""
     return _named.get(name) is table
 
 

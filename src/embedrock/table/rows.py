@@ -86,7 +86,7 @@ class _Lease:
         self.prepared: _Prepared | None = None
 
     def is_of(self, plan: Plan) -> bool:
-        """Tell whether a plan is of that batch."""
+        """Return whether a plan is of that batch."""
         return self._ids() is plan.ids
 
 

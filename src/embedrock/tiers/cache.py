@@ -172,7 +172,7 @@ class Cache:
         return np.flatnonzero(self.flags[: self._used] & flag)
 
     def touch(self, slots: np.ndarray) -> None:
-        """Tell that a new batch uses these rows. They stay until the next touch, or `release_current`."""
+        """Note that a new batch uses these rows. They stay until the next touch, or `release_current`."""
         self.release_current()
         self._use(slots)
 
@@ -268,7 +268,7 @@ class _Trials:
 
 
 def _feed(cache: Cache, ids: np.ndarray) -> int:
-    """Have a batch use ids (sorted, without repeats), and return how many were missing."""
+    """Use ids in a batch (sorted, without repeats), and return how many were missing."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])

@@ -122,7 +122,7 @@ class Commit:
             flags[frozen] &= ~np.uint8(FROZEN)
 
     def hurry(self) -> None:
-        """Have it end soon, as somebody waits for that, at the cost of all else that goes on."""
+        """Make it end soon, as somebody waits for that, at the cost of all else that goes on."""
         with self._ending:
             if not self._is_over:
                 self._tier.store.commit_is_awaited = True

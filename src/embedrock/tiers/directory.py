@@ -18,7 +18,7 @@ SCAN_BYTES = 1 << 20  # of the bitmap of a direct directory, looked through at a
 
 
 class Directory(ABC):
-    """Tells where the record of an id is. Ids are int64 arrays that the table has checked."""
+    """Where the record of an id is. Ids are int64 arrays that the table has checked."""
 
     count: int
 

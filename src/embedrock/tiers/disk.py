@@ -324,7 +324,7 @@ class Disk(Tier):
         self.new_epoch()
 
     def _crowds(self, more: int) -> bool:
-        """Tell whether the index of rows in logs would take more than its part of the budget."""
+        """Return whether the index of rows in logs would take more than its part of the budget."""
         overlay = self.store.overlay
         return overlay.count > 0 and overlay.bytes_with(more) > self.store.overlay_bytes
 
@@ -346,7 +346,7 @@ class Disk(Tier):
         return not self.brings and not self._users and (self.commit is None or self.commit.is_done)
 
     def becomes_quiet(self) -> bool:
-        """Tell whether it is quiet, and hurry what keeps it from that."""
+        """Return whether it is quiet, and hurry what keeps it from that."""
         if self.commit is not None:
             self.commit.hurry()
         return self.is_quiet

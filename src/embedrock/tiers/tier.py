@@ -105,7 +105,7 @@ class Tier(ABC):
 
     @abstractmethod
     def has_room(self, rows: int) -> bool:
-        """Tell whether `admit` can take so many new rows as it is."""
+        """Return whether `admit` can take so many new rows as it is."""
 
     @abstractmethod
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:

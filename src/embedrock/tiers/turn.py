@@ -34,7 +34,7 @@ class Turn:
         _turns.add(self)
 
     def renew(self) -> None:
-        """Have a lock that nobody holds."""
+        """Make a new lock, which nobody holds."""
         self.lock, self._next = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self.lock)
 
@@ -54,7 +54,7 @@ class Turn:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Have the table for oneself."""
+        """Give the caller the table alone, with no step running."""
         if not self.lock._is_owned():  # type: ignore[attr-defined]
             with self._next:
                 pass
@@ -64,7 +64,7 @@ class Turn:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Have the lock before all who come later; a step may be running still.
+        """Take the lock before all who come later; a step may be running still.
 
         A lock goes to whoever asks at the right moment. That is hardly ever one who waits, where another thread takes
         it again as soon as it has let it go: a loop that trains. For threads that Ctrl-C never interrupts.
@@ -83,7 +83,7 @@ class Turn:
             self.settle()
 
     def notify(self) -> None:
-        """Have those who wait look again."""
+        """Wake those who wait, to look again."""
         with self.lock:
             self._changed.notify_all()
 
