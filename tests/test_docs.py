@@ -159,6 +159,19 @@ def test_what_is_missing_and_what_is_wide_is_found():
     assert wide_lines(f"{wide}\n| {wide} |\n```\n{wide}\n```\n") == [wide]
 
 
+VAGUE = re.compile(r'"""(?:Have|Tell)s?\b')
+
+
+def test_docstrings_begin_with_what_a_function_does():
+    found = [f"{path}: {text}" for path in sources() for text in VAGUE.findall(path.read_text())]
+    assert found == []
+    assert VAGUE.search('def f():\n    """Have it done."""')
+
+
+def sources() -> list[Path]:
+    return sorted((REPOSITORY / "src").rglob("*.py"))
+
+
 def module_names() -> list[str]:
     """Every module of the package but the programs (`__main__`), by name and without importing them."""
     folder = Path(embedrock.__file__).parent
