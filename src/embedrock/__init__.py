@@ -34,7 +34,7 @@ from embedrock.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
-from embedrock.initializers import Constant, FromArray, Initializer, Normal, Uniform, Zeros
+from embedrock.initializers import Constant, FromArray, FromBfloat16, Initializer, Normal, Uniform, Zeros
 from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
@@ -57,6 +57,7 @@ __all__ = [
     "CorruptTableError",
     "EmbedrockError",
     "FromArray",
+    "FromBfloat16",
     "Ftrl",
     "GradientError",
     "IdError",

@@ -640,3 +640,10 @@ def test_ram_does_not_follow_the_file(run: Run):
     large = peak_bytes("export", "large.rock", "large.npy", *memory)
     assert large < small + 100e6, f"export: {small / 1e6:.0f} and {large / 1e6:.0f} MB"
     assert Path("large.npy").read_bytes()[128:] == Path("large.raw").read_bytes()
+
+
+def test_help_says_in_a_line_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    paragraphs = capsys.readouterr().out.split("\n\n")
+    assert paragraphs[1].replace("\n", " ") == (er.__doc__ or "").partition("\n")[0]

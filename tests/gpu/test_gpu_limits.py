@@ -13,7 +13,9 @@ from gpu_models import ALL_NEAR, DIM, NONE_NEAR, ROWS, SOME_NEAR, Way, batches, 
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, pinned, placement, timeline
+from embedrock.device.hosted import HostedSide
 from embedrock.errors import UnsupportedError
+from embedrock.table.table import rows_of
 from embedrock.torch.training import side
 from slow import slow
 
@@ -191,3 +193,25 @@ def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPat
     assert (layer.table.steps, layer.table.stats()["rows_touched"]) == (0, 0)
     optimizer.step()
     assert layer.table.steps == 1
+
+
+def test_a_step_that_fails_for_memory_once_its_records_are_made_is_made_by_the_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = ert.Embedding(None, 2, init=er.Zeros())
+    optimizer = ert.SGD(layer, lr=1.0)
+    ert.place(layer, "cpu")
+    layer(torch.tensor([5, 6])).sum().backward()
+    follow, fails = HostedSide._follow, iter([True])
+
+    def follow_or_fail(side: HostedSide) -> None:
+        if rows_of(layer.table).tier.count and next(fails, False):  # the records are there
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        follow(side)
+
+    monkeypatch.setattr(HostedSide, "_follow", follow_or_fail)
+    with pytest.raises(er.MemoryBudgetError):
+        optimizer.step()
+    optimizer.step()
+    np.testing.assert_array_equal(layer.table.export()[0], [5, 6])
+    np.testing.assert_array_equal(layer.table.lookup([5, 6]), np.full((2, 2), -1.0))

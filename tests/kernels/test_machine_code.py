@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -76,3 +77,23 @@ def test_code_lies_beside_the_sources_where_there_is_no_other_place(
         assert machine_code.code_folder().parent == tmp_path / "__pycache__"
     finally:
         machine_code.code_folder.cache_clear()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EACCES])
+def test_code_is_kept_where_there_are_no_locks_or_somebody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(machine_code.fcntl, "flock", refuse)
+    with machine_code._alone(tmp_path):
+        pass
+    monkeypatch.setattr("builtins.open", refuse)
+    with machine_code._alone(tmp_path):
+        pass
+
+
+def test_the_folder_may_be_removed_meanwhile(tmp_path: Path) -> None:
+    with machine_code._alone(tmp_path / "gone"):
+        assert (tmp_path / "gone" / "LOCK").exists()

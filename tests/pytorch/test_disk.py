@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.initializers import FromBfloat16
 
 ROWS, DIM = 3000, 4
 
@@ -220,8 +219,10 @@ def test_pretrained_bfloat16_rows_on_disk(kind: type, tmp_path: Path):
         optimizer.step()
         layer.table.commit()
         layer.table.close()
+    with pytest.raises(er.TableFileError, match=r"Pass it again: init=er\.FromBfloat16\(bits\)"):
+        er.open(tmp_path / "t.rock")
     bits = weights.view(torch.int16).numpy()
-    with er.open(tmp_path / "t.rock", init=FromBfloat16(bits)) as table:
+    with er.open(tmp_path / "t.rock", init=er.FromBfloat16(bits)) as table:
         assert np.array_equal(table.lookup([3]), weights[3:4].float().numpy())
 
 
@@ -464,3 +465,11 @@ print(next(batches).shape)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (result.stdout, result.returncode) == ("torch.Size([50])\n", 0), result.stderr
+
+
+@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
+def test_pretrained_layers_take_no_other_first_values_and_say_what_they_are_called(kind: Any):
+    with pytest.raises(er.UnsupportedError, match=rf"`init` of ert\.{kind.__name__}: the weights are the first values"):
+        kind.from_pretrained(torch.ones(3, 2), init=er.Zeros())
+    with pytest.raises(er.UnknownArgumentError, match=rf"ert\.{kind.__name__} has no argument `memroy`"):
+        kind.from_pretrained(torch.ones(3, 2), memroy="1MiB")

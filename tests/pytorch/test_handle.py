@@ -326,6 +326,7 @@ def test_grad_scaler_is_bit_equal():
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clip_grad_norm_like_torch(foreach: bool):
+    torch.manual_seed(0)  # float32 sums of other weights differ by more than the bound, once in many runs
     mine, theirs = embedding_twins(ROWS, 16)
     models = [nn.Sequential(layer, nn.Linear(16, 1)) for layer in (mine, theirs)]
     models[1][1].load_state_dict(models[0][1].state_dict())

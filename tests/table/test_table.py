@@ -643,3 +643,25 @@ def test_a_step_that_was_checked_looks_for_its_rows_once(monkeypatch: pytest.Mon
     table.step_by(table.rule, grads)  # the table has changed since the check
     assert asked == [2, 2, -2, 2, -2]
     assert table.stats()["rows_touched"] == 2
+
+
+def test_records_that_were_made_for_a_step_that_failed_are_found_by_the_next_one() -> None:
+    table = er.Table(rows=None, dim=2, rule=er.SGD(lr=1.0), init=er.Zeros())
+    rows = rows_of(table)
+    grads = table.sum(table.plan([5, 6]), np.ones((2, 2), np.float32))
+    table.check_step(grads)
+    with rows.turn.alone():
+        rows.admit(grads.plan)  # and what comes next fails
+    table.check_step(grads)
+    table.step(grads)
+    assert table.stats()["rows_touched"] == 2
+    np.testing.assert_array_equal(table.export()[0], [5, 6])
+    np.testing.assert_array_equal(table.lookup([5, 6]), np.full((2, 2), -1.0))
+
+
+def test_a_closed_table_counts_no_step_that_is_left_out() -> None:
+    table = er.Table(4, 2, rule=er.SGD(lr=1.0), on_nonfinite="skip")
+    grads = table.sum(table.plan([1]), np.full((1, 2), np.nan, np.float32))
+    table.close()
+    with pytest.raises(er.ClosedTableError, match="is closed"):
+        table.step(grads)

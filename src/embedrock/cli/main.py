@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     from embedrock.cli import tables
     from embedrock.demo import command as demo
 
-    parser = argparse.ArgumentParser("embedrock", description=embedrock.__doc__)
+    parser = argparse.ArgumentParser("embedrock", description=(embedrock.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_parser(subparsers)

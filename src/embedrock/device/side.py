@@ -152,7 +152,7 @@ class DeviceSide(ABC):
         turn = self.rows.turn
         if turn.running is not self:
             turn.settle()
-        assert self.rows.tier  # it is open
+        self.rows.check_open()
 
     @contextmanager
     def working(self) -> Iterator[None]:

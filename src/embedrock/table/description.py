@@ -55,9 +55,10 @@ def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -
     if given is not None and given.describe() != saved:
         raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {given}. Leave it out.")
     if given is None and saved.get("name") == FromArray.__name__:
+        again = "FromBfloat16(bits)" if saved.get("dtype") == "bfloat16" else "FromArray(array)"
         raise TableFileError(
             f"first values of {where} come from an array of shape {saved.get('shape')}, which is not in its files. "
-            "Pass it again: init=er.FromArray(array)."
+            f"Pass it again: init=er.{again}."
         )
     return given or read_initializer(saved)
 

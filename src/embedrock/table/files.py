@@ -185,7 +185,7 @@ class Files(Home):
         try:
             self._wait_for_quiet(rows, cast(Disk, tier))
         finally:
-            self.abandon(rows.version)
+            self.abandon(rows.version, stacklevel=7)
 
     def stats(self) -> dict[str, float]:
         return {"compactions_failed": self.compactions_failed}
@@ -412,18 +412,18 @@ class Files(Home):
             self._compaction.join()
             self._compaction = None
 
-    def abandon(self, version: Version) -> None:
+    def abandon(self, version: Version, stacklevel: int = 6) -> None:
         """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
         if threading.current_thread().name.startswith("embedrock-"):
             # Garbage was collected inside of what has to end before the files are closed.
-            threading.Thread(target=self._abandon, args=(version,), name="close-embedrock").start()
+            threading.Thread(target=self._abandon, args=(version, stacklevel), name="close-embedrock").start()
         else:
-            self._abandon(version)
+            self._abandon(version, stacklevel)
 
-    def _abandon(self, version: Version) -> None:
+    def _abandon(self, version: Version, stacklevel: int) -> None:
         commit, last = self._commit, self.store.manifest
         self.close_all()
         if commit is not None and commit.error is not None:
@@ -433,7 +433,7 @@ class Files(Home):
                 f"{self.subject} is closed with changes since commit {last.commit}, which are lost. Call "
                 "commit() before.",
                 UncommittedWarning,
-                stacklevel=7,
+                stacklevel=stacklevel,
             )
 
     def close_all(self) -> None:

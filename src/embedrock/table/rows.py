@@ -179,6 +179,13 @@ class Rows:
             ClosedTableError: the table is closed.
             ReadOnlyTableError: another process writes it, of which this is a child.
         """
+        return self._open_tier()
+
+    def check_open(self) -> None:
+        """Raise what `tier` would raise."""
+        self._open_tier()
+
+    def _open_tier(self) -> Tier:
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
         if self._process != os.getpid():
@@ -208,7 +215,7 @@ class Rows:
 
     def check_writable(self) -> None:
         """Raise what keeps the table from being changed: `ReadOnlyTableError`, or what `tier` raises."""
-        assert self.tier  # it is open
+        self.check_open()
         self.home.check_writable()
 
     def check_commit(self) -> None:
@@ -415,7 +422,7 @@ class Rows:
     def admit(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
         plan, tier = self._roomy(plan), self.tier
-        slots = plan.slots
+        slots, self._lease.prepared = plan.slots, None  # it does not know of the records that are made now
         if plan.missing:
             fresh = self.first_values(plan.ids[slots < 0])
             slots = tier.admit(plan.ids, slots, fresh, self.spec.first_state)

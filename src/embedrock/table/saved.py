@@ -77,12 +77,19 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
 def check_header(header: dict[str, Any], rows: Rows) -> None:
     """Raise `ArgumentError` unless a header is that of a table like this one."""
     expected = _header(rows)
+    _check_keys(header, expected, rows)
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
             raise ArgumentError(
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 "Make the table with the arguments it was saved with."
             )
+
+
+def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: Rows) -> None:
+    missing = [key for key in keys if key not in header]
+    if missing:
+        raise ArgumentError(f"a state for {rows.subject} must have {', '.join(keys)}: {', '.join(missing)} missing.")
 
 
 def _header(rows: Rows) -> dict[str, Any]:
@@ -120,9 +127,7 @@ def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
 def load_state(rows: Rows, state: dict[str, Any]) -> None:
     """Take what `state` returned: see `Table.load_state`."""
     _tier(rows, "load_state")
-    missing = [key for key in KEYS if key not in state]
-    if missing:
-        raise ArgumentError(f"a state for {rows.subject} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
+    _check_keys(state, KEYS, rows)
     check_header(state, rows)
     wanted, rule = rows.spec.rule, rule_of(state["rule"])
     if rule is not None and wanted is not None and not wanted.same_layout(rule):

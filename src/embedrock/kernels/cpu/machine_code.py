@@ -123,10 +123,14 @@ class KernelCache(FunctionCache):
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock among processes: two that read the index at once would choose one file for two kernels."""
-    if fcntl is None:
-        yield
-        return
-    with open(folder / "LOCK", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold a lock among processes: two that read the index at once would choose one file for two kernels.
+
+    Where there are no locks (some network file systems), or the lock is another user's, it goes on without.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned the cache meanwhile
+            file = held.enter_context(open(folder / "LOCK", "w"))
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield

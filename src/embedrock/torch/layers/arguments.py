@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
 from embedrock.initializers import FromArray, FromBfloat16, Initializer
-from embedrock.table.options import LayerOptions, Option, filled
+from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,6 +23,7 @@ REFUSED = {
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
     "_freeze": "call requires_grad_(False) on the layer",
 }
+PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
 class PretrainedOptions(LayerOptions, total=False):
@@ -66,7 +67,8 @@ def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
-    refuse(layer, [name for name in options if name in REFUSED], REFUSED)
+    known = declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()
+    refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED)
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
