@@ -675,9 +675,9 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
             time.sleep(0.05)
         settle(turn)
 
-    def noted(self: Files, *args: Any) -> None:
+    def noted(self: Files, *args: Any, **options: Any) -> None:
         closed.append(threading.current_thread().name)
-        abandon(self, *args)
+        abandon(self, *args, **options)
 
     monkeypatch.setattr(Turn, "settle", slow)
     monkeypatch.setattr(Files, "abandon", noted)
