@@ -7,7 +7,7 @@ from typing import cast
 from embedrock.errors import MemoryBudgetError
 from embedrock.spec import Spec
 from embedrock.table.rows import Home, Rows
-from embedrock.tiers.memory import Memory, check_directory, place
+from embedrock.tiers.memory import Memory, place
 
 
 class InRam(Home):
@@ -17,13 +17,9 @@ class InRam(Home):
         memory: the most RAM that they may take.
         directory: which finds them: "direct", "hashed" or "auto".
         subject: the table, for error messages.
-
-    Raises:
-        ArgumentError: there is no such directory.
     """
 
     def __init__(self, memory: int | str | None, directory: str, subject: str) -> None:
-        check_directory(directory)
         self._memory, self._directory, self.subject = memory, directory, subject
 
     def empty_tier(self, spec: Spec) -> Memory:
