@@ -17,7 +17,7 @@ from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu, reference
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.gpu.runtime import Form
-from embedrock.rules import SGD, Adam, AdamW, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
+from embedrock.rules import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec import STORAGES, Spec
 from embedrock.testing import KernelSuite
 from embedrock.testing.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
@@ -285,6 +285,16 @@ def test_rows_of_any_width(rule: Rule, dim: int, dtype: str) -> None:
     check_steps(rule, dtype, dim, 3)
 
 
+# Ftrl's kernels divide by the rate.
+RESTING = Ftrl(lr=0), Ftrl(lr=0, dense=True), *(rule for rule in FORMS if isinstance(rule, Ftrl))
+
+
+@pytest.mark.parametrize("rule", [*RESTING, *slow(*(r for r in ALL_RULES if r not in RESTING))], ids=repr)
+def test_steps_with_a_rate_of_zero_are_those_of_the_cpu(rule: Rule) -> None:
+    """Also after other steps, which count under dense rules."""
+    check_steps(rule, "float32", 3, 5, zeros=2)
+
+
 # They fade fast, so that what is left of a long absence is made at once.
 FADING = (
     Momentum(momentum=0.5, nesterov=True, dense=True),
@@ -299,8 +309,8 @@ def test_long_absences(rule: Rule) -> None:
     check_steps(rule, "float32", 5, 200)
 
 
-def check_steps(rule: Rule, dtype: str, dim: int, step: int) -> None:
-    rng, numbers = np.random.default_rng(dim), step_numbers(rule, step)
+def check_steps(rule: Rule, dtype: str, dim: int, step: int, zeros: int = 0) -> None:
+    rng, numbers = np.random.default_rng(dim), step_numbers(rule, step, zeros)
     records, spec = random_records(rng, 20, rule, dim, dtype, step)
     expected, slots, ids = records.copy(), rng.permutation(20)[:7], rng.integers(-(2**63), 2**63 - 1, 7)
     grads = (rng.standard_normal((7, dim)) * 10.0 ** rng.integers(-9, 3, (7, dim))).astype(np.float32)

@@ -54,6 +54,20 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("rule", [er.Ftrl(), er.Adam(dense=True)], ids=repr)
+def test_a_schedule_may_end_at_zero(rule: er.Rule) -> None:
+    ids, layer = np.arange(64).reshape(-1, 1) % 7, erk.Embedding(ROWS, 4, rule=rule)
+    model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(erk.optimizer(SGD(keras.optimizers.schedules.PolynomialDecay(0.1, 4, 0.0))), loss="mse")
+    first = layer.table.lookup(np.arange(7))
+    fit(model, ids, np.ones(64))
+    moved = layer.table.lookup(np.arange(7))
+    assert not np.array_equal(moved, first)
+    fit(model, ids, np.ones(64))
+    np.testing.assert_array_equal(layer.table.lookup(np.arange(7)), moved)
+    assert layer.table.steps == 16
+
+
 # Each is part of another case.
 PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam"
 

@@ -14,6 +14,7 @@ from twins import DIM, ROWS, check_equal, embedding_twins, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.rules import RULES
 
 IDS = torch.tensor([3, 1, 3, 7])
 
@@ -84,6 +85,28 @@ def test_dense_adam_like_torch():
             optimizer.step()
             scheduler.step()
     torch.testing.assert_close(weight_of(mine), theirs.weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_schedule_may_end_at_zero(kind: type[er.Rule]):
+    for options in ({}, {"dense": True}) if hasattr(kind, "dense") else ({},):
+        layer = ert.Embedding(ROWS, DIM)
+        optimizer = getattr(ert, kind.__name__)(layer, lr=0.1, **options)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))
+        seen = []
+        for ids in batches(6, every_row=False):
+            optimizer.zero_grad()
+            layer(ids).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            seen.append(weight_of(layer))
+        assert not torch.equal(seen[1], seen[2])
+        assert torch.equal(seen[2], seen[-1])
+        assert rows_of(layer).steps == 6
+        optimizer.param_groups[0]["lr"] = float("nan")
+        layer(IDS).sum().backward()
+        with pytest.raises(er.ArgumentError, match=r"`lr` of .* got nan.*The step of Embedding.23, 5.* was refused"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [ert.RowwiseAdagrad, ert.Ftrl])

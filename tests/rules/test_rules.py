@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from embedrock.kernels import arguments
 from embedrock.rules import RULES, describe_rule, read_rule
 from embedrock.testing import RULE_CASES, RuleSuite
 from embedrock.testing.kernels import DEFAULTS, DENSE, FORMS, step_numbers
-from embedrock.testing.rules import DIM, ROWS
+from embedrock.testing.rules import DIM, ROWS, check_rate_of_zero
 from first_values import FIRST_VALUES
 
 
@@ -84,7 +85,7 @@ def test_hyperparameters_are_checked(kind: Any) -> None:
         (lambda: er.AdamW(weight_decay=-1), "`weight_decay` of AdamW"),
         (lambda: er.RMSprop(alpha=1.0), "`alpha` of RMSprop"),
         (lambda: er.Momentum(momentum=1.5), "`momentum` of Momentum"),
-        (lambda: er.Ftrl(lr=0), "`lr` of Ftrl"),
+        (lambda: er.Ftrl(lr=float("inf")), "`lr` of Ftrl"),
         (lambda: er.Adagrad(initial_accumulator_value=-1), "`initial_accumulator_value` of Adagrad"),
         (lambda: er.Ftrl(l2_shrinkage=-1), "`l2_shrinkage` of Ftrl"),
         (lambda: er.Ftrl(l2_shrinkage=0.1, dense=True), r"`l2_shrinkage` of Ftrl\(dense=True\) must be 0: got 0.1"),
@@ -106,6 +107,52 @@ def test_a_step_changes_only_known_hyperparameters() -> None:
         table.update([1], np.ones((1, 2)), lr=-1)
     np.testing.assert_array_equal(table.lookup(np.arange(5)), before)
     assert table.steps == 0
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("lr", [-0.0001, float("nan"), float("inf")])
+def test_a_rate_that_cannot_work_is_refused_with_the_name_of_the_table(kind: Any, lr: float) -> None:
+    table = er.Table(5, 2, rule=kind(), name="users")
+    with pytest.raises(er.ArgumentError, match=rf"`lr` of {kind.__name__} .*got {lr!r}.*step of table 'users' was ref"):
+        table.update([1], np.ones((1, 2)), lr=lr)
+    assert table.steps == 0
+    table.update([1], np.ones((1, 2)), lr=0)
+    assert table.steps == 1
+
+
+def test_a_rate_of_zero_moves_no_bit_on_disk(tmp_path: Path) -> None:
+    for number, case in enumerate(RULE_CASES):
+        make = {"rule": case.rule, "init": er.Normal(std=0.5), "path": tmp_path / f"{number}", "memory": "48KiB"}
+        with er.Table(ROWS, DIM, **make) as table:
+            check_rate_of_zero(table)
+            before = table.lookup(np.arange(ROWS))
+            table.commit()
+            table.update([1, 2], np.ones((2, DIM), np.float32), lr=0)
+            table.commit()
+        with er.open(tmp_path / f"{number}", mode="r") as table:
+            if not getattr(case.rule, "lr_inside", False):
+                np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), before)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_rates_that_ftrl_cannot_divide_by_count_as_zero(dense: bool) -> None:
+    table = er.Table(ROWS, DIM, rule=er.Ftrl(lr=0.1, dense=dense), init=er.Normal())
+    first = table.lookup(np.arange(ROWS))
+    table.update([1], np.ones((1, DIM), np.float32), lr=1e-40)
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), first)
+    assert table.first_scale == 1
+    table.update([1], np.ones((1, DIM), np.float32))
+    moved = table.lookup(np.arange(ROWS))
+    assert (moved[1] != first[1]).all()
+    assert (moved[2] == (0 if dense else first[2])).all()
+    table.update([2], np.ones((1, DIM), np.float32), lr=0)
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), moved)
+    again = er.Table(ROWS, DIM, init=er.Normal())
+    again.load_state(table.state())
+    for each in (table, again):
+        each.update([2], np.ones((1, DIM), np.float32))
+    np.testing.assert_array_equal(again.lookup(np.arange(ROWS)), table.lookup(np.arange(ROWS)))
+    assert np.isfinite(table.lookup(np.arange(ROWS))).all()
 
 
 # A description by 0.1, and the rule that it is.

@@ -133,7 +133,7 @@ class DenseAdamStep(NamedTuple):
 
 
 class FtrlStep(NamedTuple):
-    lr: float
+    lr: float  # 0: nothing moves
     l1: float
     l2: float
     beta: float
@@ -141,9 +141,9 @@ class FtrlStep(NamedTuple):
 
 
 class DenseFtrlNumbers(NamedTuple):
-    """Of one step of dense Ftrl."""
+    """Of one step of dense Ftrl. Of one that moves nothing, those of the last step that did, with ``-lr``."""
 
-    lr: float
+    lr: float  # 0 where no step has moved anything yet
     l1: float
     l2: float
     beta: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -35,17 +36,25 @@ class DenseHistory(History):
         self._table = np.empty((0, len(self.blank)), np.float32)
         self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
 
-    def append(self, rule: Rule) -> None:
+    def make_room(self) -> None:
         if self._steps == len(self._table):
             # New arrays, so that numbers handed out before stay valid.
             room = max(1024, self._steps)
-            self._table = np.concatenate([self._table, np.zeros((room, len(self.blank)), np.float32)])
-            self._log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
+            table = np.concatenate([self._table, np.zeros((room, len(self.blank)), np.float32)])
+            log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
+            self._table, self._log_fade = table, log_fade
+
+    def append(self, rule: Rule) -> None:
+        self.make_room()
         step = self._steps
-        self._table[step], factors = rule.dense_numbers(step + 1)
+        self._table[step], factors = self._numbers_of(rule)
         self._log_fade[step + 1] = self._log_fade[step] + [_log(factor) for factor in factors]
         self._steps += 1
         self._bound(self._table[step : step + 1])
+
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
+        """Return what it remembers of the next step: see `Rule.dense_numbers`."""
+        return rule.dense_numbers(self._steps + 1)
 
     def state(self) -> dict[str, np.ndarray]:
         columns, fades = self._kept

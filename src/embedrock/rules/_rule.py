@@ -36,6 +36,9 @@ class History(ABC):
 
     moves_weights: ClassVar[bool] = True
 
+    def make_room(self) -> None:  # noqa: B027
+        """Do all that can fail of the next `append`. Nothing changes."""
+
     @abstractmethod
     def append(self, rule: Any) -> None:
         """Note the numbers of one more step."""

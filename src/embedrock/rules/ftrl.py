@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
 from embedrock.rules._dense import DenseHistory
 from embedrock.rules._rule import Rule, StateColumn, rule
+
+LEAST_RATE = 1e-30  # float32 can divide by it
 
 
 @rule
@@ -27,7 +30,8 @@ class Ftrl(Rule):
       step**, whatever their first values. The table remembers 16 bytes for every step made.
 
     Args:
-        lr: learning rate, above 0.
+        lr: learning rate. With 0 a step moves nothing: weights and state stay, and it is counted. The formula divides
+            by it, so rates below 1e-30 count as 0.
         l1: strength of the L1 regularization, which makes weights exactly zero.
         l2: strength of the L2 regularization.
         beta: as in the paper.
@@ -53,7 +57,7 @@ class Ftrl(Rule):
     dense: bool = False
 
     def check(self) -> None:
-        self.at_least("lr", 1e-30)
+        super().check()
         for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"):
             self.at_least(name, 0.0)
         if self.dense and self.l2_shrinkage:
@@ -66,13 +70,17 @@ class Ftrl(Rule):
         return StateColumn("accumulator", first=self.initial_accumulator_value), StateColumn("linear")
 
     def numbers(self, step: int) -> arguments.FtrlStep:
-        return arguments.FtrlStep(*map(float, (self.lr, self.l1, self.l2, self.beta, self.l2_shrinkage)))
+        return arguments.FtrlStep(self._rate, *map(float, (self.l1, self.l2, self.beta, self.l2_shrinkage)))
+
+    @property
+    def _rate(self) -> float:
+        return float(self.lr) if self.lr >= LEAST_RATE else 0.0
 
     def history(self) -> DenseFtrlHistory | None:
         return DenseFtrlHistory(Ftrl) if self.dense else None
 
     def dense_numbers(self, step: int) -> tuple[arguments.DenseFtrlNumbers, tuple[()]]:
-        return arguments.DenseFtrlNumbers(*map(float, (self.lr, self.l1, self.l2, self.beta))), ()
+        return arguments.DenseFtrlNumbers(self._rate, *map(float, (self.l1, self.l2, self.beta))), ()
 
 
 class DenseFtrlHistory(DenseHistory):
@@ -81,8 +89,15 @@ class DenseFtrlHistory(DenseHistory):
     blank = (0.0,) * len(arguments.FTRL_COLUMN)
     fades = 0
 
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
+        numbers, factors = super()._numbers_of(rule)
+        if self._steps and not numbers[arguments.FTRL_COLUMN.lr]:  # it moves nothing, so the last one's stay in force
+            last = arguments.DenseFtrlNumbers(*self._table[self._steps - 1])
+            numbers = last._replace(lr=-abs(last.lr))
+        return numbers, factors
+
     def numbers(self) -> Any:
         return arguments.DenseFtrlStep(self._table, self._steps)
 
     def first_scale(self) -> float:
-        return 0.0 if self._steps else 1.0
+        return 0.0 if self._steps and self._table[self._steps - 1, arguments.FTRL_COLUMN.lr] else 1.0

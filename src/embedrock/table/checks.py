@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,13 @@ import numpy.typing as npt
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
-from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, UnsupportedError
+from embedrock.errors import (
+    ArgumentError,
+    GradientError,
+    NonFiniteGradientError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
 from embedrock.rules import Rule
 from embedrock.table.rows import Rows, rounded
 
@@ -96,7 +104,17 @@ def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], s
             f"{subject} has no rule to step by. Pass rule=er.Adam(lr=1e-3) when you make it, or call "
             "set_rule; in PyTorch, make an optimizer: ert.Adam(model)."
         )
-    return rule.with_changes({"lr": lr, **changes})
+    with of_step(subject):
+        return rule.with_changes({"lr": lr, **changes})
+
+
+@contextmanager
+def of_step(subject: str) -> Iterator[None]:
+    """Add to an error of a rule whose rows it was to step: a learning rate that a schedule made NaN, say."""
+    try:
+        yield
+    except (ArgumentError, UnknownArgumentError) as error:
+        raise type(error)(f"{error} The step of {subject} was refused, and nothing has changed.") from error
 
 
 def check_layout(rule: Rule, own: Rule | None, subject: str) -> None:

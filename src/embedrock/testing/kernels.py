@@ -254,11 +254,11 @@ class KernelSuite:
         found.check()
 
 
-def step_numbers(rule: Rule, step: int) -> Any:
-    """Return the numbers of a rule's step, after as many steps of the same hyperparameters."""
-    history = rule.history()
+def step_numbers(rule: Rule, step: int, zeros: int = 0) -> Any:
+    """Return the numbers of a rule's step, after others of the same hyperparameters; the last `zeros` with lr=0."""
+    history, still = rule.history(), rule.with_changes({"lr": 0.0})
     if history is None:
-        return rule.numbers(step)
-    for _ in range(step):
-        history.append(rule)
+        return (still if zeros else rule).numbers(step)
+    for left in range(step, 0, -1):
+        history.append(still if left <= zeros else rule)
     return history.numbers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -178,12 +178,33 @@ class KerasOracle:
         self.weights -= alpha * self._velocity / (np.sqrt(self._average) + r.eps)
 
     def _ftrl(self, r: Any, g: np.ndarray) -> None:
+        if not r.lr:  # Keras would divide by it
+            return
         accumulator = self._average + g**2
         growth = (np.sqrt(accumulator) - np.sqrt(self._average)) / r.lr
         self._velocity += g + 2 * r.l2_shrinkage * self.weights - growth * self.weights
         quadratic = np.sqrt(accumulator) / r.lr + 2 * (r.l2 + r.beta / (2 * r.lr))
         self.weights = (np.clip(self._velocity, -r.l1, r.l1) - self._velocity) / quadratic
         self._average = accumulator
+
+
+def check_rate_of_zero(table: Table) -> None:
+    """Fail unless steps with a learning rate of 0 move no weight by a bit, and count.
+
+    Momentum that was gathered with the rate in it (``lr_inside=True``) goes on moving weights, as in Keras: of such a
+    table, only the steps before all others are looked at. Rows of 16 bits that lag behind are rounded when a step
+    catches up with them, whatever its rate: so no row of such a table does.
+    """
+    for trained in (0, 8):
+        if trained and getattr(table.rule, "lr_inside", False):
+            return
+        for ids, grads in batches(5, trained, every_row=table.spec.dtype != "float32"):
+            table.update(ids, grads)
+        before, steps = table.lookup(np.arange(ROWS)).tobytes(), table.steps
+        for ids, grads in batches(6, 5):
+            table.update(ids, grads, lr=0)
+            assert table.lookup(np.arange(ROWS)).tobytes() == before
+        assert table.steps == steps + 5
 
 
 class RuleSuite:
@@ -220,6 +241,19 @@ class RuleSuite:
     def test_equals_reference(self, case: RuleCase) -> None:
         ours, theirs = self.drive(case, ReferenceOracle, 60)
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+    @pytest.mark.parametrize("case", RULE_CASES, ids=lambda c: repr(c.rule))
+    def test_steps_with_a_rate_of_zero_are_those_of_the_oracle(self, case: RuleCase) -> None:
+        """Also what they leave for the steps after them: state, and how many they were."""
+        oracle = DenseOracle if case.torch_name else KerasOracle if case.keras else ReferenceOracle
+        rates = {"lr": 0.0}, {"lr": case.rule.lr}, {"lr": 0.0}, {"lr": case.rule.lr}
+        ours, theirs = self.drive(replace(case, changes=rates), oracle, 40)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("case", RULE_CASES, ids=lambda c: repr(c.rule))
+    def test_a_rate_of_zero_moves_no_bit(self, case: RuleCase, dtype: str) -> None:
+        check_rate_of_zero(self.make_table(case.rule, init=Normal(std=0.5), seed=3, dtype=dtype))
 
     @pytest.mark.parametrize("case", RULE_CASES, ids=lambda c: repr(c.rule))
     def test_duplicates_are_one_step(self, case: RuleCase) -> None:

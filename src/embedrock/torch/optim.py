@@ -15,6 +15,7 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.rules import Rule
+from embedrock.table.checks import of_step
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles
@@ -196,7 +197,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 if (grads := handle.gradients()) is not None:
                     handle.pending.side.prepare(grads)  # raises ReadOnlyTableError
                 continue
-            rule = self._rule(group, handle.table.rule)
+            with of_step(handle.label):
+                rule = self._rule(group, handle.table.rule)
             self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()

@@ -21,6 +21,7 @@ from embedrock.keras.training.handle import Handle
 from embedrock.keras.workers.exchange import MessageReader, pack
 from embedrock.keras.workers.shards import own_part
 from embedrock.rules import Rule
+from embedrock.table.checks import of_step
 
 
 def step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
@@ -97,9 +98,10 @@ def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
         lr: the optimizer's learning rate; None where only the layout of records counts.
     """
     own = handle.rule
-    if own is None:
-        return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))
-    return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+    with of_step(handle.label):
+        if own is None:
+            return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))
+        return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
 
 
 def decays(optimizer: Any, handle: Handle) -> bool:

@@ -154,6 +154,8 @@ def adamw(w, s, g, a):
 
 @inlined
 def _ftrl_step(w, s, g, lr, l1, l2, beta, shrinkage):
+    if lr <= f32(0):  # it moves nothing; to divide by it would
+        return
     dim = w.shape[0]
     for d in range(dim):
         n = s[d] + g[d] * g[d]
@@ -174,7 +176,9 @@ def _catch_up_ftrl(w, s, a, until):
     if until == 0:
         return
     dim, now, at = w.shape[0], a.history[until - 1], FTRL_COLUMN
-    lr, l1, l2, beta = now[at.lr], now[at.l1], now[at.l2], now[at.beta]
+    lr, l1, l2, beta = np.abs(now[at.lr]), now[at.l1], now[at.l2], now[at.beta]
+    if lr == f32(0):
+        return
     for d in range(dim):
         z = s[dim + d]
         shrunk = (l1 if z > f32(0) else -l1) - z

@@ -268,21 +268,23 @@ def dense_adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _ftrl_weights(n, z, lr, l1, l2, beta):
+def _ftrl_weights(w, n, z, lr, l1, l2, beta):
     lr += tl.zeros_like(n)
     shrunk = tl.where(z > 0.0, l1, -l1) - z
     moved = tl.div_rn(shrunk, tl.div_rn(beta + tl.sqrt_rn(n), lr) + 2.0 * l2)
-    return tl.where(tl.abs(z) > l1, moved, 0.0)
+    return tl.where(lr > 0.0, tl.where(tl.abs(z) > l1, moved, 0.0), w)
 
 
 @inlined
 def _ftrl_step(w, g, s, rows, lr, l1, l2, beta, shrinkage, FORM: tl.constexpr):
     before, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-    n = before + g * g
-    z += (g + shrinkage * w) - tl.div_rn(tl.sqrt_rn(n) - tl.sqrt_rn(before), lr + tl.zeros_like(n)) * w
+    moves = lr + tl.zeros_like(w) > 0.0  # else it would divide by 0
+    n = tl.where(moves, before + g * g, before)
+    added = (g + shrinkage * w) - tl.div_rn(tl.sqrt_rn(n) - tl.sqrt_rn(before), lr + tl.zeros_like(n)) * w
+    z = tl.where(moves, z + added, z)
     _store(s, rows, n, 0, FORM)
     _store(s, rows, z, 1, FORM)
-    return _ftrl_weights(n, z, lr, l1, l2, beta)
+    return _ftrl_weights(w, n, z, lr, l1, l2, beta)
 
 
 @inlined
@@ -303,7 +305,7 @@ def refresh_dense_ftrl(w, s, rows, a, steps, FORM: tl.constexpr):
     if steps > 0:
         n, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
         lr, l1, l2, beta = _ftrl_numbers(a.history, steps - 1)
-        w = _ftrl_weights(n, z, lr, l1, l2, beta)
+        w = _ftrl_weights(w, n, z, tl.abs(lr), l1, l2, beta)
     return w
 
 

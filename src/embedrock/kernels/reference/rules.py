@@ -84,6 +84,8 @@ def adamw(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdamWStep) -
 
 
 def ftrl(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.FtrlStep) -> None:
+    if a.lr <= 0:  # it moves nothing; to divide by it would
+        return
     n, z = np.hsplit(s, 2)
     grown = n + g * g
     z += (g + f32(2) * f32(a.l2_shrinkage) * w) - (np.sqrt(grown) - np.sqrt(n)) / f32(a.lr) * w
@@ -100,8 +102,8 @@ def _ftrl_weights(s: np.ndarray, numbers: Sequence[Any] | np.ndarray) -> np.ndar
 
 def refresh_dense_ftrl(w: np.ndarray, s: np.ndarray, a: arguments.DenseFtrlStep) -> None:
     """Bring rows up to step ``a.steps``, which made their weights anew of their state, as it does to every row."""
-    if a.steps:
-        w[:] = _ftrl_weights(s, a.history[a.steps - 1])
+    if a.steps and a.history[a.steps - 1, arguments.FTRL_COLUMN.lr]:
+        w[:] = _ftrl_weights(s, np.abs(a.history[a.steps - 1]))
 
 
 def dense_ftrl(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.DenseFtrlStep) -> None:
