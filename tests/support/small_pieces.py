@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+
+import pytest
 
 from embedrock.machine import vfs
 from embedrock.store import compaction, reading, runs, store
@@ -26,3 +30,13 @@ SIZES: dict[ModuleType, dict[str, int]] = {
         "DIRTY_BYTES": 1 << 14,
     },
 }
+
+
+@contextmanager
+def cut_small() -> Iterator[None]:
+    """Cut tables into many pieces for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, sizes in SIZES.items():
+            for name, size in sizes.items():
+                patch.setattr(module, name, size)
+        yield

@@ -1,0 +1,460 @@
+"""The crash-state explorer: lives of tables on a real folder, and what a table must be after any loss of power in them.
+
+The system calls of a life are recorded (`recorded_calls.py`). Each state that a crash can leave of them is written to a
+folder, opened, compared with a table in RAM that made the same steps, verified, trained and committed; and what the
+recovery does is recorded too, so that it can lose power as well.
+
+    python tests/support/crash_states.py LIFE NUMBER    # checks one state of a life that a failed test has kept
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import random
+import shutil
+import sys
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import embedrock as er
+from embedrock.machine.vfs import System
+from embedrock.table.table import rows_of
+from embedrock.testing import records_of
+from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
+from small_pieces import cut_small
+from table_files import files_of
+
+ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
+TABLE, MEMORY = "table", "64KiB"
+RULES = (er.Adam(lr=0.1), er.Momentum(lr=0.1), er.SGD(lr=0.1))  # of records of three layouts
+KINDS: dict[str, dict[str, Any]] = {
+    "adam": {"rows": ROWS, "rule": RULES[0]},
+    "dense": {"rows": ROWS, "rule": er.Adam(lr=0.1, dense=True)},  # has a history
+    "open": {"rows": None, "rule": RULES[1], "dtype": "bfloat16"},
+}
+AGAIN = 8  # one state in so many also loses power while it recovers ...
+RECOVERIES = 4  # ... in so many ways
+RAM = Path("/dev/shm")  # a folder of files that need no disk, where there is one
+
+
+class Content(NamedTuple):
+    """All that a commit must bring back, to the bit."""
+
+    steps: int
+    rule: str
+    ids: bytes
+    records: bytes
+    weights: bytes
+    history: bytes
+
+
+def content_of(table: er.Table) -> Content:
+    (ids, records), history = records_of(table), rows_of(table).history
+    kept = {} if history is None else history.state()
+    arrays = b"".join(name.encode() + array.tobytes() for name, array in sorted(kept.items()))
+    weights = table.lookup(np.arange(ROWS)).tobytes()
+    return Content(table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
+
+
+def train(table: er.Table, number: int) -> None:
+    """Make a step that is a function of its number."""
+    rng = np.random.default_rng(number)
+    hot, any_row = rng.integers(0, BATCH, BATCH), rng.integers(0, ROWS, BATCH)
+    ids = np.where(rng.random(BATCH) < 0.3, hot, any_row)
+    table.update(ids, rng.standard_normal((BATCH, DIM)).astype(np.float32))
+
+
+def train_on(table: er.Table) -> None:
+    """Make the step that is made after every crash."""
+    train(table, 10**6)
+
+
+def contents_from(table: er.Table) -> tuple[Content, ...]:
+    """Return the content of a table now, and after one and two steps more that are made after a crash."""
+    table, contents = copy.deepcopy(table), [content_of(table)]
+    for _ in range(2):
+        train_on(table)
+        contents.append(content_of(table))
+    return tuple(contents)
+
+
+# ---------------------------------------------------------------- what is promised
+
+
+class Mark(NamedTuple):
+    """What a program knows, as of a position in its calls.
+
+    Attributes:
+        position: calls made before.
+        what: "begun" (the commit may be found from now on), "done" (it is durable), "kept" (until it is released: it
+            has a name) or "released".
+        commit: its number.
+        contents: of a commit that was begun; see `contents_from`.
+    """
+
+    position: int
+    what: str
+    commit: int
+    contents: tuple[Content, ...] = ()
+
+
+@dataclass
+class Trace:
+    """The calls of a program, and what it was promised on the way.
+
+    Attributes:
+        name: for messages.
+        begins: position of the first call that may be lost.
+    """
+
+    name: str
+    calls: list[Call]
+    begins: int = 0
+    marks: list[Mark] = field(default_factory=list)
+
+    def mark(self, what: str, commit: int, contents: tuple[Content, ...] = ()) -> None:
+        self.marks.append(Mark(len(self.calls), what, commit, contents))
+
+    def was_found(self, last: int, kept: set[int], contents: dict[int, tuple[Content, ...]]) -> None:
+        """Note the commits that were there from the beginning, so that they must not be lost."""
+        self.marks += [Mark(self.begins, "begun", commit, each) for commit, each in contents.items()]
+        self.marks += [Mark(self.begins, "done", last), *(Mark(self.begins, "kept", commit) for commit in kept)]
+
+    def known(self, what: str, point: int) -> list[Mark]:
+        """Return the marks of a kind up to a position."""
+        return [mark for mark in self.marks if mark.what == what and mark.position <= point]
+
+    def acknowledged(self, point: int) -> int:
+        """Return the number of the last commit that must be there, -1 for none."""
+        return max((mark.commit for mark in self.known("done", point)), default=-1)
+
+    def contents_at(self, commit: int, point: int) -> tuple[Content, ...]:
+        """Return what a commit that was found holds; fail if it cannot be."""
+        last = self.acknowledged(point)
+        assert commit >= last, f"commit {last} is lost: {commit} was opened"
+        return self.contents_of(commit, point)
+
+    def contents_of(self, commit: int, point: int) -> tuple[Content, ...]:
+        found = [mark.contents for mark in self.known("begun", point) if mark.commit == commit]
+        assert found, f"commit {commit} was never made"
+        return found[-1]
+
+    def kept(self, point: int) -> set[int]:
+        """Return the commits that have a name, and must be there."""
+        kept, released = ({mark.commit for mark in self.known(what, point)} for what in ("kept", "released"))
+        return kept - released
+
+
+# ---------------------------------------------------------------- lives
+
+
+class Life:
+    """A table that is made, trained, committed, and all else that can happen to it, with one in RAM beside it."""
+
+    def __init__(self, seed: int, kind: str, root: Path) -> None:
+        self.rng, self.kind, self.root = random.Random(seed), kind, root
+        self.system = Recorder(root)
+        self.trace = Trace(f"life {seed} of {kind!r}", self.system.calls)
+        self.ram = er.Table(dim=DIM, seed=1, **KINDS[kind])
+        self._saved: dict[int, er.Table] = {}
+        self._names: dict[str, int] = {}
+        self._under_way: tuple[int, str | None] | None = None
+        self._made, self._steps = 0, seed * 1000
+        widest = er.Table(ROWS, DIM, rule=RULES[0])
+        self._options = {"memory": widest.memory_for(SLOTS), "keep": KEEP, "system": self.system}
+
+    def live(self, acts: int) -> Trace:
+        self._begin(0, self.ram)
+        self.table = er.Table(dim=DIM, seed=1, path=self.root / TABLE, **KINDS[self.kind], **self._options)
+        self.trace.mark("done", 0)
+        for name in ("train", "commit", *self.rng.choices(list(ACTS), list(WEIGHTS.values()), k=acts), "reopen"):
+            ACTS[name](self)
+        self._close()
+        return self.trace
+
+    def _begin(self, commit: int, table: er.Table) -> None:
+        self._saved[commit] = copy.deepcopy(table)
+        self.trace.mark("begun", commit, contents_from(table))
+
+    def _next(self) -> int:
+        """Return the number of the next commit, once the one in the background has ended."""
+        files_of(self.table).end_commit(rows_of(self.table))
+        if self._under_way is not None:
+            self._done(*self._under_way)
+        return self.table.last_commit + 1
+
+    def _done(self, commit: int, name: str | None) -> None:
+        self._under_way = None
+        self.trace.mark("done", commit)
+        if name is not None:
+            self._names[name] = commit
+            self.trace.mark("kept", commit)
+
+    def train(self) -> None:
+        for _ in range(self.rng.randint(1, 4)):
+            self._steps += 1
+            train(self.table, self._steps)
+            train(self.ram, self._steps)
+
+    def commit(self, wait: bool = True, named: bool = False) -> None:
+        self._made += 1
+        number, name = self._next(), f"number {self._made}" if named else None
+        self._begin(number, self.ram)
+        assert self.table.commit(name=name, wait=wait) == number
+        if wait:
+            self._done(number, name)
+        else:
+            self._under_way = number, name
+            self.train()
+
+    def release(self) -> None:
+        self._next()
+        if self._names:
+            name = self.rng.choice(list(self._names))
+            self.trace.mark("released", self._names.pop(name))
+            self.table.release(name)
+
+    def compact(self) -> None:
+        number = self._next()
+        self._begin(number, self._saved[number - 1])
+        if self.table.compact() == number:
+            self._done(number, None)
+
+    def compact_behind(self) -> None:
+        files_of(self.table).compact_in_background(self.table.rows)
+        self.train()
+
+    def rollback(self) -> None:
+        number, target = self._next(), self.rng.choice([commit["commit"] for commit in self.table.commits()])
+        self._begin(number, self._saved[target])
+        assert self.table.rollback(target) == number
+        self._done(number, None)
+        self.ram = copy.deepcopy(self._saved[target])
+
+    def lay_out(self) -> None:
+        """Give the records another layout, which the next commit has, unless the table is abandoned before."""
+        rule = self.rng.choice([rule for rule in RULES if rule != self.ram.rule])
+        for table in (self.table, self.ram):
+            table.set_rule(rule)
+        self.train()
+
+    def reopen(self, abandoned: bool = False) -> None:
+        if not abandoned:
+            self.commit()
+        number = self._next()
+        self._close()
+        self.table = er.open(self.root / TABLE, **self._options)
+        self.ram = copy.deepcopy(self._saved[number - 1])
+        assert content_of(self.table) == content_of(self.ram)
+
+    def _close(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", er.UncommittedWarning)
+            self.table.close()
+
+
+ACTS: dict[str, Callable[[Life], None]] = {
+    "train": Life.train,
+    "commit": Life.commit,
+    "commit behind": lambda life: life.commit(wait=False),
+    "named commit": lambda life: life.commit(named=True),
+    "named behind": lambda life: life.commit(wait=False, named=True),
+    "release": Life.release,
+    "compact": Life.compact,
+    "compact behind": Life.compact_behind,
+    "rollback": Life.rollback,
+    "lay out": Life.lay_out,
+    "reopen": Life.reopen,
+    "abandon": lambda life: life.reopen(abandoned=True),
+}
+WEIGHTS = dict.fromkeys(ACTS, 1) | {"train": 3, "commit behind": 3, "commit": 2, "compact behind": 2}
+
+
+# ---------------------------------------------------------------- states
+
+
+class State(NamedTuple):
+    """One thing that a crash can leave.
+
+    Attributes:
+        point: calls that were made before.
+        law: by which some of them are lost.
+        disk: what is there.
+    """
+
+    point: int
+    law: str
+    disk: Disk
+
+    @property
+    def key(self) -> int:
+        return hash((self.point, frozenset(self.disk.items())))
+
+
+def state_of(trace: Trace, number: int) -> State:
+    """Return a state by its number: every call in turn, by every law in turn, with what is lost drawn anew."""
+    rng, points = random.Random(number), len(trace.calls) - trace.begins
+    point = trace.begins + 1 + number * 7919 % points
+    law = list(LAWS)[number % len(LAWS)]
+    return State(point, law, made(LAWS[law](trace.calls[:point], rng)))
+
+
+class Explorer:
+    """Checks states, and counts them.
+
+    Args:
+        root: an empty folder.
+
+    Attributes:
+        seen: states that were checked, by what is on the disk and what was promised.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.seen = root, set[tuple[int, int]]()
+
+    def explore(self, trace: Trace, number: int) -> None:
+        """Check a state of a trace, and for some numbers what is left when the power is lost again on recovery."""
+        recovery = self._check_new(trace, number)
+        if recovery is not None and number % AGAIN == 0 and len(recovery.calls) > recovery.begins:
+            for again in range(RECOVERIES):
+                self._check_new(recovery, number + again)
+
+    def _check_new(self, trace: Trace, number: int) -> Trace | None:
+        """Check a state unless it was seen before; return what was done to recover."""
+        state = state_of(trace, number)
+        key = state.key, trace.acknowledged(state.point)
+        if key in self.seen:
+            return None
+        self.seen.add(key)
+        try:
+            return self.check(trace, state)
+        except BaseException as error:
+            last = trace.calls[state.point - 1]
+            error.add_note(f"{trace.name}, after call {state.point - 1} ({_told(last)}), {state.law}")
+            raise
+
+    def check(self, trace: Trace, state: State) -> Trace:
+        """Open what a crash has left, and go on. Returns what was done."""
+        put(state.disk, self._root)
+        system = Recorder(self._root, state.disk)
+        recovery = Trace("recovery", system.calls, len(system.calls))
+        try:
+            recover(trace, state.point, recovery, self._root / TABLE, system)
+        finally:
+            for path in self._root.iterdir():
+                shutil.rmtree(path)
+        return recovery
+
+
+def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: System) -> None:
+    """Open a table that a crash has left, compare it with what was promised, and train and commit it."""
+    try:
+        table = er.open(path, memory=MEMORY, keep=KEEP, system=system)
+    except er.TableFileError:
+        assert trace.acknowledged(point) < 0, "there is no table"
+        return
+    with table:
+        commit = table.last_commit
+        contents = trace.contents_at(commit, point)
+        numbers = [each["commit"] for each in table.commits()]
+        recovery.was_found(commit, trace.kept(point), {number: trace.contents_of(number, point) for number in numbers})
+        check_table(table, contents[0])
+        verdict = table.verify()
+        assert (verdict.problems, verdict.newest_good) == ([], commit), verdict
+        check_commits(path, table, trace, point, system)
+        train_on(table)
+        recovery.mark("begun", commit + 1, contents[1:])
+        assert table.commit() == commit + 1
+        recovery.mark("done", commit + 1)
+    check_commit(path, commit + 1, contents[1], system)
+
+
+def check_commit(path: Path, commit: int, expected: Content, system: System) -> None:
+    with er.open(path, mode="r", at=commit, memory=MEMORY, system=system) as table:
+        check_table(table, expected)
+
+
+def check_table(table: er.Table, expected: Content) -> None:
+    assert content_of(table) == expected, f"commit {table.last_commit} has another content"
+    assert table.stats()["rows_touched"] == len(expected.ids) // 8
+
+
+def check_commits(path: Path, table: er.Table, trace: Trace, point: int, system: System) -> None:
+    """Fail unless the folder has the files of its commits and no others, and one more of these can be opened."""
+    numbers = [commit["commit"] for commit in table.commits()]
+    assert trace.kept(point) <= set(numbers), "a commit that has a name is lost"
+    manifests = [json.loads(file.read_bytes().splitlines()[0]) for file in (path / "manifest").glob("*.json")]
+    assert len(manifests) == len(numbers)
+    named = {part["file"]: part["size"] for each in manifests for kind in FILES for part in each[kind]}
+    found = {str(file.relative_to(path)): file.stat().st_size for kind in FILES for file in path.glob(f"{kind}/**/*.*")}
+    assert found.items() >= named.items(), "a file that a commit names is missing"
+    left = {name for name in found.keys() - named.keys() if found[name] > HEADER and _is_whole(path / name)}
+    assert not left, f"{left} should have been removed"
+    older = numbers[point % len(numbers)]
+    if older != table.last_commit:
+        check_commit(path, older, trace.contents_of(older, point)[0], system)
+
+
+FILES = ("base", "delta", "history")
+HEADER = 4096
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file begins with a page that says whose it is: then it should have been removed."""
+    page = path.read_bytes()[:HEADER]
+    return zlib.crc32(page[:-4]) == int.from_bytes(page[-4:], "little")
+
+
+def _told(call: Call) -> str:
+    return f"Write to {call.file} at {call.offset}, {len(call.data)} bytes" if type(call) is Write else repr(call)
+
+
+# ---------------------------------------------------------------- programs
+
+
+@contextmanager
+def folder_in_ram() -> Iterator[Path]:
+    """Make a folder, and remove it at the end."""
+    with tempfile.TemporaryDirectory(dir=RAM if os.access(RAM, os.W_OK) else None) as name:
+        yield Path(name)
+
+
+def recorded_life(seed: int, kind: str, acts: int) -> Trace:
+    with folder_in_ram() as root, cut_small():
+        return Life(seed, kind, root).live(acts)
+
+
+def explore_life(trace: Trace, states: int, kept_at: Path) -> int:
+    """Check states of a life, and return how many there were; a life of which one is bad is kept in a file."""
+    with folder_in_ram() as root:
+        explorer = Explorer(root)
+        for number in range(states):
+            try:
+                explorer.explore(trace, number)
+            except BaseException as error:
+                kept_at.write_bytes(pickle.dumps(trace))
+                error.add_note(f"{trace.name}; again: PYTHONPATH=src python {__file__} {kept_at} {number}")
+                raise
+        return len(explorer.seen)
+
+
+def main(life: str, number: str) -> None:
+    trace = pickle.loads(Path(life).read_bytes())
+    with folder_in_ram() as root:
+        Explorer(root).explore(trace, int(number))
+    print("nothing is wrong with it")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""Recorded system calls of real tables, and every state that a loss of power may leave of them: no commit is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from crash_states import KINDS, explore_life, main, recorded_life
+from embedrock.errors import EmbedrockError
+from embedrock.machine.vfs import File
+from embedrock.store import manifest as manifests
+from recorded_calls import Recorder
+
+ACTS = 14
+LIVES = 7  # of each kind, when there is time
+
+
+def explore(seed: int, kind: str, states: int, tmp_path: Path) -> int:
+    return explore_life(recorded_life(seed, kind, ACTS), states, tmp_path / "life")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_loses_nothing(kind: str, tmp_path: Path):
+    assert explore(0, kind, 200, tmp_path) > 150
+
+
+@pytest.mark.slow
+def test_no_crash_of_many_lives_loses_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    states = sum(explore(seed, kind, 1000, tmp_path) for kind in KINDS for seed in range(1, 1 + LIVES))
+    with capsys.disabled():
+        print(f"\ncrash states: {states:,}, bad: 0")
+    assert states > 20_000
+
+
+# ---------------------------------------------------------------- a checker that finds nothing proves nothing
+
+
+def sync_no(end: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Leave out the sync of files whose path ends so."""
+    sync = File.sync
+    return lambda patch: patch.setattr(File, "sync", lambda self: None if self.path.endswith(end) else sync(self))
+
+
+def sync_no_folder(end: str) -> Callable[[pytest.MonkeyPatch], None]:
+    sync = Recorder.fsync_folder
+
+    def left_out(self: Recorder, path: str) -> None:
+        if not path.endswith(end):
+            sync(self, path)
+
+    return lambda patch: patch.setattr(Recorder, "fsync_folder", left_out)
+
+
+def publish_first(patch: pytest.MonkeyPatch) -> None:
+    """Sync the logs of a commit when its manifest is there."""
+    late, sync, publish = list[File](), File.sync, manifests.publish
+
+    def publish_then_sync(*args):
+        publish(*args)
+        while late:
+            sync(late.pop())
+
+    patch.setattr(File, "sync", lambda self: late.append(self) if self.path.endswith(".dlt") else sync(self))
+    patch.setattr(manifests, "publish", publish_then_sync)
+
+
+PLANTED = {
+    "no fdatasync of logs": sync_no(".dlt"),
+    "no fdatasync of chunks": sync_no(".rows"),
+    "no fdatasync of manifests": sync_no(".tmp"),
+    "no fsync of the folder of logs": sync_no_folder("/delta"),
+    "no fsync of the folder of manifests": sync_no_folder("/manifest"),
+    "no fsync of the folder of bases": sync_no_folder("/base"),
+    "manifests before their logs": publish_first,
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_wrong_is_found(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        PLANTED[planted](patch)
+        life = recorded_life(3, "adam", ACTS)
+    with pytest.raises((AssertionError, EmbedrockError)) as found:
+        explore_life(life, 400, tmp_path / "life")
+    again = found.value.__notes__[-1].split()
+    with pytest.raises(type(found.value)):  # by the command that was printed
+        main(*again[-2:])
