@@ -417,7 +417,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _told(call: Call) -> str:
-    return f"Write to {call.file} at {call.offset}, {len(call.data)} bytes" if type(call) is Write else repr(call)
+    return f"Write to {call.file} at {call.offset}, {len(call.data)} bytes" if isinstance(call, Write) else repr(call)
 
 
 # ---------------------------------------------------------------- programs

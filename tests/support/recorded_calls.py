@@ -140,18 +140,18 @@ class Recorder(OSSystem):
 
 def _ends_of_sync(calls: Sequence[Call]) -> dict[int | None, int]:
     """Return, for each file or folder that was synced, the position of its last sync."""
-    return {call.what: position for position, call in enumerate(calls) if type(call) is Sync}
+    return {call.what: position for position, call in enumerate(calls) if isinstance(call, Sync)}
 
 
 def weakest(calls: Sequence[Call], rng: random.Random) -> Iterator[Call]:
     """POSIX: what was synced survives. Of all else, any names of any folder, and any sectors of any file."""
     names, sectors, synced = rng.choice(SHARES), rng.choice(SHARES), _ends_of_sync(calls)
     for position, call in enumerate(calls):
-        if type(call) is Sync:
+        if isinstance(call, Sync):
             continue
         if position < synced.get(call[0], -1):
             yield call
-        elif type(call) is Write:
+        elif isinstance(call, Write):
             yield from (part for part in _cut(call, SECTOR) if rng.random() < sectors)
         elif rng.random() < names:
             yield call
@@ -166,12 +166,12 @@ def ordered(calls: Sequence[Call], rng: random.Random) -> Iterator[Call]:
     sure = _last_in_journal(calls, synced)
     cut, written = rng.choice((sure, len(calls), rng.randint(sure, len(calls)))), dict[int, int | None]()
     for position, call in enumerate(calls):
-        if type(call) is Name:
+        if isinstance(call, Name):
             if position < cut:
                 yield call
-        elif type(call) is Write and position < synced.get(call.file, -1):
+        elif isinstance(call, Write) and position < synced.get(call.file, -1):
             yield call
-        elif type(call) is Write and position < cut:
+        elif isinstance(call, Write) and position < cut:
             if call.file not in written:  # how far its pages were written back, None for all of them
                 written[call.file] = rng.choice((0, None, PAGE * rng.randint(0, 8)))
             end = written[call.file]
@@ -184,7 +184,7 @@ def _last_in_journal(calls: Sequence[Call], synced: dict[int | None, int]) -> in
     """Return up to which call, exclusively, names are on the disk for certain."""
     last = 0
     for position, call in enumerate(calls):
-        if type(call) is Name and position < max(synced.get(call.folder, -1), synced.get(call.what, -1)):
+        if isinstance(call, Name) and position < max(synced.get(call.folder, -1), synced.get(call.what, -1)):
             last = position + 1
     return last
 
@@ -194,11 +194,11 @@ def torn(calls: Sequence[Call], rng: random.Random) -> Iterator[Call]:
     names, synced = rng.choice(SHARES), _ends_of_sync(calls)
     sizes, ends = _sizes(calls), dict[int, int]()
     for position, call in enumerate(calls):
-        if type(call) is Sync:
+        if isinstance(call, Sync):
             continue
         if position < synced.get(call[0], -1):
             yield call
-        elif type(call) is Name:
+        elif isinstance(call, Name):
             if rng.random() < names:
                 yield call
         else:
@@ -218,7 +218,7 @@ def _filling(call: Write, size: int, rng: random.Random) -> Write:
 def _sizes(calls: Sequence[Call]) -> dict[int, int]:
     sizes = dict[int, int]()
     for call in calls:
-        if type(call) is Write:
+        if isinstance(call, Write):
             sizes[call.file] = max(sizes.get(call.file, 0), call.offset + len(call.data))
     return sizes
 
@@ -237,14 +237,16 @@ def made(calls: Iterator[Call] | Sequence[Call]) -> Disk:
     """Make calls on an empty disk."""
     files, folders = dict[int, bytearray](), dict[int, dict[str, int]]({ROOT: {}})
     for call in calls:
-        if type(call) is Write:
+        if isinstance(call, Write):
             data, end = files.setdefault(call.file, bytearray()), call.offset + len(call.data)
             data.extend(bytes(max(0, end - len(data))))
             data[call.offset : end] = call.data
-        elif type(call) is Name and call.what is None:
-            folders.setdefault(call.folder, {}).pop(call.name, None)
-        elif type(call) is Name:
-            folders.setdefault(call.folder, {})[call.name] = call.what
+        elif isinstance(call, Name):
+            names = folders.setdefault(call.folder, {})
+            if call.what is None:
+                names.pop(call.name, None)
+            else:
+                names[call.name] = call.what
     return dict(_walk(ROOT, "", files, folders))
 
 

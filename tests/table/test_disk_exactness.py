@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,208 +17,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import embedrock as er
+from disk_pair import (
+    AFTER,
+    BATCH,
+    EVENTS,
+    EVERY,
+    ROWS,
+    STILL,
+    TOTAL,
+    TRACES,
+    Case,
+    Company,
+    Pair,
+    rows_stay,
+    still,
+    surroundings,
+)
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.testing import FaultFS
 from embedrock.tiers.cache import POLICIES
-from same_tables import LAGGING, LAZY, RULES, check_same
-from small_pieces import SIZES
-from table_files import files_of
-
-BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
-STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
-TOTAL = ROWS + STILL
-EVERY = 101 * BATCH  # slots: more than there are rows, and a window of 100 batches may be without repeats
-KEEP = 3
+from same_tables import RULES, check_same
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A table, and how it is kept on disk."""
-
-    rule: er.Rule = RULES[5]
-    dtype: str = "float32"
-    rows: int | None = TOTAL
-    policy: str = "lfu"
-    slots: int = BATCH
-    threads: int = 1
-    seed: int = 0
-    small: bool = True  # many small pieces where there would be a large one
-
-
-# ---------------------------------------------------------------- traces
-
-
-def skewed(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
-    while True:
-        yield np.minimum(rng.zipf(1.2, BATCH) - 1, ROWS - 1)
-
-
-def uniform(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
-    while True:
-        yield rng.integers(0, ROWS, BATCH)
-
-
-def bursts(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
-    """Scan a little more than the cache holds, again and again, and between scans hammer on a few rows of them."""
-    period = min(slots + BATCH // 2, ROWS)
-    while True:
-        for start in range(0, 2 * period, BATCH):
-            yield np.arange(start, start + BATCH) % period
-        hot = rng.integers(0, period, 3)
-        for _ in range(3):
-            yield rng.choice(hot, BATCH)
-
-
-def all_new(rng: np.random.Generator, slots: int) -> Iterator[np.ndarray]:
-    for start in itertools.count(int(rng.integers(0, ROWS)), BATCH):
-        yield np.arange(start, start + BATCH) % ROWS
-
-
-TRACES: dict[str, Callable[[np.random.Generator, int], Iterator[np.ndarray]]] = {
-    "skewed": skewed,
-    "uniform": uniform,
-    "bursts": bursts,
-    "all new": all_new,
-}
-
-
-# ---------------------------------------------------------------- the pair
-
-
-class Pair:
-    """A table on disk, and one in RAM that is treated alike."""
-
-    def __init__(self, case: Case, folder: Any, system: System = OS_SYSTEM) -> None:
-        self.case, self.folder, self.system = case, folder, system
-        self.rng = np.random.default_rng(case.seed)
-        arguments: dict[str, Any] = {
-            "rule": case.rule,
-            "dtype": case.dtype,
-            "seed": case.seed,
-            "init": er.Uniform(-1, 1),
-        }
-        self.ram = er.Table(case.rows, DIM, **arguments)
-        self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
-        self.options["memory"] = self.ram.memory_for(case.slots)
-        self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
-        self.saved = {0: copy.deepcopy(self.ram)}
-
-    def ids(self, numbers: np.ndarray) -> np.ndarray:
-        """Return row numbers as ids of this table: the open ones lie far apart, negative ones among them."""
-        if self.case.rows is not None:
-            return numbers
-        with np.errstate(over="ignore"):
-            return numbers.astype(np.int64) * np.int64(-7046029254386353131)
-
-    def batches(self, trace: str, count: int) -> list[np.ndarray]:
-        found = itertools.islice(TRACES[trace](self.rng, self.case.slots), count)
-        return [self.ids(numbers) for numbers in found]
-
-    def grads(self, ids: np.ndarray) -> np.ndarray:
-        return self.rng.standard_normal((*ids.shape, DIM)).astype(np.float32)
-
-    # ---- what is done to both
-
-    def step(self, ids: np.ndarray) -> None:
-        """Look rows up, as a model would, and step them."""
-        np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
-        grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
-        for table in (self.table, self.ram):
-            table.update(ids, grads, lr=lr)
-
-    def assign(self) -> None:
-        """Overwrite some rows."""
-        if self.ram.rule in LAGGING:
-            return
-        ids = self.ids(self.rng.permutation(ROWS)[:BATCH])
-        values = self.grads(ids)
-        for table in (self.table, self.ram):
-            table.assign(ids, values)
-
-    def set_rule(self) -> None:
-        """Lay records out anew."""
-        if self.ram.first_scale != 1:  # which is refused
-            return
-        width = 0 if self.ram.rule is None else self.ram.rule.state_width(DIM)
-        rules = [rule for rule in LAZY if rule.state_width(DIM) <= width]  # as many rows as before must fit
-        rule = rules[int(self.rng.integers(len(rules)))]
-        for table in (self.table, self.ram):
-            table.set_rule(rule)
-
-    def read_all(self) -> None:
-        """Read more rows at once than the cache holds."""
-        ids = self.ids(self.rng.permutation(ROWS))
-        np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
-
-    # ---- what changes nothing, or goes back
-
-    def commit(self, wait: bool = True, name: str | None = None) -> None:
-        self.saved[self.table.commit(step=self.ram.steps, wait=wait, name=name)] = copy.deepcopy(self.ram)
-
-    def compact(self) -> None:
-        before = self.saved[max(self.saved)]
-        self.saved[self.table.compact()] = before
-
-    def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(self.case.rows)
-
-    def rollback(self, newest: bool = True) -> None:
-        """Go back, to the last commit or to any."""
-        numbers = [commit["commit"] for commit in self.table.commits()]
-        number = max(self.saved) if newest else int(self.rng.choice(numbers))
-        made = self.table.rollback(number)
-        self.ram = copy.deepcopy(self.saved[number])
-        self.saved[made] = self.saved[number]
-        self.check()
-
-    def reopen(self, committed: bool) -> None:
-        """Close the table, with or without a commit, and open it again."""
-        if committed:
-            self.commit()
-        if self.table.uncommitted:
-            with pytest.warns(er.UncommittedWarning):
-                self.table.close()
-        else:
-            self.table.close()
-        self.ram = copy.deepcopy(self.saved[max(self.saved)])
-        self.table = er.open(self.folder, **self.options)
-        self.check()
-
-    # ---- how they are compared
-
-    def check(self) -> None:
-        """Fail unless both have the same rows, byte by byte."""
-        check_same(self.table, self.ram)
-
-    def close(self) -> None:
-        """Check all that can be, on disk too."""
-        self.check()
-        self.reopen(committed=True)
-        verdict = self.table.verify()
-        assert verdict.problems == []
-        assert verdict.newest_good == self.table.last_commit
-        self.table.close()
-
-
-EVENTS: dict[str, Callable[[Pair], None]] = {
-    "nothing": lambda pair: None,
-    "commit": Pair.commit,
-    "named commit": lambda pair: pair.commit(name=f"commit {pair.ram.steps}"),
-    "commit behind": lambda pair: pair.commit(wait=False),
-    "compact": Pair.compact,
-    "compact behind": Pair.compact_behind,
-    "rollback": Pair.rollback,
-    "rollback far": lambda pair: pair.rollback(newest=False),
-    "assign": Pair.assign,
-    "set rule": Pair.set_rule,
-    "read all": Pair.read_all,
-}
-AFTER: dict[str, Callable[[Pair], None]] = {
-    "reopen": lambda pair: pair.reopen(committed=True),
-    "crash": lambda pair: pair.reopen(committed=False),
-}
 
 
 @dataclass(frozen=True)
@@ -257,21 +75,6 @@ def perform(pair: Pair, acts: list[Act]) -> None:
         if act.event in AFTER:
             AFTER[act.event](pair)
     pair.check()
-
-
-@contextmanager
-def surroundings(case: Case) -> Iterator[None]:
-    """Set threads and pieces as a case wants them."""
-    before = er.get_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        for module, sizes in SIZES.items() if case.small else ():
-            for name, size in sizes.items():
-                patch.setattr(module, name, size)
-        er.set_threads(case.threads)
-        try:
-            yield
-        finally:
-            er.set_threads(before)
 
 
 # ---------------------------------------------------------------- drawn programs
@@ -395,43 +198,6 @@ def test_a_very_slow_disk_changes_nothing(case: Case, tmp_path: Path):
 # ---------------------------------------------------------------- company
 
 
-class Company(threading.Thread):
-    """A thread that looks rows up and brings them up while others are trained: rows that nobody changes."""
-
-    def __init__(self, pair: Pair, expected: np.ndarray) -> None:
-        super().__init__(name="company")
-        self._table, self._rng = pair.table, np.random.default_rng(pair.case.seed)
-        self._still, self._all = still(pair), pair.ids(np.arange(TOTAL))
-        self._expected, self.error = expected, None
-        self._done = threading.Event()
-        self.calls = 0
-
-    def run(self) -> None:
-        try:
-            while not self._done.is_set():
-                self._call(self._rng.integers(0, STILL, BATCH // 2))
-                self.calls += 1
-        except BaseException as error:
-            self.error = error
-
-    def _call(self, which: np.ndarray) -> None:
-        ticket = self._table.bring(self._rng.choice(self._all, BATCH // 2))
-        np.testing.assert_array_equal(self._table.lookup(self._still[which]), self._expected[which])
-        self._table.lookup(self._rng.choice(self._all, BATCH))
-        ticket.release()
-
-    def leave(self) -> None:
-        self._done.set()
-        self.join()
-        if self.error is not None:
-            raise self.error
-        assert self.calls
-
-
-def still(pair: Pair) -> np.ndarray:
-    return pair.ids(np.arange(ROWS, TOTAL))
-
-
 def keep_company(pair: Pair, program: list[Act]) -> None:
     """Play with others at the same table all the time."""
     for first in range(0, STILL, BATCH // 2):
@@ -462,11 +228,6 @@ def test_other_threads_change_nothing(policy: str, tmp_path: Path):
     case = Case(policy=policy, slots=6 * BATCH, threads=2, seed=3)
     with surroundings(case):
         keep_company(Pair(case, tmp_path / "table", Jittery(3, longest_seconds=0.001)), COMPANY_STORY)
-
-
-def rows_stay(case: Case) -> bool:
-    """Return whether rows that no batch has stay as they are, and two threads have room."""
-    return case.rule not in LAGGING and case.slots >= 6 * BATCH
 
 
 @pytest.mark.slow
