@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,11 @@ def test_pretrained_bfloat16_rows_on_disk(kind: type, tmp_path: Path):
 # ---------------------------------------------------------------- states
 
 
+def meta_of(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return what a state dict says of a table: of one on disk, the reference."""
+    return json.loads(bytes(state[prefix + "rows.meta"].numpy()))
+
+
 def trained(tmp_path: Path, steps: int = 3) -> tuple[Model, list[torch.optim.Optimizer]]:
     model = Model(tmp_path)
     optimizers = optimizers_of(model)
@@ -241,12 +247,12 @@ def test_a_state_has_only_the_reference(tmp_path: Path):
     model, optimizers = trained(tmp_path)
     model.user.table.commit(step=3)
     state = model.state_dict()
-    user, item = state["user._extra_state"], state["item._extra_state"]
+    user, item = meta_of(state, "user."), meta_of(state, "item.")
     table = model.user.table
     assert user == {"path": str(tmp_path / "users.rock"), "uuid": table.uuid, "commit": 1, "step": 3}
     assert (item["commit"], item["step"]) == (1, None)  # committed, because it had changed
     assert not model.item.table.uncommitted
-    assert model.state_dict()["item._extra_state"] == item
+    assert meta_of(model.state_dict(), "item.") == item
     at_three = {name: model.user.table.lookup(np.arange(ROWS)) for name in ("user",)}
     dense = copy.deepcopy(model.dense.state_dict())
     state = saved(state)
@@ -300,7 +306,7 @@ def test_a_table_that_was_moved_is_known_by_its_uuid(tmp_path: Path):
     model.close()
     (tmp_path / "users.rock").rename(tmp_path / "elsewhere.rock")
     layer = ert.Embedding(ROWS, DIM, path=tmp_path / "elsewhere.rock")
-    layer.load_state_dict({"_extra_state": state["user._extra_state"]})
+    layer.load_state_dict({"rows.meta": state["user.rows.meta"]})
     assert np.array_equal(layer.table.lookup(np.arange(ROWS)), before)
     layer.table.close()
 
@@ -319,7 +325,7 @@ def test_copies_are_refused_and_pickles_go_by_name(tmp_path: Path):
     with pytest.raises(er.UnsupportedError, match=r"deepcopy.*on disk"):
         copy.deepcopy(nn.Sequential(layer))
     assert pickle.loads(pickle.dumps(layer)).table is layer.table
-    assert copy.deepcopy(layer.state_dict())["_extra_state"]["uuid"] == layer.table.uuid
+    assert meta_of(copy.deepcopy(layer.state_dict()))["uuid"] == layer.table.uuid
     layer.table.close()
 
 
@@ -329,7 +335,7 @@ def test_a_snapshot_in_a_layer(tmp_path: Path):
     with er.open(tmp_path / "users.rock", mode="r") as snapshot:
         layer = ert.Embedding(snapshot).requires_grad_(False)
         assert torch.equal(layer(torch.arange(9)), model.user(torch.arange(9)))
-        assert layer.state_dict()["_extra_state"] == state["_extra_state"]
+        assert meta_of(layer.state_dict()) == meta_of(state)
         layer.load_state_dict(state)
     model.close()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from twins import DIM, ROWS, check_equal, weight_of
+from twins import DIM, ROWS, check_equal, embedding_twins, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_as_large_as_the_rows_touched():
     layer(IDS).sum().backward()
     optimizer.step()
     state = layer.state_dict()
-    assert list(state) == ["_extra_state"]  # the handle has nothing to say
+    assert sorted(state) == ["rows.ids", "rows.meta", "rows.weight"]  # the handle has nothing to say
     file = io.BytesIO()
     torch.save(state, file)
     assert len(file.getvalue()) < 10_000
@@ -128,22 +128,32 @@ def test_a_checkpoint_may_be_copied():
     assert other.user.table.steps == 2
 
 
-def test_loading_drops_pending_gradients():
-    model = Model()
-    optimizers = optimizers_of(model, ert.SGD)
-    model(IDS).backward()
-    model.load_state_dict(saved(Model().state_dict()))
-    optimizers[0].step()
-    assert model.user.table.steps == 0
+def test_loading_keeps_pending_gradients():
+    """As PyTorch keeps .grad: the rows that were loaded are stepped by it."""
+    mine, theirs = embedding_twins()
+    start, its_start = mine.state_dict(), copy.deepcopy(theirs.state_dict())
+    optimizers = [ert.SGD(mine, lr=1.0), torch.optim.SGD(theirs.parameters(), lr=1.0)]
+    for layer in (mine, theirs):
+        layer(IDS).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for layer, state in ((mine, start), (theirs, its_start)):
+        layer.load_state_dict(state)
+    check_equal(mine, theirs)
+    for optimizer in optimizers:
+        optimizer.step()
+    check_equal(mine, theirs)
+    assert not torch.equal(weight_of(mine), its_start["weight"])
+    assert mine.table.steps == 1
 
 
 def test_keys_are_checked():
     layer = ert.Embedding(ROWS, DIM)
-    with pytest.raises(RuntimeError, match=r'Missing key.*"_extra_state"'):
+    with pytest.raises(RuntimeError, match=r'Missing key.*"rows.meta"'):
         layer.load_state_dict({})
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
         layer.load_state_dict({**layer.state_dict(), "other": torch.zeros(1)})
-    assert layer.load_state_dict({}, strict=False).missing_keys == ["_extra_state"]
+    assert layer.load_state_dict({}, strict=False).missing_keys == ["rows.meta"]
     assert ert.handles(layer) == [layer.handle]
 
 

@@ -25,6 +25,11 @@ class Initializer(ABC):
         """Raise `ArgumentError` where it cannot serve a table of `rows` rows (None: open ids) of `dim` columns."""
         return None
 
+    @property
+    def digest(self) -> str | None:
+        """What tells values that `describe` does not describe from others; None: it describes them all."""
+        return None
+
     def describe(self) -> dict[str, Any]:
         """Return it as plain data, from which `read_initializer` makes it again."""
         return {"name": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]

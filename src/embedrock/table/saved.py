@@ -19,6 +19,7 @@ from embedrock.tiers.tier import Tier
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
 HISTORY = "history_"
+DIGEST = "init_digest"  # of first values that come from an array
 
 
 class Saved(NamedTuple):
@@ -77,13 +78,19 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
 def check_header(header: dict[str, Any], rows: Rows) -> None:
     """Raise `ArgumentError` unless a header is that of a table like this one."""
     expected = _header(rows)
-    _check_keys(header, expected, rows)
+    _check_keys(header, [key for key in expected if key != DIGEST], rows)
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
             raise ArgumentError(
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 "Make the table with the arguments it was saved with."
             )
+    digest = header.get(DIGEST, expected[DIGEST])  # older ones have none
+    if digest != expected[DIGEST]:
+        raise ArgumentError(
+            f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
+            f"those of digest {digest}, another array. Make the table with the array it was saved with."
+        )
 
 
 def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: Rows) -> None:
@@ -101,6 +108,7 @@ def _header(rows: Rows) -> dict[str, Any]:
         "dtype": spec.dtype,
         "seed": spec.seed,
         "init": repr(spec.init),
+        DIGEST: spec.init.digest,
         "rule": describe_rule(spec.rule),
         "steps": rows.steps,
         "skipped_steps": rows.skipped_steps,
@@ -116,8 +124,17 @@ def _tier(rows: Rows, verb: str) -> Tier:
 # -------------------------------------------------------------------- states
 
 
+def snapshot(rows: Rows) -> dict[str, Any]:
+    """Return a table as one flat dict of values that stay as they are: see `Table.state`."""
+    return {key: _copied(value) if isinstance(value, np.ndarray) else value for key, value in state(rows).items()}
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    return array if array.base is None else array.copy()
+
+
 def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
-    """Return a table as one flat dict: see `Table.state`. The caller, for error messages, is `verb`."""
+    """Return what `snapshot` returns, where possible as views of rows. The caller, for error messages, is `verb`."""
     ids, records = _tier(rows, verb).snapshot()
     history = {} if rows.history is None else rows.history.state()
     arrays = {f"{HISTORY}{name}": array for name, array in history.items()}

@@ -265,8 +265,8 @@ class Table(Facts):
 
     @exclusive
     def state(self) -> dict[str, Any]:
-        """Return all that `load_state` needs: arrays (where possible views, which later steps change) and scalars."""
-        return saved.state(self._checked_rows())
+        """Return all that `load_state` needs: arrays, which later steps leave as they are, and scalars."""
+        return saved.snapshot(self._checked_rows())
 
     @whole
     def load_state(self, state: dict[str, Any]) -> None:

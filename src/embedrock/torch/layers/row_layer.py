@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
-from embedrock.fronts.references import Remedies, check_state, go_to, is_reference, reference_to
+from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import DTYPES, check_norm
+from embedrock.torch.layers.row_state import META, row_tensors, take_rows
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import Options, renormalize
 
@@ -186,33 +187,15 @@ class RowLayer(nn.Module):
         self.dtype = moved.dtype
         return self
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the rows touched, their optimizer state and the step, for `state_dict`.
-
-        The tensors are views of the rows where possible, as those of other parameters are: copy them
-        (`copy.deepcopy`) to keep them while training goes on.
-
-        Of a table on disk it is only a reference, {"path", "uuid", "commit", "step"}. So that it refers to what the
-        rows are now, the table is committed first if it has changed since its last commit.
-        """
-        if self._table.is_on_disk:
-            return reference_to(self._table)
-        state = self._table.state()
-        return {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in state.items()}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take rows from `get_extra_state`, or from ``{"weight": tensor}``.
-
-        A table on disk goes to the commit that a reference names; changes since that commit are lost.
-        """
-        check_state(self._table, state, handle_of(self._table).label, REMEDIES)  # not self.handle, which may be aside
+    def _load_rows(self, state: dict[str, Any]) -> None:
+        """Take rows as `take_rows` returns them. A table on disk goes to the commit that a reference names."""
+        check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
             self._import_weight(state["weight"])
         elif is_reference(state):
             go_to(self._table, state)
         else:
-            host = {key: v.cpu().numpy() if isinstance(v, Tensor) else v for key, v in state.items()}
-            self._table.load_state(host)
+            self._table.load_state(state)
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
@@ -240,17 +223,28 @@ class RowLayer(nn.Module):
                 )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + key: tensor for key, tensor in row_tensors(self._table).items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        weight, extra = prefix + "weight", prefix + "_extra_state"
-        if weight in state_dict and extra not in state_dict:  # a checkpoint of nn.Embedding
-            state_dict = dict(state_dict)
-            state_dict[extra] = {"weight": state_dict.pop(weight)}
-        with self._handle_aside() as handle:
-            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-            handle.forget()  # gradients of the rows that were replaced
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state, rest = take_rows(state_dict, prefix, self.handle.label)
+        if state is not None:
+            self._load_rows(state)
+        elif strict:
+            missing_keys.append(prefix + META)
+        with self._handle_aside():
+            found = missing_keys, unexpected_keys, error_msgs
+            super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
 
 
 def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:

@@ -14,14 +14,16 @@ from embedrock.fronts.references import Relocate, is_reference, keep_rule, reloc
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.row_state import row_meta
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
-    """Go through the embedding layers of a model that have a state in ``model.state_dict()``: (label, layer, state)."""
+    """Go through the embedding layers whose rows ``model.state_dict()`` has: (label, layer, what it says of them)."""
     for name, layer in model.named_modules():
-        state = states.get(f"{name}._extra_state" if name else "_extra_state")
-        if isinstance(layer, RowLayer) and state is not None:
-            yield layer.handle.label, layer, state
+        if isinstance(layer, RowLayer):
+            state = row_meta(states, f"{name}." if name else "", layer.handle.label)
+            if state is not None:
+                yield layer.handle.label, layer, state
 
 
 def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:

@@ -1,0 +1,173 @@
+"""Rows in `state_dict`: tensors of plain dtypes under ``<layer>.rows.``, so that whatever saves tensors saves them.
+
+Of a table in RAM these are ``ids`` int64 (n,), ``weight`` (n, dim) of the table's dtype, each state column of its rule
+float32 (n, dim) or (n, 1), and ``history_*`` of rules that remember steps. ``meta`` is uint8, the bytes of a JSON
+object with all else. Of a table on disk there is only ``meta``, a reference. Arrays without elements are left out:
+some savers take all of these for one tensor. No tensor shares memory with the rows, or with another tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import ArgumentError
+from embedrock.fronts.references import is_reference, reference_to
+from embedrock.initializers import Zeros
+from embedrock.spec import STATE_BYTES, Spec
+from embedrock.table import saved
+from embedrock.table.description import rule_of
+from embedrock.table.table import Table, rows_of
+from embedrock.torch.layers.arguments import DTYPES
+
+ROWS = "rows."
+META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+OLD = "_extra_state"  # where a dict was, before there were tensors
+
+
+class Column(NamedTuple):
+    """A part of every record.
+
+    Attributes:
+        key: of its tensor.
+        start: its first byte in a record.
+        width: elements in a row.
+        dtype: of the elements.
+    """
+
+    key: str
+    start: int
+    width: int
+    dtype: torch.dtype
+
+    def of(self, records: np.ndarray) -> np.ndarray:
+        """Return its bytes in records uint8 (n, record_bytes), as a view."""
+        return records[:, self.start : self.start + self.width * self.dtype.itemsize]
+
+
+def row_tensors(table: Table) -> dict[str, Tensor]:
+    """Return what a state dict has of a table, by key. A table on disk is committed if it has changed."""
+    if table.is_on_disk:
+        return {META: _json_tensor(reference_to(table))}
+    rows = rows_of(table)
+    with rows.turn.alone():  # the state has views of rows
+        rows.check()
+        state = saved.state(rows)
+        records = state.pop("records")
+        tensors = {column.key: _bytes_as(column.of(records), column.dtype) for column in _columns(rows.spec)}
+        arrays = {key: state.pop(key) for key in list(state) if isinstance(state[key], np.ndarray)}
+        tensors |= {ROWS + key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+    meta = _json_tensor({**state, "count": len(records)})
+    return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
+
+
+def row_meta(states: Mapping[str, Any], prefix: str, label: str) -> Mapping[str, Any] | None:
+    """Return what a state dict says of the rows under a prefix, without the rows: a reference if it has "uuid".
+
+    Raises:
+        ArgumentError: it does not say what it should; `label` is the layer.
+    """
+    if isinstance(states.get(prefix + OLD), Mapping):
+        return states[prefix + OLD]
+    return None if prefix + META not in states else _meta(states[prefix + META], label)
+
+
+def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the state of the rows under a prefix, None if there is none, and all else of a state dict.
+
+    The state is as `Table.state` returns it; or a reference; or {"weight": tensor}, from `nn.Embedding`.
+
+    Raises:
+        ArgumentError: the tensors do not fit each other; `label` is the layer.
+    """
+    rest = dict(states)
+    meta = row_meta(states, prefix, label)
+    if isinstance(rest.get(prefix + OLD), Mapping):
+        return {key: _array(value) for key, value in rest.pop(prefix + OLD).items()}, rest
+    if meta is None:
+        weight = rest.pop(prefix + "weight", None)
+        return None if weight is None else {"weight": weight}, rest
+    del rest[prefix + META]
+    if is_reference(meta):
+        return dict(meta), rest
+    spec = _spec(meta, label)
+    known = [IDS, *(column.key for column in _columns(spec))]
+    known += [key.removeprefix(prefix) for key in rest if key.startswith(prefix + HISTORY)]
+    return _state(meta, spec, {key: rest.pop(prefix + key) for key in known if prefix + key in rest}, label), rest
+
+
+def _spec(meta: Mapping[str, Any], label: str) -> Spec:
+    """Return a description whose records are laid out as those that were saved."""
+    try:
+        return Spec(meta["rows"], meta["dim"], meta["dtype"], rule_of(meta["rule"]), Zeros(), 0)
+    except (KeyError, TypeError) as error:
+        raise ArgumentError(
+            f"`{META}` of the state of {label} must describe a table: got {meta} ({error!r})."
+        ) from error
+
+
+def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], label: str) -> dict[str, Any]:
+    """Return the state that these tensors are of, as `Table.state` returns it."""
+    count = meta.get("count", 0)
+    records = np.zeros((count, spec.record_bytes), np.uint8)
+    for column in _columns(spec):
+        got = _checked(tensors, column.key, (count, column.width), column.dtype, label)
+        if count:
+            column.of(records)[:] = got.view(torch.uint8).numpy()
+    ids = _checked(tensors, IDS, (count,), torch.int64, label).numpy()
+    history = {key.removeprefix(ROWS): _array(tensors[key]) for key in tensors if key.startswith(HISTORY)}
+    return {**meta, "ids": ids, "records": records, **history}
+
+
+def _columns(spec: Spec) -> list[Column]:
+    """Return the parts of a record: the weights, then the state columns."""
+    columns = [Column(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
+    start = spec.layout.state_start * STATE_BYTES
+    for part in () if spec.rule is None else spec.rule.state():
+        columns.append(Column(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
+        start += columns[-1].width * STATE_BYTES
+    return columns
+
+
+def _checked(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], dtype: torch.dtype, label: str) -> Tensor:
+    """Return a tensor of a state on the CPU, contiguous, once its kind is that which `rows.meta` tells."""
+    got = tensors.get(key)
+    if got is None and 0 in shape:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if got is None or tuple(got.shape) != shape or got.dtype != dtype:
+        what = "none" if got is None else f"{got.dtype} {tuple(got.shape)}"
+        raise ArgumentError(
+            f"`{key}` of the state of {label} must be {dtype} {shape}, as its `{META}` says: got {what}. The tensors "
+            "of a table belong together: load all of them, as they were saved."
+        )
+    return got.detach().cpu().contiguous()
+
+
+def _meta(tensor: Any, label: str) -> dict[str, Any]:
+    try:
+        meta = json.loads(bytes(tensor.detach().cpu().numpy()))
+        if isinstance(meta, dict):
+            return meta
+    except (AttributeError, TypeError, ValueError):
+        pass
+    raise ArgumentError(f"`{META}` of the state of {label} must be uint8, the bytes of a JSON object: it is not.")
+
+
+def _json_tensor(content: Mapping[str, Any]) -> Tensor:
+    text = json.dumps(content, default=lambda number: number.item())
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+
+
+def _bytes_as(part: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Return a copy of bytes (n, bytes) as a tensor (n, elements)."""
+    flat = torch.from_numpy(np.array(part, order="C").reshape(-1))
+    return flat.view(dtype).reshape(len(part), part.shape[1] // dtype.itemsize)
+
+
+def _array(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
