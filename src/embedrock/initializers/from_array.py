@@ -54,7 +54,7 @@ class FromArray(Initializer):
         out[order] = self.array[ids[order]]
 
     @cached_property
-    def digest(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def digest(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         spread = np.linspace(0, len(self.array) - 1, DIGEST_ROWS).astype(np.int64)
         content = self.array if self.array.nbytes <= DIGEST_BYTES else self.array[spread]
         return hashlib.blake2b(np.ascontiguousarray(content).tobytes(), digest_size=8).hexdigest()

@@ -21,6 +21,7 @@ from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, place
 from embedrock.torch.training.vigil import ForgottenGradientsError
+from embedrock.torch.whole import ModelOptimizer, optimizer
 
 __all__ = [
     "SGD",
@@ -32,6 +33,7 @@ __all__ = [
     "ForgottenGradientsError",
     "Ftrl",
     "Handle",
+    "ModelOptimizer",
     "Momentum",
     "NoCheckpointError",
     "PlacementWarning",
@@ -41,6 +43,7 @@ __all__ = [
     "dense_parameters",
     "handles",
     "load",
+    "optimizer",
     "place",
     "prefetch",
     "save",

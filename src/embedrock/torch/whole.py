@@ -1,0 +1,179 @@
+"""`optimizer`: rows and dense parameters of a model behind one `torch.optim.Optimizer`, which is what trainers take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from embedrock.errors import ArgumentError
+from embedrock.torch.optim import RowOptimizer
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.parameters import dense_parameters, handles
+
+Optimizer = torch.optim.Optimizer
+EXAMPLE = "ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)"
+
+
+def optimizer(
+    model: nn.Module,
+    rows: RowOptimizer | Callable[..., RowOptimizer],
+    dense: Optimizer | Callable[..., Optimizer],
+    lr: float | None = None,
+) -> ModelOptimizer:
+    """Make one optimizer of a whole model: its embedding layers' rows, and all other parameters.
+
+    Args:
+        model: with embedding layers. It may have no other parameters.
+        rows: one of Embedrock's optimizers, as a class (``ert.Adam``) or another function of the model
+            (``functools.partial(ert.Adam, lr=1e-2)``), or one that was made of layers of the model.
+        dense: one of PyTorch's, as a class or another function of the parameters, or one that was made of
+            ``ert.dense_parameters(model)``.
+        lr: learning rate of those that are made here; None: their own.
+
+    Raises:
+        ArgumentError: `rows` or `dense` is, or makes, something else; or `lr` has nothing to be the rate of.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.Sequential(ert.Embedding(10**9, 4), nn.Linear(4, 1))
+        >>> optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.tensor([3, 14])).sum().backward()
+        >>> optimizer.step(); optimizer.zero_grad()
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.001, 0.001]
+    """
+    if lr is not None and isinstance(rows, Optimizer) and isinstance(dense, Optimizer):
+        raise ArgumentError("`lr` of ert.optimizer is for optimizers that it makes: both of these have their own.")
+    weights = dense_parameters(model)
+    # First those that change no table: rows get their rule when all else is right.
+    of_weights = _made("dense", dense, Optimizer, weights, lr) if weights or isinstance(dense, Optimizer) else None
+    return ModelOptimizer(_made("rows", rows, RowOptimizer, model, lr), of_weights)
+
+
+def _made(name: str, given: Any, kind: type, of: Any, lr: float | None) -> Any:
+    """Return an optimizer: the one given, or what a class or function makes `of` something."""
+    if isinstance(given, type) and not issubclass(given, kind):
+        raise _wrong(name, given.__name__)
+    if not isinstance(given, Optimizer) and callable(given):
+        given = given(of) if lr is None else given(of, lr=lr)
+    if not isinstance(given, kind) or isinstance(given, RowOptimizer) != (kind is RowOptimizer):
+        raise _wrong(name, repr(given))
+    return given
+
+
+def _wrong(name: str, got: str) -> ArgumentError:
+    whose = "Embedrock's (ert.Adam)" if name == "rows" else "PyTorch's (torch.optim.Adam)"
+    return ArgumentError(
+        f"`{name}` of ert.optimizer must be an optimizer of {whose}, or make one: got {got}. For example: {EXAMPLE}."
+    )
+
+
+class ModelOptimizer(Optimizer):
+    """An optimizer of rows and one of dense parameters, as one: `optimizer` makes it.
+
+    Its param groups are theirs, the same dicts, so whatever schedulers and others write there reaches both. A step
+    steps the rows first: if that raises an error, nothing has changed.
+
+    Args:
+        rows: steps rows.
+        dense: steps all else; None where there is nothing else.
+
+    Attributes:
+        rows, dense: these.
+    """
+
+    rows: RowOptimizer
+    dense: Optimizer | None
+    _owners: list[Optimizer]  # of each param group
+
+    def __init__(self, rows: RowOptimizer, dense: Optimizer | None) -> None:
+        if dense is not None and any(isinstance(p, Handle) for group in dense.param_groups for p in group["params"]):
+            raise ArgumentError(
+                "`dense` of ert.optimizer must be made of ert.dense_parameters(model): it was given handles of "
+                f"embedding layers too, whose rows it cannot step. For example: {EXAMPLE}."
+            )
+        known = {} if dense is None else dense.defaults
+        shared = {name: value for name, value in rows.defaults.items() if dense is None or name in known}
+        owners: list[Optimizer] = [part for part in (rows, dense) if part is not None for _ in part.param_groups]
+        # As after unpickling: PyTorch's __init__ would make param groups of its own.
+        self.__setstate__({"defaults": shared, "rows": rows, "dense": dense, "_owners": owners})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The param groups of both, in the order in which they were added."""
+        groups = {id(part): iter(part.param_groups) for part in self._parts}
+        return [next(groups[id(owner)]) for owner in self._owners]
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The state of the dense parameters; that of rows is with the rows."""
+        return (self.dense or self.rows).state
+
+    @property
+    def _parts(self) -> list[Optimizer]:
+        return [part for part in (self.rows, self.dense) if part is not None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("defaults", "rows", "dense", "_owners")}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the optimizer that it is for: layers or handles, or dense parameters.
+
+        Raises:
+            ArgumentError: it is for dense parameters, and there is no optimizer of these.
+        """
+        params = param_group["params"]
+        several = params if isinstance(params, list | tuple) else [params]
+        is_rows = all(isinstance(part, nn.Module | Handle) for part in several) and bool(handles(several))
+        owner = self.rows if is_rows else self.dense
+        if owner is None:
+            raise ArgumentError(
+                "a param group of dense parameters needs an optimizer of these: the model had none when "
+                "ert.optimizer was called. Call it again."
+            )
+        owner.add_param_group(param_group)
+        self._owners.append(owner)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the param groups and the dense parameters' state; rows and theirs come with the model's.
+
+        Raises:
+            ValueError: it is that of other param groups, as for PyTorch's optimizers.
+            ArgumentError: it is that of another optimizer of rows.
+        """
+        groups = state_dict["param_groups"]
+        sizes, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
+        if sizes != expected:
+            raise ValueError(f"a state of this optimizer must have param groups of {expected} parameters: got {sizes}.")
+        for part in self._parts:
+            own = [group for group, owner in zip(groups, self._owners, strict=True) if owner is part]
+            indices = {index for group in own for index in group["params"]}
+            state = {index: value for index, value in state_dict["state"].items() if index in indices}
+            part.load_state_dict({"state": state, "param_groups": own})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the rows, as `RowOptimizer.step` does, then the dense parameters.
+
+        Args:
+            closure: computes the loss and its gradients anew; it is called once.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of rows and dense parameters."""
+        for part in self._parts:
+            part.zero_grad(set_to_none)
