@@ -1,7 +1,7 @@
 """Makes the golden tables: `python tests/golden/make.py [FOLDER]`. They are never made again, only added to.
 
-A release that cannot open them, or reads other bytes, has broken the format. Those in the repository were written by
-version 1 of the format.
+A release that cannot open them, or reads other bytes, has broken the format. Those in `version-N` were written in
+version N of it, and each change of it adds a folder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
+from embedrock.store.runs import FORMAT
 
 HERE = Path(__file__).resolve().parent
+VERSIONS = {version: HERE / f"version-{version}" for version in (1, 2)}
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 Change = Callable[[er.Table], None]
 
@@ -101,7 +103,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else VERSIONS[FORMAT]
+    target.mkdir(exist_ok=True)
     for name, golden in GOLDEN.items():
         if not (target / name).exists():
             make(target / name, golden)

@@ -45,7 +45,7 @@ def sealed_records(size: int, count: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def test_constants_are_the_same():
-    names = "RUN_SHIFT", "BLOCK", "FULL", "BITS", "LISTED"
+    names = "RUN_SHIFT", "BLOCK", "MARK_STEP", "FULL", "BITS", "LISTED"
     assert [getattr(CPU, name) for name in names] == [getattr(REFERENCE, name) for name in names]
 
 
@@ -73,7 +73,10 @@ def test_unseal(size: int):
         buffer[start : start + size + 4] = stored
     order, slots = rng.permutation(33), rng.permutation(40)[:33]
     where, good = Guarded((40, size), np.uint8), Guarded((33,), np.uint8)
-    args = buffer, starts[order], ids[order], where.inside, slots, good.inside
+    marks = rng.integers(0, 2**32, 33, np.uint32)
+    seals = (starts + size)[order][:, None] + np.arange(4)
+    buffer[seals] ^= marks.view(np.uint8).reshape(33, 4)
+    args = buffer, starts[order], ids[order], marks, where.inside, slots, good.inside
     in_parts(CPU.unseal, 33, *args)
     assert good.inside.tolist() == [1] * 33
     np.testing.assert_array_equal(where.inside[slots], records[order])
@@ -81,32 +84,71 @@ def test_unseal(size: int):
     where.check()
     good.check()
     expected = poison((33,), np.uint8)
-    REFERENCE.unseal(buffer, starts[order], ids[order], poison((40, size), np.uint8), slots, expected)
+    REFERENCE.unseal(*args[:4], poison((40, size), np.uint8), slots, expected)
     assert expected.tolist() == [1] * 33
 
 
 @pytest.mark.parametrize("size", [4, 20])
-def test_unseal_sees_every_flipped_bit_and_a_wrong_id(size: int):
+def test_unseal_sees_every_flipped_bit_a_wrong_id_and_a_wrong_mark(size: int):
     _, ids, sealed = sealed_records(size, 1)
     bits = (size + 4) * 8
-    buffer = np.repeat(sealed, bits + 64, axis=0)
+    buffer = np.repeat(sealed, bits + 64 + 32, axis=0)
     for bit in range(bits):
         buffer[bit, bit // 8] ^= 1 << bit % 8
-    named = np.repeat(ids, bits + 64)
-    named[bits:] ^= np.left_shift(np.int64(1), np.arange(64))
-    args = buffer.reshape(-1), np.arange(bits + 64) * (size + 4), named
-    for function, bounds in ((REFERENCE.unseal, ()), (CPU.unseal, (0, bits + 64))):
-        good = np.ones(bits + 64, np.uint8)
-        function(*args, np.empty((1, size), np.uint8), np.zeros(bits + 64, np.int64), good, *bounds)
+    count = len(buffer)
+    named, marks = np.repeat(ids, count), np.zeros(count, np.uint32)
+    named[bits:-32] ^= np.left_shift(np.int64(1), np.arange(64))
+    marks[-32:] = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
+    args = buffer.reshape(-1), np.arange(count) * (size + 4), named, marks
+    for function, bounds in ((REFERENCE.unseal, ()), (CPU.unseal, (0, count))):
+        good = np.ones(count, np.uint8)
+        function(*args, np.empty((1, size), np.uint8), np.zeros(count, np.int64), good, *bounds)
         assert not good.any()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2**32 - 3, 2**40 - 50])
+@pytest.mark.parametrize("salt", [0, 1, 2**31, 2**32 - 1])
+def test_stamp(salt: int, first: int):
+    got, (_, _, expected) = Guarded((40, 24), np.uint8), sealed_records(20, 40)
+    got.inside[:], plain = expected, expected.copy()
+    REFERENCE.stamp(expected, salt, first)
+    in_parts(CPU.stamp, 40, got.inside, salt, first)
+    np.testing.assert_array_equal(got.inside, expected)
+    got.check()
+    np.testing.assert_array_equal(expected[:, :-4], plain[:, :-4])
+    marks = np.bitwise_xor(expected[:, -4:], plain[:, -4:]).copy().view("<u4")[:, 0]
+    assert marks.tolist() == [(salt + 0x9E3779B1 * place) % 2**32 for place in range(first, first + 40)]
+    numbers, salts = np.array([5]), np.array([salt], np.uint32)
+    for function in (REFERENCE.mark, CPU.mark):
+        again = poison((40,), np.uint32)
+        steps = np.array([REFERENCE.MARK_STEP], np.uint32)
+        function((5 << 40) + np.arange(first, first + 40), numbers, salts, steps, again)
+        np.testing.assert_array_equal(again, marks)
+
+
+def test_mark():
+    rng = np.random.default_rng(0)
+    numbers = np.array([0, 3, 4, 2**23 - 1])
+    salts, steps = rng.integers(0, 2**32, 4, np.uint32), np.array([REFERENCE.MARK_STEP, 0, 1, 2**32 - 1], np.uint32)
+    salts[1] = 0  # a run of format 1: no marks
+    locations = np.sort(rng.choice(numbers, 90) << 40 | rng.integers(0, 2**40, 90))
+    expected, got = poison((90,), np.uint32), Guarded((90,), np.uint32)
+    REFERENCE.mark(locations, numbers, salts, steps, expected)
+    CPU.mark(locations, numbers, salts, steps, got.inside)
+    np.testing.assert_array_equal(got.inside, expected)
+    got.check()
+    assert not expected[locations >> 40 == 3].any()
+    for number, mark in zip((locations >> 40).tolist(), expected.tolist(), strict=True):
+        assert number == 3 or mark
 
 
 def test_nothing_is_not_a_record():
     # What lies behind the end of a file reads as zeros.
     for size, row in itertools.product((4, 16, 768), (0, -1, 5)):
         good = np.ones(1, np.uint8)
-        args = np.zeros(size + 4, np.uint8), np.zeros(1, np.int64), np.array([row]), np.empty((1, size), np.uint8)
-        CPU.unseal(*args, np.zeros(1, np.int64), good, 0, 1)
+        place = np.zeros(1, np.int64)
+        args = np.zeros(size + 4, np.uint8), place, np.array([row]), np.zeros(1, np.uint32)
+        CPU.unseal(*args, np.empty((1, size), np.uint8), place, good, 0, 1)
         assert not good.any()
 
 

@@ -276,7 +276,8 @@ def test_this_file_would_notice_a_wrong_value(image: Image):
     data, width = bytearray(image.files[image.name["base"]]), image.manifest.record_bytes + 4
     record = slice(4096 + 5 * width, 4096 + 6 * width - 4)
     data[record.start + 1] ^= 1
-    data[record.stop : record.stop + 4] = struct.pack("<I", zlib.crc32(struct.pack("<q", 10) + data[record]))
+    mark = (zlib.crc32(data[:4092]) + 5 * 0x9E3779B1) % 2**32
+    data[record.stop : record.stop + 4] = struct.pack("<I", zlib.crc32(struct.pack("<q", 10) + data[record]) ^ mark)
     with pytest.raises(AssertionError):
         check(image, "base", bytes(data))
 

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.store import runs
 from format_reader import read_history, read_manifest, read_table
-from golden.make import GOLDEN, HERE, digests, in_memory
+from golden.make import GOLDEN, HERE, VERSIONS, digests, in_memory
 
 NEWEST = {"adam": 4, "sgd": 3, "open": 4}
 COMMITS = [(name, newest - back) for name, newest in NEWEST.items() for back in (0, 1)]
+every_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 def after(name: str, commit: int) -> er.Table:
@@ -30,23 +32,25 @@ def records_of(table: er.Table) -> dict[int, bytes]:
     return dict(zip(state["ids"].tolist(), map(bytes, state["records"]), strict=True))
 
 
+@every_version
 @pytest.mark.parametrize(("name", "commit"), COMMITS)
-def test_a_table_is_the_same_bytes_as_in_ram(name: str, commit: int):
+def test_a_table_is_the_same_bytes_as_in_ram(name: str, commit: int, version: int):
     table = after(name, commit)
-    manifest, records = read_table(HERE / name, commit)
+    manifest, records = read_table(VERSIONS[version] / name, commit)
     assert records == records_of(table)
     assert (manifest["steps"], manifest["record_bytes"]) == (table.steps, table.spec.record_bytes)
     expected = {key[8:]: array for key, array in table.state().items() if key.startswith("history_")}
-    history = read_history(HERE / name, manifest)
+    history = read_history(VERSIONS[version] / name, manifest)
     assert history.keys() == expected.keys()
     for key, array in history.items():
         np.testing.assert_array_equal(array, expected[key])
 
 
+@every_version
 @pytest.mark.parametrize(("name", "commit"), COMMITS)
-def test_golden_tables_open(name: str, commit: int):
+def test_golden_tables_open(name: str, commit: int, version: int):
     expected = after(name, commit)
-    with er.open(HERE / name, mode="r", at=commit) as table:
+    with er.open(VERSIONS[version] / name, mode="r", at=commit) as table:
         assert (table.last_commit, table.steps) == (commit, expected.steps)
         assert (table.rows, table.dim, table.rule) == (expected.rows, expected.dim, expected.rule)
         for got, wanted in zip(sorted_rows(table), sorted_rows(expected), strict=True):
@@ -62,9 +66,10 @@ def sorted_rows(table: er.Table) -> tuple[np.ndarray, np.ndarray]:
     return ids[order], rows[order]
 
 
+@every_version
 @pytest.mark.parametrize("name", GOLDEN)
-def test_training_goes_on_from_a_golden_table(name: str, tmp_path: Path):
-    shutil.copytree(HERE / name, tmp_path / name)
+def test_training_goes_on_from_a_golden_table(name: str, version: int, tmp_path: Path):
+    shutil.copytree(VERSIONS[version] / name, tmp_path / name)
     expected = after(name, NEWEST[name])
     with er.open(tmp_path / name) as table:
         for changed in (table, expected):
@@ -75,11 +80,43 @@ def test_training_goes_on_from_a_golden_table(name: str, tmp_path: Path):
     assert records == records_of(expected)
 
 
-def test_golden_tables_stay_as_they_are():
-    assert digests(HERE) == json.loads((HERE / "digests.json").read_text())
-    assert {path.suffix for path in HERE.rglob("*.*") if path.is_file()} >= {".rows", ".dlt", ".his", ".json"}
-    kinds = {entry["index"] for name in GOLDEN for entry in read_manifest(HERE / name)["base"]}
-    assert kinds == {"full", "bits", "ids"}
+@every_version
+def test_golden_tables_stay_as_they_are(version: int):
+    folder = VERSIONS[version]
+    assert digests(folder) == json.loads((folder / "digests.json").read_text())
+    assert {path.suffix for path in folder.rglob("*.*") if path.is_file()} >= {".rows", ".dlt", ".his", ".json"}
+    manifests = [read_manifest(folder / name) for name in GOLDEN]
+    assert {entry["index"] for manifest in manifests for entry in manifest["base"]} == {"full", "bits", "ids"}
+    assert {manifest["format"] for manifest in manifests} == {version}
+
+
+def test_each_version_has_golden_tables():
+    assert list(VERSIONS) == list(range(1, runs.FORMAT + 1))
+
+
+def marked(folder: Path) -> list[bool]:
+    """Return which files of the newest commit's records are marked with their places."""
+    manifest = read_manifest(folder)
+    return [entry["salt"] is not None for entry in (*manifest["base"], *manifest["delta"])]
+
+
+def test_a_table_of_version_1_goes_on_in_version_2(tmp_path: Path):
+    folder, expected, change = tmp_path / "adam", after("adam", NEWEST["adam"]), GOLDEN["adam"].after[-1]
+    shutil.copytree(VERSIONS[1] / "adam", folder)
+    with er.open(folder) as table:
+        for changed in (table, expected):
+            change(changed)
+        table.commit()
+        manifest, records = read_table(folder)
+        assert (manifest["format"], marked(folder)) == (2, [False, False, False, True])
+        assert records == records_of(expected)
+        assert table.verify().problems == []
+        table.compact()
+        assert marked(folder) == [True]
+        table.rollback(NEWEST["adam"])
+        assert marked(folder) == [False, False, False]
+        assert table.verify().problems == []
+    assert read_table(folder)[1] == records_of(after("adam", NEWEST["adam"]))
 
 
 def test_the_reader_needs_no_line_of_ours():
@@ -93,9 +130,10 @@ def imported(node: ast.AST) -> list[str]:
     return [alias.name.split(".")[0] for alias in node.names] if isinstance(node, ast.Import) else []
 
 
+@every_version
 @pytest.mark.parametrize("pattern", ["manifest/*.json", "base/*/*.rows", "delta/*.dlt", "history/*.his"])
-def test_the_reader_notices_damage(pattern: str, tmp_path: Path):
-    shutil.copytree(HERE / "adam", tmp_path / "adam")
+def test_the_reader_notices_damage(pattern: str, version: int, tmp_path: Path):
+    shutil.copytree(VERSIONS[version] / "adam", tmp_path / "adam")
     path = max((tmp_path / "adam").glob(pattern))
     data = path.read_bytes()
     for at in (0, 10, 300, len(data) // 2, len(data) - 70, len(data) - 20, len(data) - 5):

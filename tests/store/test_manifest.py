@@ -30,7 +30,7 @@ REMEDIES = ("Restore the file", "Install a newer")
 
 
 def entry(file: str, index: str, count: int, lo: int, hi: int) -> RunFile:
-    made = RunFile(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234)
+    made = RunFile(file, 0, count, index, lo, hi, 0 if index == "full" else 0x1234, salt=count)
     return replace(made, size=run_bytes(WIDTH, made))
 
 
@@ -90,8 +90,20 @@ def test_a_manifest_is_two_lines_of_plain_text():
     assert line.isascii()
     plain = json.loads(line)
     assert list(plain) == sorted(plain)
-    assert plain.pop("format") == 1
+    assert plain.pop("format") == 2
     assert plain == json.loads(json.dumps(asdict(MANIFEST)))
+
+
+def test_a_manifest_of_format_1_has_no_salts():
+    plain: dict[str, Any] = body() | {"format": 1}
+    refused(signed(plain), "an entry of `base` with")
+    for part in (*plain["base"], *plain["delta"]):
+        del part["salt"]
+    found = Manifest.parse(signed(plain), WHERE)
+    assert {part.salt for part in (*found.base, *found.delta)} == {None}
+    assert replace(found, base=(), delta=()) == replace(MANIFEST, base=(), delta=())
+    assert Manifest.parse(found.to_bytes(), WHERE) == found  # as the next commit writes it
+    refused(signed(plain | {"format": 2}), "an entry of `base` with .*, salt")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -152,6 +164,7 @@ WRONG_IN_ENTRY = {
     "lo": [None, -1, 1, 100, 101, -BEYOND - 1, BEYOND, 0.0, False, "0"],
     "hi": [None, 0, -1, 99, 101, 201, BEYOND + 1, 100.0, True],
     "index_crc": [None, -1, 2**32, 0.5, False],
+    "salt": [-1, 2**32, 0.5, False, "0"],
 }
 
 
@@ -273,8 +286,8 @@ def test_a_spec_may_have_some_levels():
 
 
 def test_a_newer_format_says_so():
-    for version in (2, 10**6):
-        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 1. Install"):
+    for version in (3, 10**6):
+        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 2. Install"):
             Manifest.parse(signed({"format": version, "shards": []}), WHERE)
 
 

@@ -21,6 +21,7 @@ from embedrock.store.reading import read_records
 
 FIRST = 4096
 STRAY = 0xA5
+UNMARKED = 3  # the seed of a run of format 1
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Stored:
     file: File
     ids: np.ndarray
     records: np.ndarray
+    salt: int
+    step: int
     first: int = FIRST
 
 
@@ -38,11 +41,14 @@ def store(path: Path, record_bytes: int, count: int, seed: int, direct: bool = F
     records, ids = rng.integers(0, 256, (count, record_bytes), np.uint8), rng.integers(-(2**63), 2**63 - 1, count)
     sealed = np.empty((count, record_bytes + 4), np.uint8)
     kernels.cpu.storage.seal(records, np.arange(count), ids, sealed, 0, count)
+    salt, step = (int(rng.integers(0, 2**32)), kernels.reference.storage.MARK_STEP) if seed != UNMARKED else (0, 0)
+    if seed != UNMARKED:
+        kernels.cpu.storage.stamp(sealed, salt, 0, 0, count)
     file = create(OS_SYSTEM, str(path))
     file.append(bytes(FIRST))
     file.append(sealed.reshape(-1).data)
     file.close()
-    return Stored(open_file(OS_SYSTEM, str(path), direct), ids, records)
+    return Stored(open_file(OS_SYSTEM, str(path), direct), ids, records, salt, step)
 
 
 def at(run: int, indexes: np.ndarray) -> np.ndarray:
@@ -205,6 +211,19 @@ def test_a_record_of_another_row_is_not_taken(tmp_path: Path):
     with pytest.raises(CorruptTableError, match=f"ids {run.ids[3]}\\."):
         read_records(OS_SYSTEM, {0: run}, np.array([4]), run.ids[3:4], records, np.zeros(1, np.int64))
     run.file.close()
+
+
+def test_a_record_of_another_place_is_not_taken(tmp_path: Path):
+    run, other = (store(tmp_path / name, 16, 50, 0) for name in "ab")
+    data = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(data[: FIRST + 80] + data[FIRST + 60 : FIRST + 80] + data[FIRST + 100 :])
+    other.salt ^= 1
+    records = np.empty((1, 16), np.uint8)
+    for damaged, place, row in ((run, 4, 3), (other, 7, 7)):
+        with pytest.raises(CorruptTableError, match=f"ids {run.ids[row]}\\."):
+            read_records(OS_SYSTEM, {0: damaged}, np.array([place]), run.ids[row : row + 1], records, np.zeros(1, int))
+    for stored in (run, other):
+        stored.file.close()
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5, 772, 5000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 import tracemalloc
 import zlib
@@ -23,12 +24,14 @@ UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 WIDTH = 12
 LOWEST, BEYOND = -(2**63), 2**63
 DAMAGES = ("truncated", "extended", "missing", "foreign", "another width", "newer", "no header", "another file")
+DAMAGES += "no version", "another time"
 
 
-def seal(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
-    """Return records as they are stored."""
+def seal(ids: np.ndarray, records: np.ndarray, first_mark: int = 0, step: int = 0) -> np.ndarray:
+    """Return records as they are stored, or, without marks, as they are appended."""
     crcs = [
-        zlib.crc32(struct.pack("<q", row) + record.tobytes()) for row, record in zip(ids.tolist(), records, strict=True)
+        zlib.crc32(struct.pack("<q", row) + record.tobytes()) ^ (first_mark + place * step) % 2**32
+        for place, (row, record) in enumerate(zip(ids.tolist(), records, strict=True))
     ]
     return np.concatenate([records, np.array(crcs, "<u4").view(np.uint8).reshape(-1, 4)], axis=1)
 
@@ -74,8 +77,9 @@ def test_a_log_is_what_was_appended(batches: list[list[int]]):
     log, all_ids = new_log(system), [row for batch in batches for row in batch]
     for batch in batches:
         ids = np.array(batch, np.int64)
-        pieces.append(seal(ids, some_records(len(ids))))
-        assert log.append(pieces[-1], ids) == sum(map(len, pieces[:-1]))
+        first, records = sum(map(len, pieces)), some_records(len(ids))
+        pieces.append(seal(ids, records, log.salt + first * 0x9E3779B1, 0x9E3779B1))
+        assert log.append(seal(ids, records), ids) == first
         np.testing.assert_array_equal(stored(log), np.concatenate(pieces))  # while it grows, too
     assert log.nbytes == 8 * len(all_ids)
     entry = log.seal()
@@ -84,8 +88,44 @@ def test_a_log_is_what_was_appended(batches: list[list[int]]):
     run = reopened(system, entry)
     assert entry.size == run_bytes(WIDTH, entry) == len(system.files()["/t/delta/1.dlt"])
     assert (run.number, run.path, run.stride, run.entry) == (3, "delta/1.dlt", WIDTH + 4, entry)
+    assert run.salt == log.salt == entry.salt == zlib.crc32(system.files()["/t/delta/1.dlt"][:4092])
+    np.testing.assert_array_equal(run.marks(0, run.count), unmarked(all_ids, stored(run)))
     assert listed(run) == listed(log) == all_ids
     np.testing.assert_array_equal(stored(run), np.concatenate(pieces))
+
+
+def unmarked(ids: list[int], stored: np.ndarray) -> list[int]:
+    """Return what is left of the seals of stored records without the CRC of ids and records."""
+    crcs = [zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes()) for row, record in zip(ids, stored, strict=True)]
+    return [int.from_bytes(seal, "little") ^ crc for seal, crc in zip(map(bytes, stored[:, -4:]), crcs, strict=True)]
+
+
+def test_a_file_of_format_1_has_no_marks():
+    system = new_system()
+    log, ids = new_log(system), np.arange(5)
+    log.append(seal(ids, some_records(5)), ids)
+    entry, data = log.seal(), system.files()["/t/delta/1.dlt"]
+    old = struct.pack("<8s4I16s", b"EMBROCK1", 1, WIDTH, WIDTH + 4, zlib.crc32(b"delta/1.dlt"), bytes.fromhex(UUID))
+    page = old.ljust(4092, b"\0")
+    page += struct.pack("<I", zlib.crc32(page))
+    system.write_file("/t/delta/1.dlt", page + data[4096:])
+    run = reopened(system, replace(entry, salt=None))
+    assert run.marks(0, 5).tolist() == [0] * 5
+    with pytest.raises(CorruptTableError, match=r"the file with salt 0x.*, got one with salt none \(format 1\)"):
+        reopened(system, entry)
+    system.write_file("/t/delta/1.dlt", data)
+    with pytest.raises(CorruptTableError, match=r"the file with salt none \(format 1\), got one with salt 0x"):
+        reopened(system, replace(entry, salt=None))
+
+
+def test_no_two_files_are_marked_alike():
+    salts = set()
+    for _ in range(20):
+        log = new_log(system := new_system())
+        salts.add(log.salt)
+        log.close()
+        assert uuid_of(system, "/t/delta/1.dlt") == UUID
+    assert len(salts) > 15
 
 
 def chunk(system: FaultFS, ids: list[int], lo: int, hi: int, pieces: int = 3) -> RunFile:
@@ -234,13 +274,15 @@ def damage(system: FaultFS, entry: RunFile, how: str, amount: int) -> None:
     data = system.files()[path]
     own = WIDTH, WIDTH + 4, zlib.crc32(entry.file.encode()), bytes.fromhex(UUID)
     header = {
-        "foreign": (1, *own[:3], bytes.fromhex(OTHER)),
-        "another width": (1, WIDTH + 1, WIDTH + 5, *own[2:]),
-        "another file": (1, *own[:2], own[2] ^ 1, own[3]),
-        "newer": (2, *own),
+        "foreign": (2, *own[:3], bytes.fromhex(OTHER)),
+        "another width": (2, WIDTH + 1, WIDTH + 5, *own[2:]),
+        "another file": (2, *own[:2], own[2] ^ 1, own[3]),
+        "newer": (3, *own),
+        "no version": (0, *own),
+        "another time": (2, *own),
     }
     if how in header:
-        page = struct.pack("<8s4I16s", b"EMBROCK1", *header[how]).ljust(4092, b"\0")
+        page = (struct.pack("<8s4I16s", b"EMBROCK1", *header[how]) + os.urandom(8)).ljust(4092, b"\0")
         data = page + struct.pack("<I", zlib.crc32(page)) + data[4096:]
     made = {
         "truncated": data[: -(amount % len(data)) - 1],
@@ -299,7 +341,7 @@ def test_an_index_that_its_writer_never_made_is_refused(kind: str, ids: list[int
     system, index = new_system(), np.array(ids, np.int64).tobytes()
     log = Log.create(system, "/t", file, UUID, WIDTH, 0)
     fill(log, 0, 2)
-    entry = RunFile(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index))
+    entry = RunFile(file, log.file.size + len(index), 2, kind, 0, 100, zlib.crc32(index), log.salt)
     system.write_file(f"/t/{file}", system.files()[f"/t/{file}"] + index)
     run = reopened(system, entry)
     with pytest.raises(CorruptTableError, match=f"index of /t/{file} is damaged"):

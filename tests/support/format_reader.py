@@ -23,7 +23,7 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] == 1, f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2), f"{name} is of format {manifest['format']}"
     return manifest
 
 
@@ -31,7 +31,8 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
     """Return the ids int64 (count,) and records uint8 (count, record_bytes) of a base chunk or log."""
     data, width = (folder / entry["file"]).read_bytes(), manifest["record_bytes"]
     assert len(data) == entry["size"], f"{entry['file']} has {len(data)} bytes"
-    check_header(data, width, entry["file"], manifest)
+    salt = check_header(data, width, entry["file"], manifest)
+    assert salt == entry.get("salt"), f"{entry['file']} is another file of that name"
     end = 4096 + entry["count"] * (width + 4)
     stored = np.frombuffer(data[4096:end], np.uint8).reshape(entry["count"], width + 4)
     index, (lo, hi) = data[end:], (entry["lo"], entry["hi"])
@@ -42,17 +43,22 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
     elif entry["index"] == "bits":
         ids = lo + np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), bitorder="little"))
     assert len(ids) == entry["count"] == np.count_nonzero((lo <= ids) & (ids <= hi - 1))
-    for row, record in zip(ids.tolist(), stored, strict=True):
-        crc = zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes())
-        assert struct.pack("<I", crc) == record[-4:].tobytes(), f"row {row} in {entry['file']} is damaged"
+    for place, (row, record) in enumerate(zip(ids.tolist(), stored, strict=True)):
+        mark = 0 if salt is None else (salt + place * 0x9E3779B1) % 2**32
+        seal = zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes()) ^ mark
+        assert struct.pack("<I", seal) == record[-4:].tobytes(), f"row {row} in {entry['file']} is damaged"
     return ids, stored[:, :-4]
 
 
-def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -> None:
-    """Check the first page of a file."""
-    numbers = struct.pack("<4I", 1, width, width + 4, zlib.crc32(name.encode()))
-    page = (b"EMBROCK1" + numbers + bytes.fromhex(manifest["uuid"])).ljust(4092, b"\0")
+def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -> int | None:
+    """Check the first page of a file, and return its salt; files of version 1 have none."""
+    (version,), nonce = struct.unpack("<I", data[8:12]), data[40:48]
+    assert version in (1, 2), f"{name} is of version {version}"
+    numbers = struct.pack("<4I", version, width, width + 4, zlib.crc32(name.encode()))
+    page = b"EMBROCK1" + numbers + bytes.fromhex(manifest["uuid"]) + (nonce if version == 2 else b"")
+    page = page.ljust(4092, b"\0")
     assert data[:4096] == page + struct.pack("<I", zlib.crc32(page)), "the header is not that of this table"
+    return zlib.crc32(page) if version == 2 else None
 
 
 def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any], dict[int, bytes]]:

@@ -14,7 +14,7 @@ from embedrock.errors import EmbedrockError, MissingFileError
 from embedrock.machine.vfs import System, read_whole, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
-from embedrock.store.runs import HEADER_BYTES, REMEDY, damaged, make_header
+from embedrock.store.runs import HEADER_BYTES, REMEDY, check_header, damaged, make_header
 
 MAX_BYTES = 1 << 32
 DTYPES = ("<f4", "<f8", "<i8")
@@ -45,8 +45,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         raise damaged(
             where, f"{part.size} bytes with CRC-32 {part.crc:#010x}", f"{len(data)}, {zlib.crc32(data):#010x}"
         )
-    if data[:HEADER_BYTES] != make_header(uuid, 0, part.file):
-        raise damaged(where, f"a history of table {uuid}, written under this name", "another file")
+    check_header(data[:HEADER_BYTES], where, uuid, 0, part.file)
     try:
         return _arrays(memoryview(data)[HEADER_BYTES:])
     except (ValueError, TypeError, struct.error, RecursionError) as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
-from embedrock.store.runs import FORMAT, KINDS, REMEDY, RunFile, damaged, run_bytes
+from embedrock.store.runs import FORMAT, KINDS, REMEDY, UNMARKED, RunFile, damaged, run_bytes
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
@@ -104,11 +104,12 @@ class Manifest:
                 f"{where} is of format {reprlib.repr(version)}: this release reads formats up to {FORMAT}. "
                 "Install a newer embedrock."
             )
-        if type(version) is not int or version != FORMAT:
-            raise damaged(where, f"`format` {FORMAT}", reprlib.repr(version))
+        if type(version) is not int or version < UNMARKED:
+            raise damaged(where, f"`format` {UNMARKED} to {FORMAT}", reprlib.repr(version))
         _check(body, _FIELDS, where, "the manifest")
         for key, kind in _KINDS.items():
-            body[key] = tuple(_entry(item, kind, where, key) for item in body[key])
+            checks = _HISTORY if kind is HistoryFile else _UNMARKED_ENTRY if version == UNMARKED else _ENTRY
+            body[key] = tuple(_entry(item, kind, checks, where, key) for item in body[key])
         manifest = cls(**body)
         _check_files(manifest, where)
         return manifest
@@ -262,13 +263,14 @@ _FILE_FIELDS = {
     "file": _text(_FILE, "a path below base/, delta/ or history/"),
     "size": _whole(0, 2**63),
 }
-_ENTRY = _FILE_FIELDS | {
+_UNMARKED_ENTRY = _FILE_FIELDS | {
     "count": _whole(1, MAX_COUNT),
     "index": _Check(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
     "lo": _whole(-(2**63), 2**63),
     "hi": _whole(-(2**63), 2**63 + 1),
     "index_crc": _whole(0, 2**32),
 }
+_ENTRY = _UNMARKED_ENTRY | {"salt": _or_null(_whole(0, 2**32))}
 _HISTORY = _FILE_FIELDS | {"crc": _whole(0, 2**32), "count": _whole(0, MAX_COUNT)}
 _KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
 
@@ -283,8 +285,8 @@ def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> 
             raise damaged(where, f"`{name}` of {subject} to be {check.expected}", reprlib.repr(values[name]))
 
 
-def _entry(values: Any, kind: type, where: str, key: str) -> Any:
-    _check(values, _HISTORY if kind is HistoryFile else _ENTRY, where, f"an entry of `{key}`")
+def _entry(values: Any, kind: type, checks: dict[str, _Check], where: str, key: str) -> Any:
+    _check(values, checks, where, f"an entry of `{key}`")
     if not values["file"].startswith(f"{key}/"):
         raise damaged(where, f"a file of `{key}` below {key}/", values["file"])
     return kind(**values)

@@ -35,6 +35,10 @@ class ReadableRun(Protocol):
     def file(self) -> OpenFile: ...
     @property
     def first(self) -> int: ...
+    @property
+    def salt(self) -> int: ...
+    @property
+    def step(self) -> int: ...
 
 
 class Counts(NamedTuple):
@@ -107,19 +111,27 @@ class _Piece:
         args = locations, first, stride, (GAP, LONGEST_REQUEST, room), requests, self.starts
         self.count, count, self.nbytes = storage.plan_reads(*args)
         self.starts, self.requests = self.starts[: self.count], requests[:, :count]
-        self._runs, self._memory = runs, _staging.take(room)
+        self._numbers, self._of_request = np.unique(self.requests[0], return_inverse=True)
+        self._runs = [runs[number] for number in self._numbers.tolist()]
+        self._locations, self._memory = locations[: self.count], _staging.take(room)
 
     def read(self, system: System) -> None:
-        numbers, of_request = np.unique(self.requests[0], return_inverse=True)
-        fds = np.array([self._runs[number].file.fd for number in numbers.tolist()], np.int64)[of_request]
+        fds = np.array([run.file.fd for run in self._runs], np.int64)[self._of_request]
         offsets, sizes, starts = (np.ascontiguousarray(row) for row in self.requests[1:])
         system.read_many(fds, offsets, sizes, self._memory, starts)
 
     def unseal(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Copy the records out, and return which ones are damaged."""
         good = np.empty(self.count, np.uint8)
-        kernels.cpu.launch(kernels.cpu.storage.unseal, self._memory, self.starts, ids, records, slots, good)
+        args = self._memory, self.starts, ids, self._marks(), records, slots, good
+        kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
         return np.flatnonzero(good == 0)
+
+    def _marks(self) -> np.ndarray:
+        marks = np.empty(self.count, np.uint32)
+        salts, steps = (np.array([getattr(run, name) for run in self._runs], np.uint32) for name in ("salt", "step"))
+        kernels.cpu.launch(kernels.cpu.storage.mark, self._locations, self._numbers, salts, steps, marks)
+        return marks
 
 
 def _corrupt(

@@ -1,12 +1,14 @@
 """Runs: append-only files of stored records. `Run` reads one, `Log` grows, `ChunkWriter` makes a base chunk.
 
-docs/format.md has the format. A stored record is the record's bytes and a CRC-32 over (id, record), so that one read
-serves and proves a row. Which ids a file has, and in which order, says its index at the end of the file.
+docs/format.md has the format. A stored record is the record's bytes and a seal: a CRC-32 over (id, record), marked with
+its file and its position in it, so that one read serves a row and proves that it is this one and in its place. Which
+ids a file has, and in which order, says its index at the end of the file.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import struct
 import zlib
 from collections.abc import Iterable
@@ -14,15 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retried
 
-FORMAT = 1
+FORMAT = 2  # of what is written
+UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
 MAGIC = b"EMBROCK1"
 HEADER_BYTES = 4096  # one page, so that records start aligned
 CRC_BYTES = 4
 KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
-_HEADER = struct.Struct("<8s4I16s")
+NONCE_BYTES = 8
+_HEADER = struct.Struct(f"<8s4I16s{NONCE_BYTES}s")
 _PIECE = 1 << 16  # words of which the bits are unpacked at a time
 _BLOCK_ROWS = BLOCK // 4  # whatever the size of their records, a multiple of 4 bytes
 _JOINED_BYTES = 1 << 20  # of an index, written at once
@@ -51,6 +56,7 @@ class RunFile:
         lo: at least -2**63.
         hi: at most 2**63.
         index_crc: CRC-32 of the index.
+        salt: of the marks of its records, the CRC-32 of its header; None: a file of format 1, without marks.
     """
 
     file: str
@@ -60,6 +66,7 @@ class RunFile:
     lo: int
     hi: int
     index_crc: int
+    salt: int | None = None
 
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:
@@ -91,6 +98,8 @@ class Run:
         lo: ids are at least this.
         hi: ids are below this.
         kind: of the index.
+        salt: of the marks of its records, see `kernels/reference/storage.py`.
+        step: between those of neighbours; 0, as `salt` then, where they have none.
     """
 
     first = HEADER_BYTES
@@ -99,6 +108,7 @@ class Run:
         self.file, self.path, self.number = file, path, number
         self.record_bytes, self.stride = record_bytes, record_bytes + CRC_BYTES
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
+        self.salt, self.step = 0, 0
         self.entry: RunFile | None = None
 
     @classmethod
@@ -137,13 +147,21 @@ class Run:
         try:
             if file.size != entry.size:
                 raise damaged(where, f"{entry.size} bytes", f"{file.size}")
-            _check_header(file.read(0, HEADER_BYTES), where, make_header(uuid, record_bytes, entry.file))
+            _check_salt(file.read(0, HEADER_BYTES), where, uuid, record_bytes, entry)
         except BaseException:
             file.close()
             raise
         run = cls(file, entry.file, record_bytes, number)
         run.count, run.lo, run.hi, run.kind, run.entry = entry.count, entry.lo, entry.hi, entry.index, entry
+        run._mark_with(entry.salt)
         return run
+
+    def _mark_with(self, salt: int | None) -> None:
+        self.salt, self.step = (0, 0) if salt is None else (salt, kernels.reference.storage.MARK_STEP)
+
+    def marks(self, first: int, count: int) -> np.ndarray:
+        """Return the marks, uint32, of so many records from one on."""
+        return (self.salt + self.step * np.arange(first, first + count, dtype=np.uint64)).astype(np.uint32)
 
     def index(self) -> np.ndarray:
         """Return the ids int64 (count,), or the bitmap uint64, or nothing where all ids of the range are there.
@@ -197,19 +215,21 @@ class Log(Run):
     @classmethod
     def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
         """Make a new file at `path`, relative to the table's folder, which has the folder for it."""
-        file = create(system, f"{folder}/{path}")
+        file, header = create(system, f"{folder}/{path}"), make_header(uuid, record_bytes, path)
         try:
-            file.append(make_header(uuid, record_bytes, path))
+            file.append(header)
         except BaseException:
             file.close()
             raise
-        return cls(system, file, path, record_bytes, number)
+        log = cls(system, file, path, record_bytes, number)
+        log._mark_with(_crc_of(header))
+        return log
 
     def append(self, sealed: np.ndarray, ids: np.ndarray) -> int:
         """Append stored records, and return the index of the first. One thread at a time may do so.
 
         Args:
-            sealed: records with their CRC, uint8 (n, stride), contiguous.
+            sealed: records with their CRC, uint8 (n, stride), contiguous. They get their marks in place.
             ids: their ids int64 (n,). They may repeat: later records win.
 
         Raises:
@@ -219,6 +239,7 @@ class Log(Run):
         first, ids = self.count, np.array(ids, np.int64)
         if not len(ids):
             return first
+        kernels.cpu.launch(kernels.cpu.storage.stamp, sealed, self.salt, first)
         self._append(sealed)
         lo, hi = int(ids.min()), int(ids.max()) + 1
         self.lo, self.hi = (min(lo, self.lo), max(hi, self.hi)) if first else (lo, hi)
@@ -250,7 +271,7 @@ class Log(Run):
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
-        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc)
+        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt)
         self._ids.clear()
         return self.entry
 
@@ -330,9 +351,9 @@ def uuid_of(system: System, path: str) -> str | None:
         page = read_start(system, path, HEADER_BYTES)
     except OSError:
         return None
-    if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != struct.unpack("<I", page[-CRC_BYTES:])[0]:
+    if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != _crc_of(page):
         return None
-    magic, *_, uuid = _HEADER.unpack_from(page)
+    magic, *_, uuid, _ = _HEADER.unpack_from(page)
     return uuid.hex() if magic == MAGIC else None
 
 
@@ -345,33 +366,61 @@ def read_start(system: System, path: str, size: int) -> bytes:
         file.close()
 
 
-def make_header(uuid: str, record_bytes: int, path: str = "") -> bytes:
-    """Return the first page of the file `path` of the table `uuid`."""
+def make_header(uuid: str, record_bytes: int, path: str) -> bytes:
+    """Return the first page of a new file `path` of the table `uuid`, which no file before it has."""
+    return _page(FORMAT, uuid, record_bytes, path, os.urandom(NONCE_BYTES))
+
+
+def _page(version: int, uuid: str, record_bytes: int, path: str, nonce: bytes) -> bytes:
     name = zlib.crc32(path.encode("ascii"))  # or a log could take the place of another one with the same rows
-    fields = _HEADER.pack(MAGIC, FORMAT, record_bytes, record_bytes + CRC_BYTES, name, bytes.fromhex(uuid))
+    fields = _HEADER.pack(MAGIC, version, record_bytes, record_bytes + CRC_BYTES, name, bytes.fromhex(uuid), nonce)
     page = fields.ljust(HEADER_BYTES - CRC_BYTES, b"\0")
     return page + struct.pack("<I", zlib.crc32(page))
 
 
-def _check_header(page: bytes, where: str, expected: bytes) -> None:
-    if page == expected:
-        return
-    magic, version, width, _, _, uuid = _HEADER.unpack_from(page)
+def _crc_of(page: bytes) -> int:
+    return struct.unpack("<I", page[-CRC_BYTES:])[0]
+
+
+def _check_salt(page: bytes, where: str, uuid: str, record_bytes: int, entry: RunFile) -> None:
+    """Refuse a file that has this name, but not the salt that the commit knows it by: an older one of that name."""
+    version = check_header(page, where, uuid, record_bytes, entry.file)
+    salt = None if version == UNMARKED else _crc_of(page)
+    if salt != entry.salt:
+        raise damaged(where, f"the file with salt {_told(entry.salt)}", f"one with salt {_told(salt)}")
+
+
+def _told(salt: int | None) -> str:
+    return "none (format 1)" if salt is None else f"{salt:#010x}"
+
+
+def check_header(page: bytes, where: str, uuid: str, record_bytes: int, path: str) -> int:
+    """Return the format of the file `path` of the table `uuid`, whose first page this is.
+
+    Raises:
+        CorruptTableError: it is that of another file, or damaged.
+        NewerFormatError: it is of a newer format.
+    """
+    if len(page) < HEADER_BYTES:
+        raise damaged(where, f"a first page of {HEADER_BYTES} bytes", len(page))
+    magic, version, width, _, _, found_uuid, nonce = _HEADER.unpack_from(page)
     if magic != MAGIC:
         raise damaged(where, f"a file that starts with {MAGIC!r}", repr(magic))
-    crc, (told,) = zlib.crc32(page[:-CRC_BYTES]), struct.unpack("<I", page[-CRC_BYTES:])
+    crc, told = zlib.crc32(page[:-CRC_BYTES]), _crc_of(page)
     if crc != told:
         raise damaged(where, f"CRC-32 {told:#010x} of its first page", f"{crc:#010x}")
     if version > FORMAT:
         raise NewerFormatError(
             f"{where} is of format {version}: this release reads formats up to {FORMAT}. Install a newer embedrock."
         )
-    _, _, wanted_width, _, _, wanted_uuid = _HEADER.unpack_from(expected)
-    if uuid != wanted_uuid:
-        raise damaged(where, f"a file of table {wanted_uuid.hex()}", f"one of table {uuid.hex()}")
-    if width != wanted_width:
-        raise damaged(where, f"records of {wanted_width} bytes", f"{width}")
-    raise damaged(where, "the file that was written under this name", "another one")
+    if found_uuid.hex() != uuid:
+        raise damaged(where, f"a file of table {uuid}", f"one of table {found_uuid.hex()}")
+    if width != record_bytes:
+        raise damaged(where, f"records of {record_bytes} bytes", f"{width}")
+    expected = _page(version, uuid, record_bytes, path, bytes(NONCE_BYTES) if version == UNMARKED else nonce)
+    if version < UNMARKED or page != expected:
+        raise damaged(where, "the file that was written under this name", "another one")
+    return version
 
 
 def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray]:

@@ -107,7 +107,7 @@ def _bad_ids(run: Run) -> np.ndarray:
         data = np.frombuffer(run.file.read(run.first + start * run.stride, count * run.stride), np.uint8)
         wanted, slots = ids.part(start, start + count), np.arange(count)
         good, records = np.empty(count, np.uint8), np.empty((count, run.record_bytes), np.uint8)
-        args = data.copy(), slots * run.stride, wanted, records, slots, good
+        args = data.copy(), slots * run.stride, wanted, run.marks(start, count), records, slots, good
         kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
         bad.append(wanted[good == 0])
     return np.concatenate(bad)

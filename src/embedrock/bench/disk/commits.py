@@ -190,7 +190,8 @@ def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
 
     name = f"base/{manifest.commit + 1:010d}/c{span:05d}.rows"
     (folder / name).parent.mkdir(exist_ok=True)
-    Log.create(OS_SYSTEM, str(folder), name, manifest.uuid, manifest.record_bytes, 0).close()
+    log = Log.create(OS_SYSTEM, str(folder), name, manifest.uuid, manifest.record_bytes, 0)
+    log.close()
     bits = np.random.default_rng(span).bytes(SPAN_IDS // 8)
     count = int(np.unpackbits(np.frombuffer(bits, np.uint8)).sum())
     with (folder / name).open("r+b") as file:
@@ -198,7 +199,7 @@ def _sparse_run(folder: Path, manifest: Any, span: int) -> Any:
         file.seek(0, 2)
         file.write(bits)
         size = file.tell()
-    return RunFile(name, size, count, "bits", span * SPAN_IDS, (span + 1) * SPAN_IDS, zlib.crc32(bits))
+    return RunFile(name, size, count, "bits", span * SPAN_IDS, (span + 1) * SPAN_IDS, zlib.crc32(bits), log.salt)
 
 
 # ---------------------------------------------------------------- in the parent

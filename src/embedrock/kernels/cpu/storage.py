@@ -11,6 +11,7 @@ AHEAD = 8
 RECORDS_AHEAD = 4
 RUN_SHIFT = 40
 BLOCK = 4096  # bytes: what disks read
+MARK_STEP = 0x9E3779B1
 FULL, BITS, LISTED = 0, 1, 2
 
 
@@ -24,8 +25,39 @@ def seal(records, slots, ids, out, lo, hi):
         target[i, words] = crc.copy(source[slots[i]], target[i, :words], names[2 * i], names[2 * i + 1])
 
 
+@inlined
+def _last_at_most(values, lo, hi, value):
+    # Where the last of ascending values[lo:hi] that is <= value stands; lo - 1 if there is none.
+    while lo < hi:
+        middle = (lo + hi) >> 1
+        if values[middle] <= value:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo - 1
+
+
+@kernel(over="sealed", grain=8192)
+def stamp(sealed, salt, first, lo, hi):
+    words = sealed.view(np.uint32)
+    last = words.shape[1] - 1
+    for i in range(lo, hi):
+        words[i, last] ^= np.uint32((salt + MARK_STEP * (first + i)) & 0xFFFFFFFF)
+
+
+@kernel()
+def mark(locations, numbers, salts, steps, marks):
+    number, salt, step = -1, np.int64(0), np.int64(0)
+    for i in range(locations.shape[0]):
+        if locations[i] >> RUN_SHIFT != number:
+            number = locations[i] >> RUN_SHIFT
+            k = _last_at_most(numbers, 0, numbers.shape[0], number)
+            salt, step = np.int64(salts[k]), np.int64(steps[k])
+        marks[i] = np.uint32((salt + step * (locations[i] & ((1 << RUN_SHIFT) - 1))) & 0xFFFFFFFF)
+
+
 @kernel(over="good", grain=256)
-def unseal(buffer, starts, ids, records, slots, good, lo, hi):
+def unseal(buffer, starts, ids, marks, records, slots, good, lo, hi):
     source, target, names = buffer.view(np.uint32), records.view(np.uint32), ids.view(np.uint32)
     words = target.shape[1]
     for i in range(lo, hi):
@@ -34,7 +66,7 @@ def unseal(buffer, starts, ids, records, slots, good, lo, hi):
             prefetch_to_write(target, slots[i + RECORDS_AHEAD], records.shape[1])
         start = starts[i] >> 2
         found = crc.copy(source[start : start + words], target[slots[i]], names[2 * i], names[2 * i + 1])
-        good[i] = np.uint8(source[start + words] == found)
+        good[i] = np.uint8(source[start + words] == found ^ marks[i])
 
 
 @kernel()
@@ -183,18 +215,6 @@ def rank_blocks(blocks, ranks):
         for w in range(blocks.shape[1]):
             count += _ones(blocks[k, w])
     return count
-
-
-@inlined
-def _last_at_most(values, lo, hi, value):
-    # Where the last of ascending values[lo:hi] that is <= value stands; lo - 1 if there is none.
-    while lo < hi:
-        middle = (lo + hi) >> 1
-        if values[middle] <= value:
-            lo = middle + 1
-        else:
-            hi = middle
-    return lo - 1
 
 
 @inlined

@@ -1,6 +1,7 @@
 """Records on their way to and from files: the specification of ``kernels/cpu/storage.py``.
 
-A stored record is its bytes and then the CRC-32 of its id (int64) and them, little-endian (``docs/format.md``).
+A stored record is its bytes and then its seal, little-endian: the CRC-32 of its id (int64) and them, XOR its *mark*,
+which says where it belongs: ``(salt of its run + step * its index in the run) mod 2^32`` (``docs/format.md``).
 A location is ``run number << 40 | index of the record in the run``, or -1 for none.
 """
 
@@ -15,8 +16,10 @@ from embedrock.kernels.reference.directory import mix
 RUN_SHIFT = 40
 BLOCK = 4096  # bytes: what disks read
 CRC_BYTES = 4
+MARK_STEP = 0x9E3779B1  # odd, so that two records of a run that are less than 2^32 apart never have the same mark
 FULL, BITS, LISTED = 0, 1, 2  # how a chunk of the base tells which ids it has
 _MASK = (1 << 64) - 1
+_WORD = (1 << 32) - 1
 
 
 def _crc(row: int, record: bytes) -> int:
@@ -26,25 +29,50 @@ def _crc(row: int, record: bytes) -> int:
 def seal(records: np.ndarray, slots: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
     """Copy the records of slots to ``out`` (n, record_bytes + 4), each with the CRC of its id and itself.
 
-    Record bytes are a multiple of 4.
+    Where they will stand is not known yet: their mark is 0. Record bytes are a multiple of 4.
     """
     for i, (slot, row) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
         record = records[slot].tobytes()
         out[i] = np.frombuffer(record + _crc(row, record).to_bytes(CRC_BYTES, "little"), np.uint8)
 
 
-def unseal(
-    buffer: np.ndarray, starts: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray, good: np.ndarray
-) -> None:
-    """Copy stored records from ``buffer[starts]`` to slots, and write 1 to ``good`` where the CRC fits, else 0.
+def stamp(sealed: np.ndarray, salt: int, first: int) -> None:
+    """Put their marks into the seals of ``sealed`` (n, record_bytes + 4), records ``first``, ... of a run."""
+    seals = sealed[:, -CRC_BYTES:]
+    for i in range(len(sealed)):
+        seal = int.from_bytes(seals[i].tobytes(), "little") ^ (salt + MARK_STEP * (first + i)) & _WORD
+        seals[i] = np.frombuffer(seal.to_bytes(CRC_BYTES, "little"), np.uint8)
 
-    Starts are multiples of 4. A record whose CRC does not fit is copied too.
+
+def mark(locations: np.ndarray, numbers: np.ndarray, salts: np.ndarray, steps: np.ndarray, marks: np.ndarray) -> None:
+    """Write the marks, uint32, of records at locations.
+
+    ``numbers`` ascend and have all their runs, ``salts`` and ``steps`` (uint32) are those of these runs.
+    """
+    places = {number: k for k, number in enumerate(numbers.tolist())}
+    for i, location in enumerate(locations.tolist()):
+        k, index = places[location >> RUN_SHIFT], location & ((1 << RUN_SHIFT) - 1)
+        marks[i] = (int(salts[k]) + int(steps[k]) * index) & _WORD
+
+
+def unseal(
+    buffer: np.ndarray,
+    starts: np.ndarray,
+    ids: np.ndarray,
+    marks: np.ndarray,
+    records: np.ndarray,
+    slots: np.ndarray,
+    good: np.ndarray,
+) -> None:
+    """Copy stored records from ``buffer[starts]`` to slots, and write 1 to ``good`` where the seal fits, else 0.
+
+    Starts are multiples of 4. A record whose seal does not fit is copied too.
     """
     size = records.shape[1]
     for i, (start, row) in enumerate(zip(starts.tolist(), ids.tolist(), strict=True)):
         records[slots[i]] = buffer[start : start + size]
         found = buffer[start + size : start + size + CRC_BYTES].tobytes()
-        good[i] = int.from_bytes(found, "little") == _crc(row, records[slots[i]].tobytes())
+        good[i] = int.from_bytes(found, "little") == _crc(row, records[slots[i]].tobytes()) ^ int(marks[i])
 
 
 def unmix(h: int) -> int:
