@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,15 @@ TRACES: dict[str, Callable[[np.random.Generator, int], Iterator[np.ndarray]]] = 
 
 
 class Pair:
-    """A table on disk, and one in RAM that is treated alike."""
+    """A table on disk, and one in RAM that is treated alike.
+
+    Attributes:
+        events: what can be done to them between two steps.
+        saved: what each commit has, by its number.
+        first: the first commit that one may go back to.
+    """
+
+    events: Mapping[str, Callable[[Any], None]]
 
     def __init__(self, case: Case, folder: Any, system: System = OS_SYSTEM) -> None:
         self.case, self.folder, self.system = case, folder, system
@@ -96,7 +104,7 @@ class Pair:
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
         self.options["memory"] = self.ram.memory_for(case.slots)
         self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
-        self.saved = {0: copy.deepcopy(self.ram)}
+        self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
 
     def ids(self, numbers: np.ndarray) -> np.ndarray:
         """Return row numbers as ids of this table: the open ones lie far apart, negative ones among them."""
@@ -159,7 +167,7 @@ class Pair:
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""
-        numbers = [commit["commit"] for commit in self.table.commits()]
+        numbers = [commit["commit"] for commit in self.table.commits() if commit["commit"] >= self.first]
         number = max(self.saved) if newest else int(self.rng.choice(numbers))
         made = self.table.rollback(number)
         self.ram = copy.deepcopy(self.saved[number])
@@ -178,6 +186,10 @@ class Pair:
         self.ram = copy.deepcopy(self.saved[max(self.saved)])
         self.table = er.open(self.folder, **self.options)
         self.check()
+
+    def window(self, event: str) -> int:
+        """Return how many batches may be brought up ahead, where something happens in the midst of them."""
+        return self.case.slots // BATCH - 1 - (event == "assign")  # which needs room beside the window
 
     # ---- how they are compared
 
@@ -208,10 +220,34 @@ EVENTS: dict[str, Callable[[Pair], None]] = {
     "set rule": Pair.set_rule,
     "read all": Pair.read_all,
 }
+Pair.events = EVENTS
 AFTER: dict[str, Callable[[Pair], None]] = {
     "reopen": lambda pair: pair.reopen(committed=True),
     "crash": lambda pair: pair.reopen(committed=False),
 }
+
+
+@dataclass(frozen=True)
+class Act:
+    """Some steps, something in the midst of them, or at their end."""
+
+    event: str = "nothing"
+    trace: str = "skewed"
+    steps: int = 6
+    depth: int = 0
+
+
+def perform(pair: Pair, acts: list[Act]) -> None:
+    """Do everything to both tables, and compare them."""
+    for act in acts:
+        depth, middle = max(0, min(act.depth, pair.window(act.event))), act.steps // 2
+        for number, ids in enumerate(pair.table.prefetch(pair.batches(act.trace, act.steps), depth)):
+            pair.step(ids)
+            if number == middle and act.event in pair.events:
+                pair.events[act.event](pair)
+        if act.event in AFTER:
+            AFTER[act.event](pair)
+    pair.check()
 
 
 @contextmanager
@@ -252,6 +288,7 @@ class Company(threading.Thread):
         ticket = self._table.bring(self._rng.choice(self._all, BATCH // 2))
         np.testing.assert_array_equal(self._table.lookup(self._still[which]), self._expected[which])
         self._table.lookup(self._rng.choice(self._all, BATCH))
+        assert self._table.stats()["rows_touched"] >= STILL
         ticket.release()
 
     def leave(self) -> None:

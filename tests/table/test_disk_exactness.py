@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from disk_pair import (
     STILL,
     TOTAL,
     TRACES,
+    Act,
     Case,
     Company,
     Pair,
+    perform,
     rows_stay,
     still,
     surroundings,
@@ -41,16 +43,6 @@ from same_tables import RULES, check_same
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Act:
-    """Some steps, something in the midst of them, or at their end."""
-
-    event: str = "nothing"
-    trace: str = "skewed"
-    steps: int = 6
-    depth: int = 0
-
-
 def play(pair: Pair, acts: list[Act]) -> None:
     """Do everything to both tables, compare them, and close the one on disk."""
     perform(pair, acts)
@@ -60,21 +52,6 @@ def play(pair: Pair, acts: list[Act]) -> None:
 def play_case(case: Case, acts: list[Act], folder: Any, system: System = OS_SYSTEM) -> None:
     with surroundings(case):
         play(Pair(case, folder, system), acts)
-
-
-def perform(pair: Pair, acts: list[Act]) -> None:
-    """Do everything to both tables, and compare them."""
-    for act in acts:
-        others = act.event == "assign"  # it needs room beside the window
-        depth = max(0, min(act.depth, pair.case.slots // BATCH - 1 - others))
-        middle = act.steps // 2
-        for number, ids in enumerate(pair.table.prefetch(pair.batches(act.trace, act.steps), depth)):
-            pair.step(ids)
-            if number == middle and act.event in EVENTS:
-                EVENTS[act.event](pair)
-        if act.event in AFTER:
-            AFTER[act.event](pair)
-    pair.check()
 
 
 # ---------------------------------------------------------------- drawn programs

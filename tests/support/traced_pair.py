@@ -1,0 +1,386 @@
+"""The trace gate: random traces of everything that a table can be asked, beside a table in RAM.
+
+Wherever a thread lets the lock of a store go, others may get ahead, as is drawn from the seed (`Yields`).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from disk_pair import (
+    AFTER,
+    BATCH,
+    DIM,
+    KEEP,
+    STILL,
+    TOTAL,
+    TRACES,
+    Act,
+    Case,
+    Company,
+    Pair,
+    perform,
+    rows_stay,
+    still,
+    surroundings,
+)
+from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
+from embedrock.store import store as stores
+from embedrock.table.table import rows_of
+from embedrock.tiers.cache import POLICIES
+from same_tables import RULES, check_same
+from table_files import files_of
+
+NAMES = 4  # commits that have a name, at most
+READERS = 2  # snapshots that are open, at most
+
+
+def drawn_case(seed: int) -> Case:
+    """Return a table and how it is kept on disk, most often with a tiny cache."""
+    rng = random.Random(seed)
+    return Case(
+        rule=rng.choice(RULES),
+        dtype=rng.choice(("float32", "bfloat16", "float16")),
+        rows=rng.choice((TOTAL, None)),
+        policy=rng.choice(sorted(POLICIES)),
+        slots=rng.choice((BATCH, BATCH + 1, 3 * BATCH, 7 * BATCH, 12 * BATCH, TOTAL)),
+        threads=rng.randint(1, 4),
+        seed=seed,
+        small=rng.random() < 0.8,
+    )
+
+
+# ---------------------------------------------------------------- timing
+
+
+class Yields:
+    """Lets other threads go on now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self) -> None:
+        is_behind = threading.current_thread().name.startswith("embedrock-")
+        if self._rng.random() < (0.3 if is_behind else 0.02):
+            time.sleep(self._rng.choice((0, 0.0005, 0.003)))
+
+
+class YieldingLock:
+    """The lock of a store: whoever lets it go lets others go on."""
+
+    def __init__(self, yields: Callable[[], None]) -> None:
+        self._lock, self._yields, self._depth = threading.RLock(), yields, 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        is_free = not self._depth
+        self._lock.release()
+        if is_free:
+            self._yields()
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Let others have it for a while."""
+        depth, self._depth = self._depth, 0
+        for _ in range(depth):
+            self._lock.release()
+        try:
+            yield
+        finally:
+            for _ in range(depth):
+                self._lock.acquire()
+            self._depth = depth
+
+
+@contextmanager
+def yielding(seed: int) -> Iterator[None]:
+    """Have stores that are opened meanwhile let other threads go on wherever they let their lock go."""
+    yields = Yields(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        made = SimpleNamespace(**vars(threading) | {"RLock": lambda: YieldingLock(yields)})
+        patch.setattr(stores, "threading", made)
+        yield
+
+
+# ---------------------------------------------------------------- the pair
+
+
+class TracedPair(Pair):
+    """A pair that is asked everything that there is, and whose commits are all looked at after each."""
+
+    def __init__(self, case: Case, folder: Any) -> None:
+        super().__init__(case, folder)
+        self.names: dict[str, int] = {}
+        self._looked_at = 0
+        self._readers: list[tuple[er.Table, er.Table]] = []
+        self._ticket: Any = None
+        self._company: Company | None = None
+        self._has_company = rows_stay(case) and case.seed % 2 == 0
+
+    # ---- reads and steps
+
+    def by_plan(self) -> None:
+        """Make a step from its parts."""
+        (ids,) = self.batches(self._trace(), 1)
+        grads, out = self.grads(ids), np.empty((*ids.shape, DIM), np.float32)
+        sums = []
+        for table in (self.table, self.ram):
+            plan = table.plan(ids)
+            np.testing.assert_array_equal(table.read(plan, out if table is self.table else None), self.ram.lookup(ids))
+            np.testing.assert_array_equal(table.read_rows(plan), self.ram.lookup(plan.ids))
+            sums.append(table.sum(plan, grads))
+            table.check_step(sums[-1])
+        for table, summed in zip((self.table, self.ram), sums, strict=True):
+            table.step(summed, scale=0.5, clip_value=0.4, lr=0.02)
+
+    def by_apply(self) -> None:
+        (ids,) = self.batches(self._trace(), 1)
+        grads = self.grads(ids)
+        for table in (self.table, self.ram):
+            table.apply(table.plan(ids), grads, lr=0.03)
+
+    def by_rule(self) -> None:
+        (ids,) = self.batches(self._trace(), 1)
+        grads = self.grads(ids)
+        for table in (self.table, self.ram):
+            assert table.rule is not None
+            table.step_by(table.rule, table.sum(table.plan(ids), grads))
+
+    def export(self) -> None:
+        found = [np.concatenate(parts) for parts in zip(*self.table.export_batches(70), strict=True)]
+        expected = self.ram.export()
+        if not found:
+            assert not len(expected[0])
+            return
+        order = np.argsort(found[0])
+        for got, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(got[order], wanted)
+
+    def bring(self) -> None:
+        """Hold rows for a while, and others after them."""
+        if self._ticket is not None:
+            self._ticket.release()
+            self._ticket = None
+        elif self._has_room():
+            (ids,) = self.batches(self._trace(), 1)
+            self._ticket = self.table.bring(ids)
+
+    def refused(self) -> None:
+        """Ask what a table on disk refuses."""
+        ids, below = self.ids(np.arange(BATCH)), self.table.stats()
+        grads = self.grads(ids)
+        grads[0, 0] = np.nan
+        with pytest.raises(NonFiniteGradientError):
+            self.table.update(ids, grads)
+        if self.case.rows is not None:
+            with pytest.raises(IdError):
+                self.table.lookup([self.case.rows])
+        for ask in (self.table.state, lambda: self.table.load_state({}), lambda: copy.deepcopy(self.table)):
+            with pytest.raises(UnsupportedError):
+                ask()
+        with pytest.raises(UnsupportedError):
+            pickle.dumps(self.table)
+        assert self.table.stats()["rows_touched"] == below["rows_touched"]
+
+    def facts(self) -> None:
+        """Compare what the two say of themselves."""
+        table, ram = self.table, self.ram
+        assert repr(table.spec) == repr(ram.spec)
+        for name in ("rows", "dim", "rule", "steps", "first_scale", "on_nonfinite", "side", "name"):
+            assert getattr(table, name) == getattr(ram, name), name
+        assert table.memory_for(7) == ram.memory_for(7)
+        assert (table.is_on_disk, ram.is_on_disk, table.mode) == (True, False, "w")
+        assert str(self.folder) == table.path == table.options["path"]
+        assert repr(table.path) in table.subject
+        assert repr(table).startswith(f"Table(rows={table.rows}, dim={table.dim}, dtype={table.spec.dtype!r}")
+        assert (table.device_memory, len(table.uuid)) == (None, 32)
+        assert table.last_step is None or table.last_step <= max(saved.steps for saved in self.saved.values())
+        stats = table.stats()
+        assert stats["rows_touched"] == ram.stats()["rows_touched"]
+        assert stats["overlay_rows"] <= stats["rows_touched"]
+
+    # ---- commits
+
+    def settle(self) -> None:
+        """Wait for a commit in the background."""
+        rows = rows_of(self.table)
+        with rows.turn.alone():
+            files_of(self.table).end_commit(rows)
+
+    def named(self, wait: bool = True) -> None:
+        if len(self.names) < NAMES:
+            name = f"after {len(self.saved)}"
+            self.commit(wait=wait, name=name)
+            self.names[name] = max(self.saved)
+
+    def release(self) -> None:
+        if self.names:
+            self.settle()
+            name = str(self.rng.choice(sorted(self.names)))
+            del self.names[name]
+            self.table.release(name)
+
+    def look_at_commits(self) -> None:
+        """Check commits soon after each, but do not always wait for those in the background."""
+        new = sum(number > self._looked_at for number in self.saved)
+        if new > 1 or (new and self.rng.random() < 0.5):
+            self.check_commits()
+            self._looked_at = max(self.saved)
+
+    def check_commits(self) -> None:
+        """Open every commit that is kept, and verify them all."""
+        self.settle()
+        commits = {commit["commit"]: commit["name"] for commit in self.table.commits()}
+        assert commits.keys() >= {*sorted(self.saved)[-KEEP:], *self.names.values()}
+        assert {name: number for number, name in commits.items() if name is not None} == self.names
+        assert self.table.last_commit == max(self.saved)
+        for number in commits:
+            with self._reader(number) as reader:
+                check_same(reader, self.saved[number])
+        verdict = self.table.verify()
+        assert (verdict.problems, verdict.newest_good) == ([], max(commits))
+        self.saved = {number: self.saved[number] for number in commits}
+
+    def _reader(self, number: int) -> er.Table:
+        return er.open(self.folder, mode="r", at=number, memory=self.options["memory"])
+
+    def snapshot(self) -> None:
+        """Open a reader, or look at one that has been open for a while."""
+        self.settle()
+        if len(self._readers) < READERS:
+            number = int(self.rng.choice([commit["commit"] for commit in self.table.commits()]))
+            self._readers.append((self._reader(number), self.saved[number]))
+        else:
+            reader, expected = self._readers.pop(0)
+            with reader:
+                check_same(reader, expected)
+
+    # ---- others
+
+    def join(self) -> None:
+        """Let another thread read the table."""
+        if self._has_company and self._company is None:
+            self._company = Company(self, self.ram.lookup(still(self)))
+            self._company.start()
+
+    def leave(self) -> None:
+        if self._company is not None:
+            company, self._company = self._company, None
+            company.leave()
+
+    def begin(self) -> None:
+        """Step the rows that stay as they are afterwards."""
+        if self._has_company:
+            for first in range(0, STILL, BATCH // 2):
+                self.step(still(self)[first : first + BATCH // 2])
+            self.commit()
+            self.first = max(self.saved)
+
+    def end(self) -> None:
+        self.leave()
+        while self._readers:
+            reader, expected = self._readers.pop()
+            with reader:
+                check_same(reader, expected)
+        if self._ticket is not None:
+            self.bring()
+        self.check_commits()
+        with self.table:
+            self.close()
+
+    def give_up(self) -> None:
+        """Close all, whatever that tells: something went wrong before."""
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for table in (*(reader for reader, _ in self._readers), self.table):
+                table.close()
+            self.leave()
+
+    def reopen(self, committed: bool) -> None:
+        self.leave()
+        if self._ticket is not None:
+            self.bring()
+        self.settle()
+        super().reopen(committed)
+
+    # ---- what is drawn
+
+    def _trace(self) -> str:
+        return str(self.rng.choice(sorted(TRACES)))
+
+    def _has_room(self) -> bool:
+        """Return whether a ticket may be held beside a window, a batch, and the company's."""
+        return self.case.slots >= (7 if self._has_company else 3) * BATCH
+
+    def window(self, event: str) -> int:
+        return self.case.slots // BATCH - 2 - (self._ticket is not None) - 3 * self._has_company
+
+
+ASKED: dict[str, Callable[[TracedPair], None]] = {
+    "by plan": TracedPair.by_plan,
+    "by apply": TracedPair.by_apply,
+    "by rule": TracedPair.by_rule,
+    "assign": Pair.assign,
+    "set rule": Pair.set_rule,
+    "read all": Pair.read_all,
+    "export": TracedPair.export,
+    "bring": TracedPair.bring,
+    "refused": TracedPair.refused,
+    "facts": TracedPair.facts,
+    "commit": Pair.commit,
+    "commit behind": lambda pair: pair.commit(wait=False),
+    "named": TracedPair.named,
+    "named behind": lambda pair: pair.named(wait=False),
+    "release": TracedPair.release,
+    "compact": Pair.compact,
+    "compact behind": Pair.compact_behind,
+    "rollback": Pair.rollback,
+    "rollback far": lambda pair: pair.rollback(newest=False),
+    "snapshot": TracedPair.snapshot,
+    "join": TracedPair.join,
+    "leave": TracedPair.leave,
+}
+TracedPair.events = ASKED
+
+
+def drawn_acts(seed: int, operations: int) -> list[Act]:
+    """Draw a trace of so many steps and events."""
+    rng, acts, left = random.Random(seed), list[Act](), operations
+    while left > 0:
+        steps = rng.choice((1, 1, 2, 3, 5, 9))
+        acts.append(Act(rng.choice([*ASKED, *AFTER]), rng.choice(sorted(TRACES)), steps, rng.choice((0, 1, 2, 5))))
+        left -= steps + 1
+    return acts
+
+
+def play(case: Case, acts: list[Act], folder: Any) -> None:
+    """Do a trace to a pair, and look at all commits after each."""
+    with surroundings(case), yielding(case.seed):
+        pair, number = TracedPair(case, folder), 0
+        try:
+            pair.begin()
+            for number, act in enumerate(acts):  # noqa: B007
+                perform(pair, [act])
+                pair.look_at_commits()
+            pair.end()
+        except BaseException as error:
+            error.add_note(f"{case}, in act {number}, {acts[number]}")
+            pair.give_up()
+            raise

@@ -1,0 +1,107 @@
+"""The trace gate: whatever a table on disk is asked, and whoever gets ahead, it has the bytes of one in RAM.
+
+So have all commits that it keeps, each of which is opened and verified after every commit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import embedrock as er
+from disk_pair import AFTER, TOTAL, Act, Case
+from embedrock.errors import MissingFileError
+from embedrock.store import folder as folders
+from embedrock.store import store as stores
+from embedrock.store.store import Store
+from embedrock.table.facts import Facts
+from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_trace(seed: int, tmp_path: Path):
+    play(drawn_case(seed), drawn_acts(seed, 60), tmp_path / "table")
+
+
+@pytest.mark.slow
+def test_many_long_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    traces, operations = 200, 250
+    for seed in range(1000, 1000 + traces):
+        play(drawn_case(seed), drawn_acts(seed, operations), tmp_path / f"table {seed}")
+    with capsys.disabled():
+        print(f"\ntraces: {traces}, of {operations} operations each, bad: 0")
+
+
+# ---------------------------------------------------------------- a gate that stops nothing proves nothing
+
+
+def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    public: dict[str, tuple[type, Any]] = {
+        name: (kind, value)
+        for kind in (Facts, er.Table)
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+    asked = set[str]()
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **options: Any) -> Any:
+            asked.add(name)
+            return method(*args, **options)
+
+        return note
+
+    for name, (kind, value) in public.items():
+        made = noted(name, getattr(value, "fget", value))
+        monkeypatch.setattr(kind, name, property(made) if isinstance(value, property) else made)
+    play(Case(slots=TOTAL), [Act(event, steps=2) for event in (*ASKED, *AFTER)], tmp_path / "table")
+    assert asked == public.keys()
+
+
+FOLDED = [
+    Act("commit", "all new", steps=20),
+    Act("commit behind", "uniform", steps=4),
+    *(Act(event, "uniform", steps=4) for event in ("compact behind", "named behind") * 3),
+]
+
+
+def forget_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Let the lock of a store go between the installation of a base and the removal of what only it has replaced.
+
+    And ask the last commit only whether it names a file: that is right as long as none is published in between.
+    """
+    forget, published = Store.forget, threading.Event()
+
+    def late(self: Store, runs: Any) -> None:
+        if threading.current_thread().name == "embedrock-compact" and not published.is_set():
+            lock = cast(YieldingLock, self.lock)
+            folded, until = {run.path for run in runs}, time.monotonic() + 60
+            with lock.let_go():
+                while folded & folders.files_of(self.manifest) and time.monotonic() < until:
+                    time.sleep(0.001)
+            published.set()  # once is enough
+        forget(self, runs)
+
+    patch.setattr(Store, "forget", late)
+    ask_the_last_commit_only(patch)
+
+
+def ask_the_last_commit_only(patch: pytest.MonkeyPatch) -> None:
+    named = {"named_files": lambda *where: folders.files_of(folders.newest(*where))}
+    patch.setattr(stores, "folders", SimpleNamespace(**vars(folders) | named))
+
+
+def test_files_that_are_forgotten_too_early_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ask_the_last_commit_only(monkeypatch)
+    case = Case(slots=36, small=False)  # so that no step waits for the compaction
+    play(case, FOLDED, tmp_path / "whole")  # without the gap between the two, nothing is wrong
+    forget_too_early(monkeypatch)
+    with pytest.raises(MissingFileError, match="is missing"):
+        play(case, FOLDED, tmp_path / "table")
