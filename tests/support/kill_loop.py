@@ -1,12 +1,18 @@
 """The program that `test_kill_loop.py` kills: it trains a table on disk, and says what was made durable.
 
-What step k does is a function of (seed, k) alone, so that anybody can tell what the table must hold after it. The
-settings that change nothing about it (cache, policy, threads, when commits and compactions happen, what is kept) are
-drawn anew from another seed at each start.
+What the rows are after step k is a function of (seed, k) alone, also where the table was rolled back in between, or its
+records laid out anew: so anybody can tell what a commit must hold that was made with ``step=k``. The settings that
+change nothing about it (cache, policy, threads, when commits, compactions and rollbacks happen, what is kept) are drawn
+anew from another seed at each start.
 
 It is a server: to start quickly, it imports and compiles once, and then forks a child for each line of JSON on stdin,
-the arguments of `run`. On stdout there is ``pid P``, then from the child ``open S`` (the step it resumes from),
-``done K`` (the commit of step K is durable) and ``end``, and at last ``exit CODE``.
+the arguments of `run`. On stdout there is ``pid P``, then from the child
+
+- ``open C K``: the table is open as of commit C, which was made at step K;
+- ``begin C K``: commit C will be made, with the rows of step K;
+- ``done C``: commit C is durable;
+- ``kept C``: it has a name, and ``released C``: it will have none;
+- ``end``, and at last ``exit CODE``.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,35 +31,48 @@ import numpy as np
 
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
+from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
+from embedrock.tiers.disk import memory_for
 from small_pieces import SIZES
 from table_files import files_of
 
 ROWS, DIM, BATCH = 400, 3, 24
+LAYOUT_STEPS = 60  # after so many, records are laid out anew
 
 
 class Kind(NamedTuple):
-    """A table and what it is trained by."""
+    """A table and what it is trained by: one rule after the other, whose records differ."""
 
-    rule: er.Rule
+    rules: tuple[er.Rule, ...]
     dtype: str
     rows: int | None
 
     def arguments(self, seed: int) -> dict[str, Any]:
-        return {"rows": self.rows, "dim": DIM, "rule": self.rule, "dtype": self.dtype, "seed": seed}
+        return {"rows": self.rows, "dim": DIM, "rule": self.rules[0], "dtype": self.dtype, "seed": seed}
+
+    def rule_of(self, step: int) -> er.Rule:
+        return self.rules[step // LAYOUT_STEPS % len(self.rules)]
 
 
 KINDS = {
-    "adam": Kind(er.Adam(lr=0.1), "float32", ROWS),
-    "dense": Kind(er.Adam(lr=0.1, dense=True), "bfloat16", ROWS),
-    "open": Kind(er.Adagrad(lr=0.1), "float16", None),
+    "adam": Kind((er.Adam(lr=0.1), er.SGD(lr=0.1), er.Momentum(lr=0.1)), "float32", ROWS),
+    "dense": Kind((er.Adam(lr=0.1, dense=True), er.Momentum(lr=0.1, dense=True)), "bfloat16", ROWS),
+    "open": Kind((er.Adagrad(lr=0.1), er.Adam(lr=0.1)), "float16", None),
 }
 
 
-def train(table: er.Table, seed: int, step: int) -> None:
+def train(table: er.Table, kind: str, seed: int, step: int) -> None:
     """Make step number `step` (from 1 on)."""
     ids, grads = batch(seed, step)
+    if step % LAYOUT_STEPS == 0:
+        table.set_rule(KINDS[kind].rule_of(step))
     table.update(ids, grads)
+
+
+def steps_at(step: int) -> int:
+    """Return how many steps the table counts after step number `step`: it begins anew with each layout."""
+    return step if step < LAYOUT_STEPS else step % LAYOUT_STEPS + 1
 
 
 def batch(seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,10 +88,11 @@ class Life:
 
     def __init__(self, draw: int) -> None:
         self.rng = np.random.default_rng(draw)
-        self._unconfirmed: int | None = None
+        self._unconfirmed: tuple[int, bool] | None = None
         self.depth = int(self.rng.choice([0, 1, 3]))
         self._every, self._waits = int(self.rng.integers(1, 9)), float(self.rng.choice([0.0, 0.5, 1.0]))
         self._compactions = float(self.rng.choice([0.0, 0.02, 0.2]))
+        self._rollbacks = bool(self.rng.random() < 0.5)
         er.set_threads(int(self.rng.integers(1, 5)))
 
     def options(self, memory_for: Callable[[int], int]) -> dict[str, Any]:
@@ -80,37 +101,93 @@ class Life:
         policy, keep = str(self.rng.choice(sorted(POLICIES))), int(self.rng.integers(1, 5))
         return {"memory": memory_for(slots), "policy": policy, "keep": keep}
 
+    def stretch(self, left: int) -> int:
+        """Return how many steps come before the table is rolled back."""
+        return min(left, int(self.rng.integers(20, 100))) if self._rollbacks else left
+
     def after(self, table: er.Table, step: int) -> None:
         """Do what is due after a step."""
         if step % self._every == 0:
             self.commit(table, step, wait=bool(self.rng.random() < self._waits))
         if self.rng.random() < self._compactions:
             self._compact(table)
+        if self.rng.random() < 0.02:
+            self._release(table)
 
     def commit(self, table: er.Table, step: int, wait: bool) -> None:
-        name = f"step {step}" if self.rng.random() < 0.05 else None
-        table.commit(step=step, name=name, wait=wait)
-        self._confirm()  # it waited for the one before
-        self._unconfirmed = step
+        number, is_named = self.begin(table, step), bool(self.rng.random() < 0.05)
+        table.commit(step=step, name=f"commit {number}" if is_named else None, wait=wait)
+        self._unconfirmed = number, is_named
         if wait:
             self._confirm()
 
+    def roll_back(self, table: er.Table) -> None:
+        """Go back to any commit that is kept."""
+        self._settle(table)
+        target = self.rng.choice(np.array(table.commits(), object))
+        number = self.begin(table, target["step"] or 0)
+        table.rollback(target["commit"])
+        self.done(number)
+
+    def close(self, table: er.Table, step: int) -> None:
+        """Close the table, most often with a commit before."""
+        if self.rng.random() < 0.7:
+            self.commit(table, step, wait=False)
+        close(table)
+        self._confirm()
+
+    def close_interrupted(self, table: er.Table, step: int) -> None:
+        """Do what programs do in `finally`: commit whatever there is, or just close the table."""
+        made = {steps_at(step): step, steps_at(step - 1): step - 1}.get(table.steps)
+        if made and not self._rollbacks and self.rng.random() < 0.5:
+            self.commit(table, made, wait=True)
+        close(table)
+
+    def begin(self, table: er.Table, step: int) -> int:
+        """Say which commit comes next."""
+        self._settle(table)
+        number = table.last_commit + 1
+        say(f"begin {number} {step}")
+        return number
+
+    def _settle(self, table: er.Table) -> None:
+        rows = rows_of(table)
+        with rows.turn.alone():
+            files_of(table).end_commit(rows)
+        self._confirm()
+
     def _confirm(self) -> None:
         if self._unconfirmed is not None:
-            say(f"done {self._unconfirmed}")
+            number, is_named = self._unconfirmed
             self._unconfirmed = None
+            self.done(number)
+            if is_named:
+                say(f"kept {number}")
+
+    def done(self, number: int) -> None:
+        say(f"done {number}")
 
     def _compact(self, table: er.Table) -> None:
         if self.rng.random() < 0.5:
             files_of(table).compact_in_background(table.rows)
         else:
-            table.compact()
-            self._confirm()
+            self._settle(table)
+            number = self.begin(table, table.last_step or 0)
+            if table.compact() == number:
+                self.done(number)
 
-    def close(self, table: er.Table, step: int) -> None:
-        self.commit(table, step, wait=False)
+    def _release(self, table: er.Table) -> None:
+        self._settle(table)
+        named = [commit for commit in table.commits() if commit["name"] is not None]
+        if named:
+            say(f"released {named[0]['commit']}")
+            table.release(named[0]["name"])
+
+
+def close(table: er.Table) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", er.UncommittedWarning)
         table.close()
-        self._confirm()
 
 
 class Deadly(OSSystem):
@@ -133,7 +210,9 @@ CALLS = frozenset(
 )
 
 
-def run(path: str, kind: str, seed: int, draw: int, steps: int, dies_at: int | None = None) -> None:
+def run(
+    path: str, kind: str, seed: int, draw: int, steps: int, dies_at: int | None = None, planted: str | None = None
+) -> None:
     """Train for some steps more, or until killed.
 
     Args:
@@ -143,26 +222,50 @@ def run(path: str, kind: str, seed: int, draw: int, steps: int, dies_at: int | N
         draw: seed of all that must not matter.
         steps: how many.
         dies_at: the call of the operating system in which the process kills itself; None: it does not.
+        planted: of `PLANTED`.
     """
     life = Life(draw)
     if life.rng.random() < 0.5:
         cut_small()
+    if planted is not None:
+        PLANTED[planted]()
     train_table(life, path, kind, seed, steps, OSSystem() if dies_at is None else Deadly(dies_at))
 
 
 def train_table(life: Life, path: str, kind: str, seed: int, steps: int, system: System = OS_SYSTEM) -> None:
-    arguments = KINDS[kind].arguments(seed)
-    options = life.options(er.Table(**arguments).memory_for)
-    table = er.Table(path=path, **arguments, **options, system=system)
-    first = 1 + (table.last_step or 0)
-    say(f"open {first - 1}")
-    coming = range(first, first + steps)
-    for step, ids in zip(coming, table.prefetch((batch(seed, k)[0] for k in coming), life.depth), strict=True):
-        table.lookup(ids)
-        train(table, seed, step)
-        life.after(table, step)
-    life.close(table, coming[-1])
+    table = open_table(life, path, kind, seed, system)
+    step = table.last_step or 0
+    say(f"open {table.last_commit} {step}")
+    try:
+        while steps:
+            stretch = life.stretch(steps)
+            coming = range(step + 1, step + 1 + stretch)
+            batches = table.prefetch((batch(seed, k)[0] for k in coming), life.depth)
+            for step, ids in zip(coming, batches, strict=True):
+                table.lookup(ids)
+                train(table, kind, seed, step)
+                life.after(table, step)
+            steps -= stretch
+            if steps:
+                life.roll_back(table)
+                step = table.last_step or 0
+        life.close(table, step)
+    except KeyboardInterrupt:
+        life.close_interrupted(table, step)
+        raise
     say("end")
+
+
+def open_table(life: Life, path: str, kind: str, seed: int, system: System) -> er.Table:
+    """Open the table with room for records of every layout."""
+    arguments = KINDS[kind].arguments(seed)
+    widest = max(KINDS[kind].rules, key=lambda rule: rule.state_width(DIM))
+    spec = er.Table(**arguments).spec.with_rule(widest)
+    options = life.options(lambda slots: memory_for(spec, slots))
+    try:
+        return er.open(path, **options, system=system)
+    except er.TableFileError:
+        return er.Table(path=path, **arguments, **options, system=system)
 
 
 def cut_small() -> None:
@@ -180,13 +283,48 @@ def child(line: str) -> int:
     """Fork a process that runs `run`, and return its number."""
     if number := os.fork():
         return number
-    say(f"pid {os.getpid()}")
     try:
+        say(f"pid {os.getpid()}")
         run(**json.loads(line))
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+INTERRUPTED = 130
+
+
+# ---------------------------------------------------------------- what the test must find
+
+
+def link_in_pieces() -> None:
+    """Write manifests under their own names, piece by piece."""
+
+    def link(self: OSSystem, source: str, target: str) -> None:
+        with open(source, "rb") as file:
+            data = memoryview(file.read())
+        fd = self.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        for start in range(0, len(data), 100):
+            self.pwrite(fd, data[start : start + 100], start)
+        self.close(fd)
+
+    OSSystem.link = link
+
+
+def acknowledge_early() -> None:
+    """Say that commits are durable, and make them then."""
+
+    def commit(self: Life, table: er.Table, step: int, wait: bool) -> None:
+        self.done(self.begin(table, step))
+        table.commit(step=step)
+
+    Life.commit = commit
+
+
+PLANTED = {"manifests in pieces": link_in_pieces, "acknowledged early": acknowledge_early}
 
 
 def warm_up() -> None:

@@ -237,6 +237,10 @@ class TracedPair(Pair):
             del self.names[name]
             self.table.release(name)
 
+    def rollback(self, newest: bool = True) -> None:
+        self.settle()  # or retention might drop that commit meanwhile
+        super().rollback(newest)
+
     def look_at_commits(self) -> None:
         """Check commits soon after each, but do not always wait for those in the background."""
         new = sum(number > self._looked_at for number in self.saved)
@@ -351,7 +355,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "release": TracedPair.release,
     "compact": Pair.compact,
     "compact behind": Pair.compact_behind,
-    "rollback": Pair.rollback,
+    "rollback": TracedPair.rollback,
     "rollback far": lambda pair: pair.rollback(newest=False),
     "snapshot": TracedPair.snapshot,
     "join": TracedPair.join,
