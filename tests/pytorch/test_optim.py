@@ -112,7 +112,7 @@ def test_a_schedule_may_end_at_zero(kind: type[er.Rule]):
 @pytest.mark.parametrize("kind", [ert.RowwiseAdagrad, ert.Ftrl])
 def test_rules_that_torch_lacks_step_like_the_table(kind: type[ert.RowOptimizer]):
     rule: Any = kind.rule_type
-    layer, table = ert.Embedding(ROWS, DIM), er.Table(ROWS, DIM, rule=rule(lr=0.2))
+    layer, table = ert.Embedding(ROWS, DIM, seed=0), er.Table(ROWS, DIM, rule=rule(lr=0.2), seed=0)
     optimizer = kind(layer, lr=0.2)
     for ids in batches(5, every_row=False):
         optimizer.zero_grad()

@@ -204,7 +204,7 @@ def train_pair(pair: Pair, steps: int) -> tuple[er.Table, Any]:
     """Train a table and the dense optimizer on a skewed stream with a learning rate that falls and rises."""
     torch = pytest.importorskip("torch")
     rows, dim, rng = 500, 16, np.random.default_rng(0)
-    table = er.Table(rows, dim, rule=pair.rule, init=er.Normal(std=0.1))
+    table = er.Table(rows, dim, rule=pair.rule, init=er.Normal(std=0.1), seed=0)
     weight = torch.nn.Parameter(torch.from_numpy(table.lookup(np.arange(rows))))
     optimizer = getattr(torch.optim, pair.name)([weight], lr=1.0, **pair.arguments)
     for step in range(steps):
@@ -221,7 +221,7 @@ def train_pair(pair: Pair, steps: int) -> tuple[er.Table, Any]:
 @each_pair
 def test_dense_rules_have_the_trajectory_of_dense_optimizers(pair: Pair) -> None:
     table, expected = train_pair(pair, 400)
-    first = er.Table(500, 16, init=er.Normal(std=0.1)).lookup(np.arange(500))
+    first = er.Table(500, 16, init=er.Normal(std=0.1), seed=0).lookup(np.arange(500))
     assert np.abs(expected - first).max() > 0.3
     np.testing.assert_allclose(table.lookup(np.arange(500)), expected, rtol=2e-6, atol=3e-6)
     ids, weights = table.export()
@@ -258,7 +258,7 @@ def test_reading_under_dense_rules_changes_nothing(rule: er.Rule) -> None:
 def test_dense_rules_after_a_long_absence(pair: Pair) -> None:
     """Rows that rest for thousands of steps take the shortcut; it must not change what they would have become."""
     torch = pytest.importorskip("torch")
-    table = er.Table(4, 8, rule=pair.rule, init=er.Normal())
+    table = er.Table(4, 8, rule=pair.rule, init=er.Normal(), seed=0)
     weight = torch.nn.Parameter(torch.from_numpy(table.lookup(range(4))))
     optimizer = getattr(torch.optim, pair.name)([weight], lr=0.01, **pair.arguments)
     grads = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
@@ -274,7 +274,7 @@ def test_dense_rules_after_a_long_absence(pair: Pair) -> None:
 
 
 def test_rows_that_were_never_stepped_decay_under_dense_adamw() -> None:
-    table = er.Table(10, 4, rule=er.AdamW(lr=0.1, weight_decay=0.5, dense=True), init=er.Uniform(-1, 1))
+    table = er.Table(10, 4, rule=er.AdamW(lr=0.1, weight_decay=0.5, dense=True), init=er.Uniform(-1, 1), seed=0)
     first = table.lookup([7])
     assert table.first_scale == 1
     for lr in (0.1, 0.2):
@@ -323,7 +323,7 @@ def test_where_the_learning_rate_stands_is_part_of_the_state() -> None:
 def test_what_a_read_has_caught_up_with_is_what_the_step_would(rule, path, tmp_path):
     """A step takes over what the last read computed, if nothing came in between: not a bit is another."""
     places: list[dict[str, Any]] = [{} if path is None else {"path": str(tmp_path / f"{k}{path}")} for k in range(2)]
-    tables = [er.Table(1000, 8, rule=rule, **place) for place in places]
+    tables = [er.Table(1000, 8, rule=rule, seed=0, **place) for place in places]
     generator = np.random.default_rng(0)
     for step in range(60):
         ids = generator.zipf(1.3, 40) % 1000

@@ -496,8 +496,8 @@ def commit_twice(table: er.Table, step: int, wait: bool) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_full_disk_costs_nothing(wait: bool, small_disk: Path):
-    ram = er.Table(LARGE_ROWS, LARGE_DIM, rule=er.Adam(lr=0.1))
-    options = {"rule": er.Adam(lr=0.1), "memory": ram.memory_for(2 * LARGE_BATCH), "keep": 1}
+    ram = er.Table(LARGE_ROWS, LARGE_DIM, rule=er.Adam(lr=0.1), seed=0)
+    options = {"rule": er.Adam(lr=0.1), "seed": 0, "memory": ram.memory_for(2 * LARGE_BATCH), "keep": 1}
     with er.Table(LARGE_ROWS, LARGE_DIM, path=small_disk / "table", **options) as table:
 
         def train(steps: range) -> None:

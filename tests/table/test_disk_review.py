@@ -352,8 +352,8 @@ def test_a_child_that_was_just_forked_does_not_keep_the_lock(tmp_path: Path):
 @pytest.mark.parametrize("memory", ["12KiB", "1MiB"])
 def test_a_step_that_runs_out_of_memory_can_be_made_again(memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begin, rng = Records.begin, np.random.default_rng(3)
-    ram = er.Table(1000, DIM, rule=er.Adam())
-    with make(tmp_path / "t", rule=er.Adam(), init=None, memory=memory) as table:
+    ram = er.Table(1000, DIM, rule=er.Adam(), seed=0)
+    with make(tmp_path / "t", rule=er.Adam(), init=None, seed=0, memory=memory) as table:
         for _ in range(30):
             ids, values = rng.integers(0, 1000, 30), rng.normal(size=(30, DIM)).astype(np.float32)
 

@@ -139,7 +139,7 @@ def _made(job: ImportJob, arguments: Namespace) -> er.Table:
         path=job.table,
         rule=RULE_NAMES[arguments.rule]() if arguments.rule else None,
         init=er.Normal(std=std) if std else er.Zeros(),
-        seed=arguments.seed or 0,
+        seed=arguments.seed,
         dtype=arguments.table_dtype or "float32",
         memory=arguments.memory,
     )

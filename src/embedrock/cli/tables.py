@@ -85,7 +85,7 @@ def _add_import(subparsers: Any) -> None:
         "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
     )
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
-    new.add_argument("--seed", type=int, metavar="N", help="of first values (default: 0)")
+    new.add_argument("--seed", type=int, metavar="N", help="of first values (default: drawn)")
     parser.set_defaults(run=_import, parser=parser)
 
 

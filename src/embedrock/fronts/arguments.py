@@ -13,7 +13,8 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
 from embedrock.rules import Rule
-from embedrock.table.options import TableOptions, declared
+from embedrock.table.opening import FirstValues, make_rows
+from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table
 
 
@@ -37,6 +38,7 @@ def open_table(
     dim: int | None,
     padding_idx: int | None,
     options: Mapping[str, Any],
+    first: FirstValues | None,
     *,
     dim_name: str,
 ) -> Table:
@@ -48,6 +50,7 @@ def open_table(
         dim: weights in a row; None with a ready-made table.
         padding_idx: id whose row starts as zeros in a table that is made here; None for no such row.
         options: `TableOptions`, by name.
+        first: what draws first values where the options do not say it; not needed with a ready-made table.
         dim_name: what the layer calls `dim`.
     """
     if isinstance(rows, Table):
@@ -55,7 +58,7 @@ def open_table(
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
-    table = make_table(rows, dim, options)
+    table = make_table(rows, dim, options, first)
     padding = resolve_padding(padding_idx, table.rows)
     if padding is not None and not table.stats()["rows_touched"]:
         zero_rows(table, [padding])
@@ -69,9 +72,15 @@ def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) ->
         raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
 
 
-def make_table(rows: int | None, dim: int, options: Mapping[str, Any]) -> Table:
-    """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on."""
-    table = Table(rows, dim, **options)
+def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None) -> Table:
+    """Return a new table, or the one that there is at ``options["path"]``; of that, tell where it goes on.
+
+    Args:
+        rows, dim, options: arguments of `er.Table`.
+        first: what draws first values where the options do not say it; None: what `er.Table` takes.
+    """
+    given = table_options(options)
+    table = Table.over(*make_rows(rows, dim, given, first), given)
     if table.is_on_disk and table.stats()["rows_touched"]:
         tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
     return table

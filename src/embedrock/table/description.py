@@ -11,7 +11,7 @@ from embedrock.initializers import FromArray, Initializer, read_initializer
 from embedrock.rules import Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 
-OPEN = ("init", "rule")  # what may be left to the table
+OPEN = ("seed", "init", "rule")  # what may be left to the table
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
     """Raise `TableFileError` where a table is asked for that is not the one at `where`.
 
     Args:
-        expected: what was asked for; None, as a rule or initializer, means whatever the table has.
+        expected: what was asked for; None, as a seed, an initializer or a rule, means whatever the table has.
         got: what the table is.
     """
     different = [key for key, value in expected.items() if value != got[key] and (key not in OPEN or value is not None)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Initializer, Normal
@@ -22,7 +24,24 @@ from embedrock.tiers.memory import check_directory
 ON_NONFINITE = ("raise", "skip")
 
 
-def make_rows(rows: int | None, dim: int, options: Mapping[str, Any]) -> tuple[Rows, Files | None]:
+class FirstValues(NamedTuple):
+    """What draws the first values of a new table, where its maker says nothing of them.
+
+    A table that is there keeps its own: what was not given is not compared with it.
+    """
+
+    init: Initializer
+    seed: int
+
+
+def own_first_values() -> FirstValues:
+    """Return those of `er.Table`: each table has a seed of its own, from entropy as that of `np.random.default_rng`."""
+    return FirstValues(Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1))  # fits an int64
+
+
+def make_rows(
+    rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None
+) -> tuple[Rows, Files | None]:
     """Return the rows of a table, new or as of the last commit, and its files.
 
     A tier is chosen here: a home makes its tiers, and a new kind of tier is a home more.
@@ -31,16 +50,17 @@ def make_rows(rows: int | None, dim: int, options: Mapping[str, Any]) -> tuple[R
         rows: number of rows, None for open ids.
         dim: weights in a row.
         options: all of `TableOptions`.
+        first: for a new table, where no init or no seed was given; None: `own_first_values`.
     """
     check_rule(options["rule"])
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)")
     _check(options, options["directory"])
-    init, seed = options["init"] or Normal(), index(options["seed"])
-    spec = Spec(index(rows), index(dim), options["dtype"], options["rule"], init, seed)
+    left_out = {name: None for name in FirstValues._fields if options[name] is None}
+    drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
+    spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]))
     if options["path"] is None:
         return _in_ram(spec, options), None
-    given = describe_spec(spec) | ({"init": None} if options["init"] is None else {}) | {"rule": None}
-    files, spec = open_or_make_files(_opening(options), spec, given)
+    files, spec = open_or_make_files(_opening(options), spec, describe_spec(spec) | left_out | {"rule": None})
     return _as_of_last_commit(files, spec, options), files
 
 

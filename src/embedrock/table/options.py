@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.initializers import Initializer
+from embedrock.machine.sizes import parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.rules import Rule
 
@@ -51,7 +52,7 @@ class LayerOptions(StorageOptions, total=False):
     """Options that layers of all front ends take by these names."""
 
     rule: Annotated[Rule | None, Option(1, None)]
-    seed: Annotated[int, Option(3, 0)]
+    seed: Annotated[int | None, Option(3, None)]
     path: Annotated[str | os.PathLike[str] | None, Option(5, None)]
     directory: Annotated[str, Option(7, "auto")]
 
@@ -102,6 +103,16 @@ def filled(kind: Any, given: Mapping[str, Any], refuse: Callable[[list[str]], No
     if unknown:
         refuse(unknown)
     return {**defaults(kind), **given}
+
+
+def table_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a table: those that were given, and defaults.
+
+    Raises:
+        UnknownArgumentError: `er.Table` has no such option.
+    """
+    options = filled(TableOptions, given, refuse_unknown)
+    return {**options, "device_memory": parse_device_memory(options["device_memory"])}
 
 
 def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:

@@ -13,14 +13,13 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.machine.sizes import parse_device_memory
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
 from embedrock.table import checks, named, saved
 from embedrock.table.facts import Facts, exclusive, whole
 from embedrock.table.files import Files
 from embedrock.table.opening import check_rule, index, make_rows
-from embedrock.table.options import TableOptions, filled, refuse_unknown, shows
+from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
 from embedrock.tiers.disk import memory_for
@@ -37,7 +36,8 @@ class Table(Facts):
         dim: weights in a row.
         rule: the sparse optimizer of `update`; None for a table that is only read, or gets its rule by `set_rule`.
         init: first values of rows; by default ``Normal(0, 1)``, as in `torch.nn.Embedding`.
-        seed: of first values and of stochastic rounding, 64 bits.
+        seed: of first values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy, so
+            that no two tables start alike, and kept with the rows; a table that is there keeps its own.
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
@@ -74,8 +74,7 @@ class Table(Facts):
 
     @shows(TableOptions)
     def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
-        given = filled(TableOptions, options, refuse_unknown)
-        given["device_memory"] = parse_device_memory(given["device_memory"])
+        given = table_options(options)
         self._begin(*make_rows(rows, dim, given), given)
 
     @classmethod
@@ -393,7 +392,8 @@ class Table(Facts):
 
     def __repr__(self) -> str:
         spec, name = self.spec, f"name={self.name!r}, " if self.name else ""
-        return f"Table({name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, rule={spec.rule}, {self._rows})"
+        of = f"{name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, seed={spec.seed}, rule={spec.rule}"
+        return f"Table({of}, {self._rows})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         rows, spec = self._checked_rows(), self.spec

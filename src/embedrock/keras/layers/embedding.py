@@ -30,7 +30,9 @@ class Embedding(LookupLayer):
         path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
             line to stderr. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
-        seed: of the first values. (An initializer that was given a seed brings its own.)
+        seed: of the first values. (An initializer that was given a seed brings its own.) None: Keras draws one, as for
+            any initializer, so that `keras.utils.set_random_seed` decides it. It is kept with the rows, in a ``.keras``
+            too; a table that is there at `path` keeps its own.
         policy, keep, directory, on_nonfinite: as in `er.Table`.
         device_memory: as in `er.Table`, for layers of PyTorch on the same table: TensorFlow's reads and steps are
             those of rows in RAM.

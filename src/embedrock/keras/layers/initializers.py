@@ -3,36 +3,75 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import tensorflow as tf
 from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from embedrock.keras.workers.exchange import Workers
+from embedrock.table.opening import FirstValues
+
+DEFAULT = "uniform"  # as in `keras.layers.Embedding`
 
 
-def initializer_of(given: Any, rows: int | None, dim: int) -> tuple[Initializer, int | None]:
-    """Return what draws first values, and the seed that it brings (None: none).
+class Drawn(NamedTuple):
+    """What draws the rows of a layer.
+
+    Attributes:
+        initializer: that was given, of Keras' or of Embedrock's.
+        init: the same, as a table has it.
+        seed: that was given to the layer, or to its initializer.
+        first: what a new table takes where these are None, which means that they were not given.
+    """
+
+    initializer: Any
+    init: Initializer | None
+    seed: int | None
+    first: FirstValues
+
+
+def drawn_by(given: Any, seed: int | None, rows: int | None, dim: int) -> Drawn:
+    """Return what draws the rows of a layer.
+
+    A seed that was not given is what Keras draws for an initializer, once for each layer: so the other layers of a
+    model start as they do beside `keras.layers.Embedding`. Workers take that of the first of them.
 
     Args:
-        given: a name, a config or an instance of Keras', or one of Embedrock's.
+        given: a name, a config or an instance of Keras', or one of Embedrock's; None: `DEFAULT`.
+        seed: of the layer. That of an initializer goes before 0, the seed of layers that files of 0.1 describe.
         rows: of the table, None for open ids.
         dim: of the table.
 
     Raises:
         UnsupportedError: an initializer that no row can be drawn by alone.
     """
-    if isinstance(given, Initializer):
-        return given, None
+    made = given if isinstance(given, Initializer) else _keras_initializer(DEFAULT if given is None else given)
+    init = made if isinstance(made, Initializer) else _translated(made, given, rows, dim)
+    brought = getattr(made, "_init_seed", None)
+    if isinstance(brought, int) and not seed:
+        seed = brought
+    # An instance drew its own when it was made, which would be that of all the layers that it is given to.
+    first = FirstValues(init, _drawn_seed(None if made is given else made) if seed is None else seed)
+    return Drawn(None if given is None else made, None if given is None else init, seed, first)
+
+
+def _drawn_seed(made: Any) -> int:
+    """Return the seed that Keras drew for an initializer that it made, or else draws for another one."""
+    drawn = getattr(made, "seed", None)
+    own: Any = drawn if isinstance(drawn, int) else initializers.RandomUniform().seed
+    return Workers(tf.distribute.get_strategy()).first(own)
+
+
+def _keras_initializer(given: Any) -> Any:
     try:
-        made = initializers.get(given)
+        return initializers.get(given)
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             f"`embeddings_initializer` must be one of Keras' or of Embedrock's, such as er.Uniform(-0.05, 0.05): got "
             f"{given!r}."
         ) from error
-    seed = getattr(made, "_init_seed", None)
-    return _translated(made, given, rows, dim), seed if isinstance(seed, int) else None
 
 
 def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:

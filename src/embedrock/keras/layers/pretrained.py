@@ -11,6 +11,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.initializers import FromArray, FromBfloat16
+from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import REFUSED
 from embedrock.keras.layers.row_layer import TABLE_DTYPES
 from embedrock.table.options import LayerOptions, declared
@@ -53,7 +54,8 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
     of_table = {name: value for name, value in options.items() if name in declared(LayerOptions)}
     init = FromBfloat16(array) if native == "bfloat16" else FromArray(array)
     rows, dim = array.shape
-    table = make_table(rows, dim, {**of_table, "init": init, "dtype": stored, "name": options.get("name")})
+    first = drawn_by(init, None, rows, dim).first
+    table = make_table(rows, dim, {**of_table, "init": init, "dtype": stored, "name": options.get("name")}, first)
     return table, {"dtype": policy, **{name: value for name, value in options.items() if name not in of_table}}
 
 

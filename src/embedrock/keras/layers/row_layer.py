@@ -9,7 +9,7 @@ import keras
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import open_table, refuse
 from embedrock.keras.layers.config import config_of, layer_of
-from embedrock.keras.layers.initializers import initializer_of
+from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import REFUSED, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
@@ -70,23 +70,21 @@ class RowLayer(keras.layers.Layer):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
             # The rule is the layer's: it says that the rows do not follow the optimizer.
-            return open_table(kind, rows, dim, None, {**options, "rule": None}, dim_name="output_dim")
+            return open_table(kind, rows, dim, None, {**options, "rule": None}, None, dim_name="output_dim")
         if self.variable_dtype not in TABLE_DTYPES:
             raise ArgumentError(
                 f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
             )
-        drawn = "uniform" if config["embeddings_initializer"] is None else config["embeddings_initializer"]
-        init, seed = initializer_of(drawn, rows, dim or 0)
-        made_of = {"init": init, "dtype": self.variable_dtype, "name": self.name}
-        if seed is not None and not options["seed"]:
-            made_of["seed"] = seed
-        options |= made_of
+        drawn = drawn_by(config["embeddings_initializer"], options["seed"], rows, dim or 0)
+        config["embeddings_initializer"] = drawn.initializer  # a name would draw a seed each time that it is described
+        options |= {"init": drawn.init, "seed": drawn.seed, "dtype": self.variable_dtype, "name": self.name}
         if config["sharded"] and options["path"] is not None:
             options["path"] = shards.folder_of_shard(options["path"], f"{self.name!r}, {kind}")
         if options["path"] is not None and dim is not None and loading.shared_objects() is not None:
-            table, self.shares_open_table = loading.open_for(options["path"], {**options, "rows": rows, "dim": dim})
+            options |= {"rows": rows, "dim": dim}
+            table, self.shares_open_table = loading.open_for(options["path"], options, drawn.first)
             return table
-        return open_table(kind, rows, dim, None, options, dim_name="output_dim")
+        return open_table(kind, rows, dim, None, options, drawn.first, dim_name="output_dim")
 
     # ------------------------------------------------------------ rows
 

@@ -23,6 +23,7 @@ from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.table.open import open_table
+from embedrock.table.opening import FirstValues
 from embedrock.table.table import Table
 
 
@@ -108,12 +109,13 @@ def shared_objects() -> dict[Any, Any] | None:
     return global_state.get_global_attribute("shared_objects/id_to_obj_map")
 
 
-def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
+def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = None) -> tuple[Table, bool]:
     """Return the table at a path, for a layer of a model that is being loaded, and whether another model has it too.
 
     Args:
         path: at which the table was when the model was saved.
         options: with which it is opened: arguments of `Table`.
+        first: what draws first values where the options do not say it.
     """
     loading, shared = _loading.get(), shared_objects()
     assert shared is not None  # a model is being loaded
@@ -134,7 +136,9 @@ def open_for(path: str, options: Mapping[str, Any]) -> tuple[Table, bool]:
                     f"the table at {now!r} is open in this process, and has changes since commit {table.last_commit}: "
                     f"the file refers to an earlier state. {GO_BACK}"
                 )
-            shared[KEY, asked] = (open_or_make({**options, "path": now}), False) if table is None else (table, True)
+            shared[KEY, asked] = (
+                (open_or_make({**options, "path": now}, first), False) if table is None else (table, True)
+            )
     return shared[KEY, asked]
 
 
@@ -144,9 +148,10 @@ def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Tabl
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 
-def open_or_make(options: Mapping[str, Any]) -> Table:
+def open_or_make(options: Mapping[str, Any], first: FirstValues | None = None) -> Table:
     """Return a new table, or the one that there is at its path; of that, tell where it goes on."""
-    return make_table(options["rows"], options["dim"], {k: v for k, v in options.items() if k not in ("rows", "dim")})
+    more = {name: value for name, value in options.items() if name not in ("rows", "dim")}
+    return make_table(options["rows"], options["dim"], more, first)
 
 
 def path_now(path: str) -> str:

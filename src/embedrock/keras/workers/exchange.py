@@ -36,10 +36,18 @@ class Workers:
         """Return those numbers that all workers have given, in their order."""
         if self.count == 1:
             return list(numbers)
+        given = self._told(numbers)
+        return [number for number in numbers if all(number in others for others in given)]
+
+    def first(self, number: int) -> int:
+        """Return the number that the first worker has given."""
+        return number if self.count == 1 else self._told([number])[0][0]
+
+    def _told(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers that each worker has given."""
         message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
-        given = [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
-        return [number for number in numbers if all(number in others for others in given)]
+        return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
 
 
 def gather(message: tf.Tensor) -> tf.Tensor:

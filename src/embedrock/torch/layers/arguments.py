@@ -7,10 +7,12 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
-from embedrock.initializers import FromArray, FromBfloat16, Initializer
+from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
+from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 
@@ -46,6 +48,23 @@ def dtype_name(layer: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
+def first_values(seed: int | None) -> FirstValues:
+    """Return what draws the rows of a layer that is not told, by a seed of PyTorch's generator on the CPU.
+
+    That gives exactly one number for a layer that was given no seed, whether its table is new or there already, so
+    that what is drawn after it (other layers' weights) does not depend on that.
+
+    Args:
+        seed: that was given.
+    """
+    return FirstValues(Normal(), _drawn_seed() if seed is None else seed)
+
+
+def _drawn_seed() -> int:
+    with no_dispatch():  # a table is real where tensors are not, as in a FakeTensorMode
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
 def check_norm(max_norm: float | None, norm_type: float) -> None:
     """Raise `ArgumentError` unless `max_norm` is None or a number >= 0, and `norm_type` a number."""
     if max_norm is not None and not (is_number(max_norm) and max_norm >= 0):
@@ -60,7 +79,8 @@ def table_of(
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
-    return open_table(layer, rows, dim, padding_idx, stored, dim_name="embedding_dim")
+    first = None if isinstance(rows, Table) else first_values(stored["seed"])
+    return open_table(layer, rows, dim, padding_idx, stored, first, dim_name="embedding_dim")
 
 
 def pretrained_table(
@@ -84,4 +104,4 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
-    return make_table(rows, dim, {**options, **made_of})
+    return make_table(rows, dim, {**options, **made_of}, first_values(options.get("seed")))

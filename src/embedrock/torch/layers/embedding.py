@@ -34,7 +34,9 @@ class Embedding(RowLayer):
             line to stderr. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
         init: first values, by default ``er.Normal(0, 1)`` as in PyTorch.
-        seed: of the first values.
+        seed: of the first values. None: one number of PyTorch's generator on the CPU, which `torch.manual_seed` sets,
+            is drawn (of every layer that makes its table and was given none). It is kept with the rows, as in
+            ``state_dict()``; a table that is there at `path` keeps its own.
         dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
         name: of the table, for error messages and for pickling by reference.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
