@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.machine.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
+from embedrock.tiers.turn import together
 
 
 class Due(NamedTuple):
@@ -19,7 +21,7 @@ class Due(NamedTuple):
 
 
 def step_all(due: Sequence[Due]) -> None:
-    """Step tables, each by its gradients: raises what `judge` raises, before anything was stepped."""
+    """Step tables, each once, by its gradients: raises what `judge` raises, before anything was stepped."""
     step_judged(judge(due))
 
 
@@ -34,13 +36,27 @@ def judge(due: Sequence[Due]) -> list[Due]:
     finite = [part for part in due if part.grads.is_finite]
     for part in finite:
         part.table.check_step(part.grads)
-    for part in due:
-        if not part.grads.is_finite:
-            part.table.step_by(part.rule, part.grads)  # refuses, or counts a step that is left out
+    others = [part for part in due if not part.grads.is_finite]
+    for part in sorted(others, key=lambda part: part.table.on_nonfinite != "raise"):
+        part.table.step_by(part.rule, part.grads)  # refuses, or counts a step that is left out
     return finite
 
 
 def step_judged(due: Sequence[Due]) -> None:
     """Step tables that `judge` returned."""
-    for part in due:
-        part.table.step_by(part.rule, part.grads)
+    while not _stepped(due):  # another thread was at work with one of them
+        for part in due:
+            part.table.check_step(part.grads)
+
+
+def _stepped(due: Sequence[Due]) -> bool:
+    """Step tables if each is prepared still, while nobody else has one of them: Ctrl-C comes before or after all."""
+    parts = [(rows_of(part.table), part.grads.plan) for part in due]
+    with held_back(), together(rows.turn for rows, _ in parts):
+        if not all(rows.is_prepared(plan) for rows, plan in parts):
+            return False
+        for rows, plan in parts:
+            rows.prepare(plan)
+        for part in due:
+            part.table.step_by(part.rule, part.grads)
+        return True

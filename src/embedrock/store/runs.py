@@ -240,6 +240,7 @@ class Log(Run):
         if not len(ids):
             return first
         kernels.cpu.launch(kernels.cpu.storage.stamp, sealed, self.salt, first)
+        self.file.size = self.first + first * self.stride  # what an interrupted append left is written over
         self._append(sealed)
         lo, hi = int(ids.min()), int(ids.max()) + 1
         self.lo, self.hi = (min(lo, self.lo), max(hi, self.hi)) if first else (lo, hi)

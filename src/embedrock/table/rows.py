@@ -64,10 +64,17 @@ class _Refreshed(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What makes a step of a batch possible, as of a version of the table."""
+    """What makes a step of a batch possible, as of a version of the table.
+
+    Attributes:
+        version: of the table.
+        plan: with the slots of then.
+        fresh: float32 (missing, dim), first weights of its rows without records.
+    """
 
     version: int
     plan: Plan
+    fresh: np.ndarray
 
 
 class _Lease:
@@ -77,7 +84,7 @@ class _Lease:
 
     Attributes:
         refreshed: rows that were brought up to date.
-        prepared: the rows' slots, and room for new ones.
+        prepared: the rows' slots, and room and first weights for new ones.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
@@ -403,39 +410,54 @@ class Rows:
 
         The step of the same batch goes on from there, unless the table has changed in between.
         """
-        plan = self._roomy(plan)
-        self.tier.preserve(plan.slots[plan.slots >= 0])
-        self._lease.prepared = _Prepared(self.version.now, plan)
-        return plan
+        return self._prepared(plan).plan
 
-    def _roomy(self, plan: Plan) -> Plan:
-        """Return a plan with the slots of now, for whose missing rows there is room."""
-        self.check_writable()
+    def is_prepared(self, plan: Plan) -> bool:
+        """Return whether `prepare` need neither wait nor move rows for a plan any more."""
+        return self._known(plan) is not None
+
+    def _known(self, plan: Plan) -> _Prepared | None:
+        """Return what the last `prepare` found, where it was for this batch and still holds."""
         tier, known = self.tier, self._lease.prepared if self._lease.is_of(plan) else None
-        if known is not None and known.version == self.version.now and known.plan.epoch == tier.epoch:
-            plan = known.plan
-            if tier.has_room(plan.missing):
-                return plan
-        plan = self.located(plan)
-        return self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
+        if known is None or known.version != self.version.now or known.plan.epoch != tier.epoch:
+            return None
+        return known if tier.has_room(known.plan.missing) else None
+
+    def _prepared(self, plan: Plan) -> _Prepared:
+        """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs."""
+        self.check_writable()
+        known, tier = self._known(plan), self.tier
+        if known is None:
+            plan = self.located(plan)
+            plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
+            known = _Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]))
+            self._lease.prepared = known
+        tier.preserve(known.plan.slots[known.plan.slots >= 0])
+        if self.history is not None:
+            self.history.make_room()
+        return known
 
     def admit(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
-        plan, tier = self._roomy(plan), self.tier
-        slots, self._lease.prepared = plan.slots, None  # it does not know of the records that are made now
-        if plan.missing:
-            fresh = self.first_values(plan.ids[slots < 0])
-            slots = tier.admit(plan.ids, slots, fresh, self.spec.first_state)
+        return self._admit(self._prepared(plan))
+
+    def _admit(self, ready: _Prepared) -> np.ndarray:
+        slots, tier = ready.plan.slots, self.tier
+        self._lease.prepared = None  # it does not know of the records that are made now
+        if ready.plan.missing:
+            slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
         tier.changing(slots)
         return slots
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
         """Make one step by gradients that are finite, in the background."""
-        slots = self.admit(grads.plan)
-        refreshed = self._take_refreshed(grads.plan, slots)
+        plan = grads.plan
+        ready = self._prepared(plan)
+        refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), self.tier.records.scratch(len(plan.ids))
+        slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count_step(rule)
-        args = grads.plan.ids, slots, grads.values, numbers, self.steps, refreshed
-        self.turn.running = kernels.cpu.threads.start(self.tier.records.step, *args)
+        args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
+        self.turn.start(self.tier.records.step, *args)
 
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
@@ -445,12 +467,15 @@ class Rows:
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""
+        numbers = rule.numbers(self.steps + 1) if self.history is None else self._appended(self.history, rule)
         self.steps += 1
         self.version.advance()
-        if self.history is None:
-            return rule.numbers(self.steps)
-        self.history.append(rule)
-        return self.history.numbers()
+        return numbers
+
+    @staticmethod
+    def _appended(history: History, rule: Rule) -> Any:
+        history.append(rule)
+        return history.numbers()
 
     def skip_step(self) -> None:
         """Count a step that is left out for NaN or Inf."""

@@ -207,7 +207,7 @@ class Table(Facts):
         else:
             raise checks.nonfinite(grads, self.subject)
 
-    @exclusive
+    @whole
     def check_step(self, grads: RowGradients) -> None:
         """Raise what `step` would raise for these gradients, but for NaN and Inf. Nothing changes.
 

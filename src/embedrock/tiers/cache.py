@@ -19,6 +19,7 @@ SCORES = 256
 BUCKET_BYTES = 64  # of ghosts, see the kernels
 SCAN_SLOTS = 1 << 20  # looked through at a time
 TRIAL_SLOTS = 1 << 14  # of the caches that try a policy's epochs
+NO_SLOTS = np.empty(0, np.int64)
 DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
 
 
@@ -105,7 +106,7 @@ class Cache:
         self._first_free, self._used, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
         self._trials = _Trials(capacity, self._policy)
-        self._current = np.empty(0, np.int64)
+        self._current = NO_SLOTS
 
     @staticmethod
     def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
@@ -147,7 +148,11 @@ class Cache:
         self.flags[slots] = 0
         self.count += len(ids)
         if used:
-            self._use(slots)
+            try:
+                self._use(slots)
+            except BaseException:  # nobody would fill them in
+                self.remove(slots)
+                raise
         return slots
 
     def remove(self, slots: np.ndarray) -> None:
@@ -178,13 +183,13 @@ class Cache:
 
     def release_current(self) -> None:
         """Let the rows of the current batch go when others need their slots."""
-        self.unpin(self._current)
-        self._current = np.empty(0, np.int64)
+        current, self._current = self._current, NO_SLOTS
+        self.unpin(current)
 
     def _use(self, slots: np.ndarray) -> None:
-        cpu, policy = kernels.cpu.cache, self._policy
+        cpu, policy, current = kernels.cpu.cache, self._policy, np.concatenate([self._current, slots])
         self.pin(slots)
-        self._current = np.concatenate([self._current, slots])
+        self._current = current
         args = self._scores, slots, policy.rises, policy.chances, self._random
         self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
         self._touches += len(slots)

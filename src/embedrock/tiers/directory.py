@@ -31,8 +31,12 @@ class Directory(ABC):
         """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
 
     @abstractmethod
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slots that `insert` will give to ids (without repeats) that have none, in their order."""
+
+    @abstractmethod
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat."""
+        """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat. All, or none."""
 
     @abstractmethod
     def bytes_with(self, more: int) -> int:
@@ -61,9 +65,13 @@ class Direct(Directory):
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return _look_up(kernels.cpu.rows.look_up_direct, self._present, ids, (weights, positions), out)
 
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        return ids
+
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        self.count += int(np.count_nonzero(slots < 0))
+        more = int(np.count_nonzero(slots < 0))
         kernels.cpu.launch(kernels.cpu.directory.insert_direct, self._present, ids, slots)
+        self.count += more
 
     def bytes_with(self, more: int) -> int:
         return self._present.nbytes
@@ -108,6 +116,9 @@ class Hashed(Directory):
 
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+
+    def next_slots(self, ids: np.ndarray) -> np.ndarray:
+        return self.count + np.arange(len(ids))
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         cpu = kernels.cpu

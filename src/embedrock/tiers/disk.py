@@ -172,17 +172,18 @@ class Disk(Tier):
             missing = int(np.count_nonzero(slots < 0))
             if self._is_known and not missing:
                 return slots
-            self._count_batch(len(ids) - missing, missing)
+            if not self._is_known:
+                self.cache.release_current()
             while (brought := self._bring(ids, slots)) is None:
                 slots = self.cache.find(ids)
             self.cache.touch(brought[brought >= 0])
+            self._count_batch(len(ids) - missing, missing)
             return brought
 
     def _count_batch(self, hits: int, misses: int) -> None:
         if not self._is_known:
             self._is_known = True
             self._hits, self._misses = self._hits + hits, self._misses + misses
-            self.cache.release_current()
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
@@ -203,18 +204,20 @@ class Disk(Tier):
 
     def _fill(self, found: Located) -> np.ndarray:
         """Read what was found into free slots, and return them."""
-        made = self.cache.insert(found.ids, used=False)  # the whole batch is touched once it is there
-        try:
+        with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is there
             self.store.read(found, self.records.bytes, made)
-        except BaseException:
-            self._drop(made)
-            raise
         return made
 
-    def _drop(self, slots: np.ndarray) -> None:
-        """Take rows whose records were not filled in out of the cache."""
-        self.cache.remove(slots)
-        self.new_epoch()
+    @contextmanager
+    def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
+        """Give rows slots to fill in records; taken back where that fails, as other rows' bytes are there still."""
+        made = self.cache.insert(ids, used)
+        try:
+            yield made
+        except BaseException:
+            self.cache.remove(made)
+            self.new_epoch()
+            raise
 
     def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
@@ -226,17 +229,12 @@ class Disk(Tier):
         return rows <= self.cache.free
 
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
-        missing = slots < 0
-        made = self.cache.insert(ids[missing])
-        try:
+        missing, slots = slots < 0, slots.copy()
+        with self._new_rows(ids[missing], used=True) as made:
             self.records.begin(made, fresh, first_state)
-        except BaseException:  # or they would have the bytes of the rows that were in these slots before
-            self._drop(made)
-            raise
-        self.cache.flags[made] = DIRTY
+            self.cache.flags[made] = DIRTY
+            slots[missing] = made
         self._count += len(made)
-        slots = slots.copy()
-        slots[missing] = made
         return slots
 
     def preserve(self, slots: np.ndarray) -> None:
@@ -244,7 +242,6 @@ class Disk(Tier):
             self.commit.save(slots)
 
     def changing(self, slots: np.ndarray) -> None:
-        self.preserve(slots)
         self.cache.flags[slots] |= DIRTY
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
@@ -382,10 +379,10 @@ class Disk(Tier):
             slots = self.cache.find(ids)
             ticket.hold(slots[slots >= 0])
             found = self.store.located(ids[slots < 0])
-            self._misses += len(found.ids)  # rows without a record are counted when their batch comes
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self.store.read(found, staged, np.arange(len(staged)))
         with held_back(), self.turn.alone():
+            self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # it is done, or bound by its own ticket, or brought again
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
@@ -393,8 +390,8 @@ class Disk(Tier):
             ticket.hold(slots[slots >= 0])
             good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
             if good.any():
-                made = self.cache.insert(found.ids[good], used=False)
-                self.records.bytes[made] = staged[good]
+                with self._new_rows(found.ids[good], used=False) as made:
+                    self.records.bytes[made] = staged[good]
                 ticket.hold(made)
             return found.ids[(slots < 0) & ~good]
 

@@ -120,8 +120,8 @@ class Memory(Tier):
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         missing = slots < 0
         slots = np.where(missing, -1, slots)
-        self.directory.insert(ids, slots)
-        self.records.begin(slots[missing], fresh, first_state)
+        self.records.begin(self.directory.next_slots(ids[missing]), fresh, first_state)
+        self.directory.insert(ids, slots)  # last, so that nobody finds a record that was not made
         return slots
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
 from embedrock.spec import Spec
+
+
+class Scratch(NamedTuple):
+    """Where weights of 16 bits are stepped as float32, before they are rounded.
+
+    Attributes:
+        weights: float32 (n, dim).
+        rows, positions: int64 and int32 (n,), from 0 on.
+    """
+
+    weights: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
 
 
 class Records:
@@ -54,6 +67,13 @@ class Records:
         """Overwrite weights by `values` float32 (n, dim), rounded to nearest."""
         kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
+    def scratch(self, count: int) -> Scratch | None:
+        """Return what a step of so many rows needs besides: nothing for float32. It is the last that can fail of it."""
+        if self._spec.dtype == "float32":
+            return None
+        weights = np.empty((count, self._spec.dim), np.float32)
+        return Scratch(weights, np.arange(count), np.arange(count, dtype=np.int32))
+
     def step(
         self,
         ids: np.ndarray,
@@ -61,6 +81,7 @@ class Records:
         grads: np.ndarray,
         numbers: Any,
         step: int,
+        scratch: Scratch | None,
         refreshed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
     ) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).
@@ -69,18 +90,19 @@ class Records:
             ids, slots, grads: of the rows.
             numbers: the kernel's arguments.
             step: the step's number.
+            scratch: from `scratch`, for as many rows.
             refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date.
         """
         layout, cpu = self._spec.layout, kernels.cpu
-        exact = self._spec.dtype == "float32"
         if refreshed is not None:
             known, values, state = refreshed
             for start, columns in ((0, values), (layout.state_start, state)):
                 cpu.launch(cpu.rows.put, self._floats, known, start, columns)
-        weights, rows = (self.weights, slots) if exact else (np.empty_like(grads), np.arange(len(slots)))
-        if not exact:
-            self.read(slots, np.arange(len(slots), dtype=np.int32), grads[:0], weights)
         state = layout.state_start, layout.state_width
+        if scratch is None:
+            cpu.launch(cpu.rows.step, self.weights, slots, self._floats, slots, *state, grads, numbers)
+            return
+        weights, rows, positions = scratch
+        self.read(slots, positions, grads[:0], weights)
         cpu.launch(cpu.rows.step, weights, rows, self._floats, slots, *state, grads, numbers)
-        if not exact:
-            cpu.launch(cpu.rows.scatter_stochastic, self.weights, slots, weights, ids, self._spec.key, step)
+        cpu.launch(cpu.rows.scatter_stochastic, self.weights, slots, weights, ids, self._spec.key, step)

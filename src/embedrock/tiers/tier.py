@@ -109,7 +109,7 @@ class Tier(ABC):
 
     @abstractmethod
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
-        """Make records for the ids (without repeats) whose slot is negative, and return all slots.
+        """Make records for the ids (without repeats) whose slot is negative, and return all slots: all, or none.
 
         Args:
             ids: (n,).
@@ -119,10 +119,10 @@ class Tier(ABC):
         """
 
     def preserve(self, slots: np.ndarray) -> None:  # noqa: B027
-        """Do all that can fail of `changing`, which may be called afterwards."""
+        """Save what others still need of the records in `slots`, which may change afterwards. It may fail."""
 
     def changing(self, slots: np.ndarray) -> None:  # noqa: B027
-        """Note that the records in `slots` are about to change."""
+        """Note that the records in `slots`, which were preserved or just made, are about to change."""
 
     @abstractmethod
     def id_batches(self, size: int) -> Iterator[np.ndarray]:

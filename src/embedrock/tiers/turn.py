@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
+from embedrock import kernels
 from embedrock.machine.interrupts import held_back
 
 if TYPE_CHECKING:
@@ -25,9 +27,11 @@ class Turn:
         lock: held by whoever has the table.
         running: the step.
         failure: what a step raised: records may be half changed.
+        number: of its own.
     """
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.running: Call | Side | None = None
         self.failure: BaseException | None = None
         self.renew()
@@ -51,6 +55,14 @@ class Turn:
                 raise
             finally:
                 self.running = None
+
+    def start(self, function: Callable[..., object], *args: Any) -> None:
+        """Make a step in the background by calling ``function(*args)``, which may happen here and now."""
+        try:
+            self.running = kernels.cpu.threads.start(function, *args)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -88,7 +100,20 @@ class Turn:
             self._changed.notify_all()
 
 
+@contextmanager
+def together(turns: Iterable[Turn]) -> Iterator[None]:
+    """Give the caller the locks of several tables, in one order everywhere: so callers never wait for each other.
+
+    A step may be running still. The caller must not let one of the locks go (`wait_for`).
+    """
+    with ExitStack() as stack:
+        for turn in sorted(set(turns), key=lambda turn: turn.number):
+            stack.enter_context(turn.lock)
+        yield
+
+
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def _renew_all() -> None:

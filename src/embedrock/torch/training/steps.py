@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from embedrock.machine.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.torch.training.side import RowSide
 
@@ -35,5 +36,6 @@ def step_all(due: Sequence[DueStep]) -> None:
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
     prepared = [step for judge, parts in kinds.items() for step in judge(parts, len(kinds) == 1)]
-    for step in prepared:
-        step.step()
+    with held_back():  # or Ctrl-C might come when some of them are stepped
+        for step in prepared:
+            step.step()
