@@ -110,6 +110,24 @@ def test_clipping_by_norm_and_by_value(way: Way):
     both(way, loop)
 
 
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_clipping_by_norms_of_other_orders_and_by_pytorch_s_value(way: Way):
+    models = [make(way), make(None)]
+    for clip_value, order in zip((None, 0.05, 0.02), (1.0, 3.0, float("inf")), strict=True):
+        norms = []
+        for model in models:
+            handles, ids = ert.handles(model.whole), batches(1, seed=int(order < 2))[0]
+            model.zero_grad()
+            for half in (ids[:9], ids[9:]):
+                loss_of(model, half).backward()
+            if clip_value is not None:
+                torch.nn.utils.clip_grad_value_(handles, clip_value)
+            norms.append(torch.nn.utils.clip_grad_norm_(handles, 0.01, norm_type=order).item())
+            model.step()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+        np.testing.assert_allclose(models[0].weights(), models[1].weights(), rtol=1e-5, atol=1e-7)
+
+
 def test_the_norm_is_that_of_the_rows_gradients():
     mine, theirs = make(ALL_NEAR), make(None)
     for model in (mine, theirs):

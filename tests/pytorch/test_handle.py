@@ -28,7 +28,7 @@ def exact_norm(layer: ert.Embedding) -> float:
 
 
 def grad_of(layer: nn.Module) -> float:
-    assert isinstance(layer, ert.Embedding)
+    assert isinstance(layer, ert.Embedding | ert.EmbeddingBag)
     assert layer.handle.grad is not None
     return layer.handle.grad.item()
 
@@ -75,6 +75,17 @@ def test_backward_twice_adds_twice(twins):
         loss.backward(retain_graph=True)
         loss.backward()
     torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_backward_twice_without_the_graph_is_pytorchs_error(kind: str):
+    layer = getattr(ert, kind)(ROWS, DIM)
+    loss = layer(IDS[None]).sum()
+    loss.backward()
+    norm = grad_of(layer)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert grad_of(layer) == norm
 
 
 def test_an_unmodified_gradient_is_applied_as_it_is():
@@ -331,8 +342,8 @@ def test_clip_grad_norm_like_torch(foreach: bool):
     models = [nn.Sequential(layer, nn.Linear(16, 1)) for layer in (mine, theirs)]
     models[1][1].load_state_dict(models[0][1].state_dict())
     optimizers = [
-        [ert.SGD(models[0], lr=0.5), torch.optim.SGD(ert.dense_parameters(models[0]), lr=0.5)],
-        [torch.optim.SGD(models[1].parameters(), lr=0.5)],
+        [ert.SGD(models[0], lr=0.05), torch.optim.SGD(ert.dense_parameters(models[0]), lr=0.05)],
+        [torch.optim.SGD(models[1].parameters(), lr=0.05)],
     ]
     parameters = [*ert.dense_parameters(models[0]), *ert.handles(models[0])], models[1].parameters()
     parameters = [list(each) for each in parameters]

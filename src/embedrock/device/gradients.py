@@ -42,6 +42,14 @@ class DeviceGradients:
         """Return them with another `number`."""
         return replace(self, number=number.detach().clone())  # autograd adds to that of a handle in place
 
+    def vector_norm(self, order: float) -> Tensor:
+        """Return the norm of any order from 0 to Inf of all their elements: float64 (). Nothing waits for it."""
+        return torch.linalg.vector_norm(self.scaled(), order, dtype=torch.float64)
+
+    def clamped(self, low: float | None, high: float | None) -> DeviceGradients:
+        """Return them with every element clamped to ``[low, high]``."""
+        return self._with_values(self.scaled().clamp(low, high))
+
     def growth_since(self, earlier: DeviceGradients | None) -> Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:
@@ -54,9 +62,13 @@ class DeviceGradients:
         occurrences = (plan.starts[1:] - plan.starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
         values = self.values.clone()
         values[: len(occurrences)] /= occurrences[:, None]
+        return self._with_values(values)
+
+    def _with_values(self, values: Tensor) -> DeviceGradients:
+        """Return other values for the same rows."""
         squares = torch.empty(len(values), dtype=torch.float64, device=values.device)
-        sums.row_squares(values, plan.count, squares)
-        return DeviceGradients.of(plan, values, squares)
+        sums.row_squares(values, self.plan.count, squares)
+        return DeviceGradients.of(self.plan, values, squares)
 
     def clipped(self, clip_value: float | None) -> DeviceGradients:
         """Return them with another `clip_value`."""

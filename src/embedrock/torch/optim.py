@@ -49,7 +49,7 @@ class RowOptimizer(torch.optim.Optimizer):
             parameters of a model are left to an optimizer of PyTorch's: see `dense_parameters`.
         lr: learning rate; None: the rule's default.
         clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``.
-            (`torch.nn.utils.clip_grad_value_` would clamp the handle's gradient instead, which is a norm.)
+            (`torch.nn.utils.clip_grad_value_` does so too.)
         hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change
             between steps, except those that decide what a row stores (``Rule.FIXED``): left out, they are those of
             a table that has a rule of this kind, and otherwise the rule's defaults.

@@ -122,7 +122,6 @@ class RowLayer(nn.Module):
                 "parametrizations cannot reach the rows of an embedding layer: call the module itself."
             )
         handle.check_untouched()
-        handle.begin_forward()
         return handle
 
     def _trains(self, handle: Handle) -> bool:

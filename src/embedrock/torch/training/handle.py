@@ -14,6 +14,8 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
+from embedrock.torch.training.backward import Backward, accumulates
+from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.side import Gradients, RowSide, device_side
@@ -48,7 +50,7 @@ class Handle(nn.Parameter):
     vigil: Vigil
     max_norm: float | None
     _host: HostSide
-    _arrived: dict[int, Gradients]  # in backwards that run
+    _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _is_applied: bool  # the pending gradients have made a step
@@ -65,43 +67,67 @@ class Handle(nn.Parameter):
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(), None
         self.pending = Pending(self._host)
-        self._arrived, self._untouched_version, self._is_original = {}, self._version, True
+        self._untouched_version, self._is_original = self._version, True
+        self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         self._placed_on = self._stays_on_cpu = None
         self._is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
 
     # ------------------------------------------------------------ forward and backward
 
-    def begin_forward(self) -> None:
-        """Forget what came of a backward that failed, or that `torch.autograd.grad` asked for."""
-        if self._arrived and torch._C._current_graph_task_id() == -1:  # not inside of a backward
-            self._arrived.clear()
-
-    def receive(self, grads: Gradients) -> Tensor:
+    def receive(self, grads: Gradients, node: Any) -> Tensor:
         """Take the row gradients of one lookup, during a backward.
 
         They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
         `torch.autograd.grad` leaves nothing behind, as it leaves ``.grad`` of any parameter alone.
 
+        Args:
+            grads: of the lookup.
+            node: of autograd's, that accumulates the handle's gradient.
+
         Returns:
-            What autograd has to add for this lookup: by how much the norm of this backward's gradients grew.
+            What autograd has to add for this lookup: 0, so that what was done to ``.grad`` until then can be told; to
+            what `torch.autograd.grad` returns, by how much the norm of this backward's gradients grew.
         """
-        self.pending.follow(self.grad)
-        task = torch._C._current_graph_task_id()
-        self._arrived[task], growth = self.pending.arrive(self._arrived.get(task), grads)
-        return torch.as_tensor(growth, dtype=torch.float32, device=self.device)
+        self.pending.drop_unless_shown(self)
+        run = Backward.current()
+        earlier = run.brought(self)
+        both = grads if earlier is None else self.pending.side.merge(earlier, grads)
+        run.bring(self, both)
+        if accumulates(node):
+            return self._zero()
+        return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
+
+    def _zero(self) -> Tensor:
+        if self._nothing.device != self.device:
+            self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+        return self._nothing
 
     def accumulate(self) -> None:
-        """Add what this backward brought to the pending gradients. Autograd has just added to ``handle.grad``."""
-        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
-        if arrived is None or self.grad is None:  # the gradient is not of rows: a penalty on all parameters, say
+        """Add what this backward brought to the pending gradients. Autograd has just added to ``handle.grad``.
+
+        Autograd lets one backward at a time do so.
+        """
+        run, grad = Backward.running(), self.grad
+        brought = None if run is None else run.take(self)
+        if brought is None or grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
         self._is_applied = False
-        norm = self.pending.add(arrived)
-        self.grad.fill_(norm)
+        self._check_origin(grad)
+        shows = self.pending.add(brought, grad)
+        if shows is not grad:
+            self.grad = shows
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
+        norm = self.pending.shown
         if isinstance(norm, Tensor) or math.isfinite(norm):
             self.vigil.received()
+
+    def _check_origin(self, grad: Tensor | None) -> None:
+        if type(grad) is HandleGradient and not grad.belongs_to(self.pending):
+            raise ArgumentError(
+                f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
+                "they cannot be copied from another model."
+            )
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse hooks: what they return would be replaced by the norm."""
@@ -118,6 +144,7 @@ class Handle(nn.Parameter):
         Raises:
             ArgumentError: ``handle.grad`` was set by hand, while no gradients of rows are pending.
         """
+        self._check_origin(self.grad)
         self.pending.follow(self.grad)
         if self.grad is None or self.pending.grads is not None:
             return self.pending.grads

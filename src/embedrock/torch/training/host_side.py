@@ -53,6 +53,20 @@ class HostGradients(RowGradients):
         """Return them with every element clamped to ``[-clip_value, clip_value]``."""
         return self.scaled(1.0, clip_value)
 
+    def vector_norm(self, order: float) -> float:
+        """Return the norm of any order from 0 to Inf of all their elements, in float64."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(self.values, dtype=np.float64)
+            if order == 0:
+                return float(np.count_nonzero(sizes))
+            if order == math.inf:
+                return float(sizes.max(initial=0.0))
+            return float((sizes if order == 1 else sizes**order).sum() ** (1.0 / order))
+
+    def clamped(self, low: float | None, high: float | None) -> HostGradients:
+        """Return them with every element clamped to ``[low, high]``."""
+        return HostGradients.of(self.with_values(np.clip(self.values, low, high)))
+
     def growth_since(self, earlier: HostGradients | None) -> float:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:

@@ -85,6 +85,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """Sum the gradient by row, for the handle."""
         refuse_second_derivative()
+        ctx.saved_tensors  # noqa: B018  # none, but PyTorch's error in a second backward without retain_graph
         options: Options = ctx.options
         grads = ctx.side.sum(ctx.plan, grad_outputs[0], options.padding_idx, options.scale_grad_by_freq)
-        return ctx.handle.receive(grads), None, None, None
+        return ctx.handle.receive(grads, ctx.next_functions[0][0]), None, None, None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 from torch import Tensor
 
+from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.side import Gradients, RowSide
 
 
@@ -21,27 +24,35 @@ class Pending:
     def __init__(self, side: RowSide) -> None:
         self.side = side
         self.grads: Gradients | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def shown(self) -> float | Tensor:
+        """The number that stands for the gradients."""
+        return 0.0 if self.grads is None else self.grads.shown
 
     def drop(self) -> None:
         """Forget the gradients."""
         self.grads = None
 
+    def drop_unless_shown(self, handle: Tensor) -> None:
+        """Forget the gradients if those of the handle are gone. Backwards of other threads may add to them."""
+        if self.grads is not None and handle.grad is None:
+            with self._lock:
+                if handle.grad is None:  # else one of those has shown its own
+                    self.grads = None
+
     def follow(self, shown: Tensor | None) -> None:
         """Do to the gradients what was done to the number since it was shown (None: it is gone)."""
-        if self.grads is not None:
+        if type(shown) is HandleGradient:
+            self.grads = shown.rows()
+        elif self.grads is not None:
             self.grads = None if shown is None else self.grads.seen_as(shown)
 
-    def add(self, grads: Gradients) -> float | Tensor:
-        """Add gradients, and return the number to show from now on."""
-        both = grads if self.grads is None else self.side.merge(self.grads, grads)
-        self.grads = both
-        return both.shown
-
-    def arrive(self, earlier: Gradients | None, grads: Gradients) -> tuple[Gradients, float | Tensor]:
-        """Add gradients to those that arrived earlier in the same backward.
-
-        Returns:
-            The sum, and what autograd has to add: by how much the number of this backward's gradients grew.
-        """
-        both = grads if earlier is None else self.side.merge(earlier, grads)
-        return both, both.growth_since(earlier)
+    def add(self, grads: Gradients, shown: Tensor) -> HandleGradient:
+        """Add gradients to those that a number stands for, and return it, which stands for the sum from then on."""
+        with self._lock:
+            self.follow(shown)
+            both = grads if self.grads is None else self.side.merge(self.grads, grads)
+            self.grads = both
+            return HandleGradient.show(both, shown, self)

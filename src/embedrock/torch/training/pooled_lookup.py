@@ -33,7 +33,7 @@ class PooledLookup(torch.autograd.Function):
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
             of_rows = side.unpool(grads, weights, ctx.bags, ctx.trace, ctx.options.scale_grad_by_freq)
-            of_handle = ctx.handle.receive(of_rows)
+            of_handle = ctx.handle.receive(of_rows, ctx.next_functions[0][0])
         if ctx.needs_input_grad[2]:
             of_weights = side.weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)
         return of_handle, None, of_weights, None, None

@@ -34,6 +34,14 @@ class Gradients(Protocol):
         """Return them with every element clamped to ``[-clip_value, clip_value]``, for a step."""
         ...
 
+    def vector_norm(self, order: float) -> float | Tensor:
+        """Return the norm of any order from 0 to Inf of all their elements, as `torch.linalg.vector_norm` does."""
+        ...
+
+    def clamped(self, low: float | None, high: float | None) -> Self:
+        """Return them with every element clamped to ``[low, high]``, which has 0 in it."""
+        ...
+
     def growth_since(self, earlier: Self | None) -> float | Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         ...

@@ -1,0 +1,67 @@
+"""`Backward`: what one run of autograd has brought so far."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from embedrock.torch.training.side import Gradients
+
+
+class Backward:
+    """Row gradients of one backward, before autograd accumulates them: by the id of their handle.
+
+    Threads may run backwards on one model at once, a backward may run inside another (checkpointing), and one may
+    fail. So each has an object of its own, which autograd alone keeps alive, for as long as that backward runs.
+    """
+
+    def __init__(self) -> None:
+        self._brought: dict[int, Gradients] = {}
+
+    @staticmethod
+    def running() -> Backward | None:
+        """Return the one that this thread is in, None where it has brought no rows."""
+        return _running.get(torch._C._current_graph_task_id())
+
+    @staticmethod
+    def current() -> Backward:
+        """Return the one that this thread is in."""
+        task = torch._C._current_graph_task_id()
+        run = _running.get(task)
+        if run is None:
+            run = _running[task] = Backward()
+            Variable._execution_engine.queue_callback(run._end)
+        return run
+
+    def brought(self, handle: Any) -> Gradients | None:
+        """Return what came for a handle."""
+        return self._brought.get(id(handle))
+
+    def bring(self, handle: Any, grads: Gradients) -> None:
+        """Replace what came for a handle."""
+        self._brought[id(handle)] = grads
+
+    def take(self, handle: Any) -> Gradients | None:
+        """Return what came for a handle, and forget it."""
+        return self._brought.pop(id(handle), None)
+
+    def _end(self) -> None:
+        self._brought.clear()
+
+
+_running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+
+
+def accumulates(node: Any) -> bool:
+    """Return whether the backward that runs adds to the ``.grad`` of the leaf of a node of autograd's.
+
+    `torch.autograd.grad`, which returns the gradient instead, does not; of a leaf that it was asked for, PyTorch
+    answers by an error.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False

@@ -1,0 +1,208 @@
+"""`HandleGradient`: the number in ``handle.grad``, which knows the rows' gradients that it stands for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _foreach_utils
+
+from embedrock.errors import UnsupportedError
+from embedrock.torch.training.side import Gradients
+
+without_overrides = torch._C.DisableTorchFunctionSubclass
+
+
+class _Behind:
+    """What a number, and all views of it, stand for: `rows`, which are those of `owner`."""
+
+    __slots__ = ("owner", "rows")
+
+    def __init__(self, rows: Gradients | None, owner: object) -> None:
+        self.rows, self.owner = rows, owner
+
+
+class HandleGradient(Tensor):
+    """The L2 norm of gradients of rows, as a scalar tensor that answers for them.
+
+    - Norms of any order, as those of `torch.nn.utils.clip_grad_norm_`, are those of the rows' gradients.
+    - Clamping it, as `torch.nn.utils.clip_grad_value_` does, clamps each element of them.
+    - Multiplied in place or not, it stands for gradients that were multiplied.
+    - What would do to the number something that cannot be done to the gradients is refused.
+
+    All else, such as ``handle.grad.item()``, is done to the number.
+    """
+
+    _behind: _Behind
+
+    @staticmethod
+    def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
+        """Let a scalar tensor show gradients of rows, and return it, or an alias of it that stands for them."""
+        if type(number) is not HandleGradient:
+            return _as_gradient(number.fill_(rows.shown), _Behind(rows, owner))
+        number._behind.rows = rows
+        with without_overrides():
+            number.fill_(rows.shown)
+        return number
+
+    def rows(self) -> Gradients | None:
+        """Return what it stands for: gradients that were scaled as it was, None if that zeroed them."""
+        behind = self._behind
+        if behind.rows is not None:
+            with without_overrides():
+                behind.rows = behind.rows.seen_as(self)
+        return behind.rows
+
+    def belongs_to(self, owner: object) -> bool:
+        """Return whether it stands for gradients of `owner`."""
+        return self._behind.owner is owner
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what `func` does to a gradient, or do it to the number."""
+        name = func.__name__
+        if name in _ANSWERS:
+            return _ANSWERS[name](func, *args, **(kwargs or {}))
+        if name in _REFUSED and any(isinstance(part, HandleGradient) for part in _tensors(args[0])):
+            raise UnsupportedError(
+                f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
+                "be multiplied, clamped and zeroed through it. Change the loss, or the gradient of the layer's output "
+                "by a hook on it; weight decay of rows is that of ert.AdamW."
+            )
+        with without_overrides():
+            done = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if isinstance(source, HandleGradient) and type(done) is Tensor:
+            if name in _SCALED and (done.shape, done.dtype) == (source.shape, source.dtype):
+                return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
+            if name == "detach" or func == _DATA:
+                return _as_gradient(done, source._behind)
+        return done
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Return a plain number: the rows are not copied."""
+        return self._number().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain number."""
+        return self._number().__reduce_ex__(protocol)
+
+    def _number(self) -> Tensor:
+        with without_overrides():
+            return self.as_subclass(Tensor)
+
+
+# So that PyTorch's utilities take lists in which there is one as quickly as other lists.
+_foreach_utils._foreach_supported_types.append(HandleGradient)
+
+_DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+# What returns a new number that stands for gradients which were scaled as it was.
+_SCALED = frozenset({
+    "clone", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "neg", "__neg__",
+    "to", "cpu", "cuda",
+})  # fmt: skip
+# What changes a gradient in place, and not by a factor.
+_REFUSED = frozenset({
+    "add_", "__iadd__", "_foreach_add_", "sub_", "subtract_", "__isub__", "_foreach_sub_", "addcmul_", "addcdiv_",
+    "lerp_", "_foreach_lerp_", "pow_", "__ipow__", "square_", "sqrt_", "abs_", "absolute_", "sign_", "sgn_", "tanh_",
+    "nan_to_num_", "normal_", "uniform_", "round_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_sign_",
+})  # fmt: skip
+
+
+def _as_gradient(number: Tensor, behind: _Behind) -> HandleGradient:
+    made = Tensor._make_subclass(HandleGradient, number)
+    made._behind = behind
+    return made
+
+
+def _tensors(tensors: Any) -> Any:
+    return tensors if isinstance(tensors, list | tuple) else (tensors,)
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _norm(gradient: HandleGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
+    """Return the norm of any order of what a number stands for."""
+    power = 2.0 if order in ("fro", None) else float(order)
+    if power < 0:
+        raise UnsupportedError(
+            f"the norm of order {power} of gradients of rows is that of their smallest elements, and most rows have "
+            "none. Take an order of 0 or more."
+        )
+    with without_overrides():
+        number = gradient.as_subclass(Tensor)
+        if power != 2:
+            rows = gradient.rows()
+            number = torch.zeros_like(number) if rows is None else torch.as_tensor(rows.vector_norm(power))
+        return number.abs().to(gradient.device, dtype or gradient.dtype)
+
+
+def _answer_norm(func: Any, input: Any, p: Any = 2.0, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:  # noqa: A002
+    return _norm(input, kwargs.get("ord", p), dtype)
+
+
+def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) -> Any:  # noqa: A002
+    with without_overrides():
+        plain = list(func(tensors, ord, dtype=dtype))
+    norms = zip(tensors, plain, strict=True)
+    return tuple(_norm(part, ord, dtype) if isinstance(part, HandleGradient) else norm for part, norm in norms)
+
+
+# ---------------------------------------------------------------- clamps
+
+
+def _clamp(gradient: HandleGradient, low: Any, high: Any) -> HandleGradient:
+    """Clamp what a number stands for, each element."""
+    bounds = [None if bound is None else float(bound) for bound in (low, high)]
+    if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
+        raise UnsupportedError(
+            f"gradients of rows cannot be clamped to [{bounds[0]}, {bounds[1]}], which excludes 0: that of most rows "
+            "is 0. Clamp to an interval around it."
+        )
+    rows = gradient.rows()
+    return gradient if rows is None else HandleGradient.show(rows.clamped(*bounds), gradient, gradient._behind.owner)
+
+
+def _clamped(gradient: HandleGradient, low: Any, high: Any, func: Any) -> HandleGradient:
+    own = gradient if func.__name__.endswith("_") else gradient.clone()
+    return _clamp(own, low, high)  # pyright: ignore[reportArgumentType]
+
+
+def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
+    return _clamped(input, min, max, func)
+
+
+def _answer_clamp_min(func: Any, input: Any, min: Any) -> Any:  # noqa: A002
+    return _clamped(input, min, None, func)
+
+
+def _answer_clamp_max(func: Any, input: Any, max: Any) -> Any:  # noqa: A002
+    return _clamped(input, None, max, func)
+
+
+def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) -> Any:
+    """Clamp the tensors of a list: ours one by one, and the others as the function does."""
+    each = bounds if isinstance(bounds, list | tuple) else [bounds] * len(tensors)
+    pairs = list(zip(tensors, each, strict=True))
+    plain = [pair for pair in pairs if not isinstance(pair[0], HandleGradient)]
+    others = iter((func(*map(list, zip(*plain, strict=True))) if plain else None) or [part for part, _ in plain])
+    return [one(func, part, bound) if isinstance(part, HandleGradient) else next(others) for part, bound in pairs]
+
+
+_CLAMPS = {
+    _answer_clamp: ("clamp", "clip"),
+    _answer_clamp_min: ("clamp_min",),
+    _answer_clamp_max: ("clamp_max",),
+    functools.partial(_answer_each, _answer_clamp_min): ("_foreach_clamp_min", "_foreach_maximum"),
+    functools.partial(_answer_each, _answer_clamp_max): ("_foreach_clamp_max", "_foreach_minimum"),
+}
+# Functions by their names, which are those of functions of torch and of methods of tensors alike.
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("linalg_vector_norm", "linalg_norm", "norm"), _answer_norm),
+    "_foreach_norm": _answer_norms,
+    **{name + end: answer for answer, names in _CLAMPS.items() for name in names for end in ("", "_")},
+}
