@@ -10,13 +10,12 @@ import doctest
 import importlib
 import re
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import embedrock
+from pages import blocks_of, run_blocks, run_page
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -27,49 +26,15 @@ PAGES = [
 ]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 WIDTH = 120
-FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-USES = re.compile(r"^\s*(?:import|from) (?:embedrock\.)?(torch|keras)\b", re.MULTILINE)
 OPTIONAL = {"torch", "tqdm", "keras", "tensorflow"}
-
-
-@dataclass(frozen=True)
-class Block:
-    """One ```python block: its source, the line where that starts, why it does not run (None: it does)."""
-
-    source: str
-    line: int
-    no_run: str | None
-
-
-def parse_block(match: re.Match[str], text: str) -> Block:
-    info = match[1].strip()
-    line = text.count("\n", 0, match.start(2)) + 1
-    if not info:
-        return Block(match[2], line, None)
-    reason = re.fullmatch(r"no-run: (\S.*)", info)
-    assert reason, f"line {line - 1}: expected ```python or ```python no-run: <reason>, got ```python {info}"
-    return Block(match[2], line, reason[1])
-
-
-def blocks_of(text: str) -> list[Block]:
-    return [parse_block(match, text) for match in FENCE.finditer(text)]
-
-
-def run_blocks(blocks: list[Block], page: str) -> dict[str, Any]:
-    """Execute the blocks in one namespace and return it; tracebacks name the page and its line."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks:
-        if block.no_run is None:
-            for framework in USES.findall(block.source):
-                pytest.importorskip(framework)
-            exec(compile("\n" * (block.line - 1) + block.source, page, "exec"), namespace)
-    return namespace
 
 
 @EVERY_PAGE
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if page.name == "trainers.md":
+        pytest.skip("tests/pytorch/test_trainers.py runs it: what it imports takes seconds")
     monkeypatch.chdir(tmp_path)
-    run_blocks(blocks_of(page.read_text()), str(page))
+    run_page(page)
 
 
 TREE_PATH = re.compile(r"\b(?:src|tests|docs)/[\w./*-]*[\w*]")

@@ -15,7 +15,7 @@ from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import DTYPES, check_norm
-from embedrock.torch.layers.row_state import META, row_tensors, take_rows
+from embedrock.torch.layers.row_state import META, RowKeys, row_tensors, take_rows
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import Options, renormalize
 
@@ -44,6 +44,7 @@ class RowLayer(nn.Module):
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
+    rows: ClassVar[RowKeys] = RowKeys()
     handle: Handle
 
     def __init__(

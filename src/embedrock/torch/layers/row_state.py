@@ -30,6 +30,19 @@ META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS 
 OLD = "_extra_state"  # where a dict was, before there were tensors
 
 
+class RowKeys:
+    """The keys of a layer's rows in its state dict, by their last part, as attributes.
+
+    So code finds something that follows the keys through a model's attributes, as
+    `torch.distributed.checkpoint.state_dict` does.
+    """
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return ROWS + name
+
+
 class Column(NamedTuple):
     """A part of every record.
 

@@ -1,0 +1,62 @@
+"""`LoadPlanner` for `torch.distributed.checkpoint`, which fills the tensors of a state dict: rows may be others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+
+from embedrock.torch.layers.row_state import META, ROWS
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Loads the rows that a checkpoint has into the state dicts of models that have others, or none yet.
+
+    `torch.distributed.checkpoint.load` copies into the tensors of a state dict, so all must have the sizes that were
+    saved. A new model has no rows, and a trained one has others. This planner gives a state dict the tensors of rows
+    that the checkpoint has; all else is as in PyTorch's `DefaultLoadPlanner`. The model's state dict must be inside of
+    another, as ``{"model": model.state_dict()}``: PyTorch gives back no new keys of the outermost.
+
+    Example:
+        >>> import embedrock.torch as ert, torch.distributed.checkpoint as dcp
+        >>> from embedrock.torch.dcp import LoadPlanner
+        >>> model = torch.nn.Sequential(ert.Embedding(10**9, 4), torch.nn.Linear(4, 1))
+        >>> _ = dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
+        >>> state = {"model": model.state_dict()}
+        >>> dcp.load(state, checkpoint_id="checkpoint", planner=LoadPlanner())
+        >>> model.load_state_dict(state["model"])
+        <All keys matched successfully>
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Give `state_dict` the rows' tensors of the checkpoint that `metadata` describes, and begin."""
+        if metadata is not None:
+            for container, layer in _layers(state_dict):
+                _make_room(container, layer, metadata)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _layers(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+    """Return the layers with rows in nested state dicts: the dict, and the path of what comes before ``rows.``."""
+    found = [(state, (*path, key.removesuffix(META))) for key in state if isinstance(key, str) and key.endswith(META)]
+    for key, value in state.items():
+        found += _layers(value, (*path, key)) if isinstance(value, dict) else []
+    return found
+
+
+def _make_room(container: dict[str, Any], layer: tuple[Any, ...], metadata: Metadata) -> None:
+    """Put empty tensors of the saved sizes in the place of a layer's, if the checkpoint has any."""
+    *above, prefix = layer
+    start = prefix + ROWS
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
+    saved = {path[-1]: key for key, path in paths.items() if list(path[:-1]) == above and path[-1].startswith(start)}
+    if not saved:
+        return  # PyTorch's planner says what is missing
+    for key in [key for key in container if key.startswith(start)]:
+        del container[key]
+    for name, key in saved.items():
+        about: Any = metadata.state_dict_metadata[key]
+        container[name] = torch.empty(about.size, dtype=about.properties.dtype, device="cpu")

@@ -1,0 +1,233 @@
+"""Trainers that people use: each fits, clips, accumulates, saves, and resumes to the same bits, in RAM and on disk."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from twins import weight_of
+
+import embedrock.torch as ert
+from pages import run_page
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROWS, DIM = 300, 4
+IDS = torch.randint(0, ROWS, (48,), generator=torch.Generator().manual_seed(0))
+DATA: Any = [{"ids": int(k), "labels": float(k % 2)} for k in IDS]
+EPOCHS = 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of trainers
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty:UserWarning"),
+]
+
+
+class Model(nn.Module):
+    """Two tables, one of them on disk if a folder is given, and dense parameters."""
+
+    def __init__(self, folder: Path | None, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        path: Any = {} if folder is None else {"path": folder / "users.rock"}
+        self.user = ert.Embedding(ROWS, DIM, seed=0 if path else seed, **path)
+        self.item = ert.EmbeddingBag(None, DIM, seed=seed, mode="sum")
+        self.unused, self.unused_too = ert.Embedding(9, 2), ert.Embedding(9, 2)
+        self.dense = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.dense(self.user(ids) + self.item(ids[:, None] * 10**9)).squeeze(-1)
+        return {"logits": logits} | ({} if labels is None else {"loss": (logits - labels).square().mean()})
+
+
+def optimizer_of(model: nn.Module) -> ert.ModelOptimizer:
+    return ert.optimizer(model, rows=ert.Adam, dense=torch.optim.AdamW, lr=0.05)
+
+
+def close(model: Any) -> None:
+    """Commit and close what a run leaves open."""
+    if model.user.table.is_on_disk:
+        model.user.table.commit()
+        model.user.table.close()
+
+
+def result_of(model: Any) -> list[Tensor]:
+    """Return all that was trained, and close the model's table."""
+    item = model.item(IDS[:, None] * 10**9).detach()
+    found = [weight_of(model.user), item, *(p.detach().clone() for p in ert.dense_parameters(model))]
+    steps = torch.tensor([model.user.table.steps, model.item.table.steps])
+    close(model)
+    return [*found, steps]
+
+
+def check_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert one[-1].tolist() == other[-1].tolist() != [0, 0]
+    assert all(map(torch.equal, one, other))
+
+
+# ---------------------------------------------------------------- one fit of each trainer
+
+
+def lightning_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None:
+    pytest.importorskip("lightning")
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = optimizer_of(self.model)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)}
+
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=[ModelCheckpoint(folder / "lightning", save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+    )
+    last = folder / "lightning" / "last.ckpt"
+    trainer.fit(Lit(), DataLoader(DATA, batch_size=8), ckpt_path=last if resume else None, weights_only=False)  # pyright: ignore[reportArgumentType]
+
+
+def accelerate_fit(folder: Path, model: Model, epochs: int, resume: bool, safe: bool = True) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    parts = accelerator.prepare(model, optimizer, scheduler, DataLoader(DATA, batch_size=8))
+    model, optimizer, scheduler, loader = parts
+    if resume:
+        accelerator.load_state(folder / "accelerate")
+    for _ in range(epochs - (EPOCHS - 1 if resume else 0)):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    if epochs < EPOCHS:
+        accelerator.save_state(folder / "accelerate", safe_serialization=safe)
+
+
+def accelerate_fit_by_torch(folder: Path, model: Model, epochs: int, resume: bool) -> None:
+    accelerate_fit(folder, model, epochs, resume, safe=False)
+
+
+def trainer_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        str(folder / "trainer"),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        save_strategy="epoch",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    optimizers = optimizer_of(model), None
+    trainer = transformers.Trainer(model, arguments, train_dataset=DATA, optimizers=optimizers)
+    trainer.train(resume_from_checkpoint=resume)
+
+
+FITS = [lightning_fit, accelerate_fit, accelerate_fit_by_torch, trainer_fit]
+
+
+@pytest.mark.parametrize("where", ["in RAM", "on disk"])
+@pytest.mark.parametrize("fit", FITS)
+def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(fit: Callable[..., None], where: str, tmp_path: Path):
+    folders = [tmp_path / "straight", tmp_path / "resumed"]
+    for folder in folders:
+        folder.mkdir()
+    table = folders if where == "on disk" else [None, None]
+    straight = Model(table[0])
+    fit(folders[0], straight, EPOCHS, resume=False)
+
+    first = Model(table[1])
+    fit(folders[1], first, EPOCHS - 1, resume=False)
+    if where == "on disk":  # what comes after the checkpoint is lost
+        optimizer = optimizer_of(first)
+        first(IDS, IDS % 2)["loss"].backward()
+        optimizer.step()
+    close(first)
+    again = Model(table[1], seed=1)
+    fit(folders[1], again, EPOCHS, resume=True)
+    check_same(result_of(again), result_of(straight))
+
+
+def test_trainers_do_what_a_loop_does(tmp_path: Path):
+    """Accumulated, clipped and stepped as by hand."""
+    model, twin = Model(None), Model(None)
+    accelerate_fit(tmp_path, model, EPOCHS, resume=False)
+    rows, dense = ert.Adam(twin, lr=0.05), torch.optim.AdamW(ert.dense_parameters(twin), lr=0.05)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (rows, dense)]
+    for index, batch in enumerate(list(DataLoader(DATA, batch_size=8)) * EPOCHS):
+        (twin(**batch)["loss"] / 2).backward()
+        if index % 2:
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            for each in (rows, dense):
+                each.step()
+                each.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+    check_same(result_of(model), result_of(twin))
+
+
+def test_save_pretrained(tmp_path: Path):
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Published(Model, hub.PyTorchModelHubMixin):
+        def __init__(self, seed: int = 0) -> None:
+            Model.__init__(self, None, seed)
+
+    model = Published()
+    optimizer = optimizer_of(model)
+    model(IDS, IDS % 2)["loss"].backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "hub")
+    again: Any = Published.from_pretrained(tmp_path / "hub", seed=1)
+    check_same(result_of(again), result_of(copy.deepcopy(model)))
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    """Lightning tells about the machine at each fit."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(REPOSITORY / "docs" / "trainers.md")
