@@ -108,7 +108,7 @@ def lightning_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None
         accumulate_grad_batches=2,
     )
     last = folder / "lightning" / "last.ckpt"
-    trainer.fit(Lit(), DataLoader(DATA, batch_size=8), ckpt_path=last if resume else None, weights_only=False)  # pyright: ignore[reportArgumentType]
+    trainer.fit(Lit(), DataLoader(DATA, batch_size=8), ckpt_path=last if resume else None, weights_only=False)
 
 
 def accelerate_fit(folder: Path, model: Model, epochs: int, resume: bool, safe: bool = True) -> None:
