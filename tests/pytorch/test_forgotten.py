@@ -256,6 +256,61 @@ def test_once_stepped_our_optimizer_chooses_when():
     assert model.user.table.steps == 1
 
 
+def drop(model: Model, rows: ert.RowOptimizer) -> None:
+    model.user.handle.grad = None
+
+
+def drop_in_place(model: Model, rows: ert.RowOptimizer) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def drop_by_ours(model: Model, rows: ert.RowOptimizer) -> None:
+    rows.zero_grad()
+
+
+@pytest.mark.parametrize("of", ["model", "layer"])
+@pytest.mark.parametrize("zero", [drop, drop_in_place, drop_by_ours])
+def test_a_warm_up_that_zeroes_gradients_of_rows_and_steps_dense_weights(zero, of):
+    model = Model()
+    rows = ert.Adam(model if of == "model" else model.user)
+    theirs = torch.optim.SGD(ert.dense_parameters(model), lr=0.1)
+    for _ in range(5):
+        model(IDS).backward()
+        zero(model, rows)
+        theirs.step()
+    train(model, 2, model.zero_grad, theirs.step, rows.step)
+    assert model.user.table.steps == 2
+
+
+class TwoTables(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = ert.Embedding(20, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.dense(self.user(ids) + self.item(ids)).square().sum()
+
+
+@pytest.mark.parametrize("of", ["layers", "towers"])
+def test_two_optimizers_of_rows_take_turns(of):
+    model = TwoTables()
+    tower = nn.ModuleList([model.user, model.dense])
+    users = ert.Adam(tower if of == "towers" else model.user)
+    items = ert.SGD(model.item)
+    for turn in (items, items, items, users, items, users):
+        model(IDS).backward()
+        turn.step()
+        model.zero_grad()
+    assert [model.user.table.steps, model.item.table.steps] == [2, 4]
+
+
+def test_an_optimizer_of_other_rows_only():
+    model = TwoTables()
+    items = ert.SGD(model.item)
+    with pytest.raises(ert.ForgottenGradientsError, match=r"'?Embedding\(20, 4\).* ert\.SGD stepped, .*made of them"):
+        train(model, 2, model.zero_grad, items.step)
+
+
 def test_evaluation_with_gradients():
     model = Model()
     theirs = torch.optim.SGD(ert.dense_parameters(model), lr=0.1)

@@ -65,7 +65,7 @@ class Handle(nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self._host, self.vigil, self.max_norm = HostSide(table), Vigil(), None
+        self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
         self.pending = Pending(self._host)
         self._untouched_version, self._is_original = self._version, True
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -157,6 +157,12 @@ class Handle(nn.Parameter):
         side, nothing = self.pending.side, torch.empty(0, self.table.dim, device=self.device)
         no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
         return side.sum(side.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
+
+    def waits(self) -> bool:
+        """Return whether gradients wait for a step. Those that were zeroed on a GPU do, as far as the host knows."""
+        if self.grad is None or self.pending.grads is None:
+            return False
+        return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""

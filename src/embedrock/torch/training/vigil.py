@@ -10,7 +10,7 @@ that has stepped its rows once is taken to know when to.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -30,10 +30,23 @@ class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
 
 
-class Vigil:
-    """Watches over the gradients of one handle until an optimizer of ours has stepped it."""
+class Watched(Protocol):
+    """What has gradients."""
 
-    def __init__(self) -> None:
+    def waits(self) -> bool:
+        """Return whether gradients wait for a step, as far as the host knows."""
+        ...
+
+
+class Vigil:
+    """Watches over the gradients of one handle until an optimizer of ours has stepped it.
+
+    Args:
+        watched: the handle, which must not be kept alive.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = weakref.ref(watched)
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stepped = False
@@ -50,6 +63,7 @@ class Vigil:
         """Note which optimizer of ours holds the handle, and the model with dense parameters that it was given."""
         self._owner = weakref.ref(owner)
         self._model = None if model is None else weakref.ref(model)
+        _ours.add(owner)
         self.forgive()
 
     def received(self) -> None:
@@ -67,14 +81,16 @@ class Vigil:
 
     def see(self, other: Optimizer) -> None:
         """Take note of another optimizer's step, if one of ours should have gone with it."""
-        owner = self.owner
-        if other is owner:
+        owner, watched = self.owner, self._watched()
+        if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
         if owner is None or self._is_passed_by(other):
-            self._passed_by = type(other).__name__
+            self._passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
         """Return whether another optimizer's step shows that ours is forgotten."""
+        if other in _ours:  # of other rows: the two may take turns
+            return False
         if parameters := self._model_parameters():
             # A second network's optimizer may well step first: a discriminator's, while a generator's gradients wait.
             return not _parameters(other).isdisjoint(parameters)
@@ -97,9 +113,10 @@ class Vigil:
         other, remedy = self._passed_by, self._remedy()
         self.forgive()  # an error for each offence, not for ever
         raise ForgottenGradientsError(
-            f"gradients of {label} were applied by no optimizer: {other} stepped, but rows are stepped by "
-            f"Embedrock's optimizers only. In your training loop, {remedy}, and give the other "
-            "ert.dense_parameters(model). If these rows should not train, call requires_grad_(False) on the layer."
+            f"gradients of {label} were applied by no optimizer: {other} stepped, but these rows are stepped only by "
+            f"an optimizer of Embedrock's that was made of them. In your training loop, {remedy}, and give an "
+            "optimizer of PyTorch's ert.dense_parameters(model). If these rows should not train, call "
+            "requires_grad_(False) on the layer."
         )
 
     def _remedy(self) -> str:
@@ -114,6 +131,7 @@ class Vigil:
         )
 
 
+_ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
 _waiting: weakref.WeakSet[Vigil] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
