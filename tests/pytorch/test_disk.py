@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ class Model(nn.Module):
         return self.dense(self.user(batch["user"]) + self.item(batch["item"])).square().mean()
 
     def close(self) -> None:
-        self.state_dict()  # commits
         for layer in (self.user, self.item):
+            if layer.table.uncommitted:
+                layer.table.commit()
             layer.table.close()
 
 
@@ -249,7 +251,7 @@ def test_a_state_has_only_the_reference(tmp_path: Path):
     state = model.state_dict()
     user, item = meta_of(state, "user."), meta_of(state, "item.")
     table = model.user.table
-    assert user == {"path": str(tmp_path / "users.rock"), "uuid": table.uuid, "commit": 1, "step": 3}
+    assert user == {"path": str(tmp_path / "users.rock"), "uuid": table.uuid, "commit": 2, "step": 3}
     assert (item["commit"], item["step"]) == (1, None)  # committed, because it had changed
     assert not model.item.table.uncommitted
     assert meta_of(model.state_dict(), "item.") == item
@@ -271,14 +273,90 @@ def test_a_state_has_only_the_reference(tmp_path: Path):
     model.close()
 
 
-def test_a_commit_that_is_no_longer_kept(tmp_path: Path):
+def names_of(table: er.Table) -> list[str | None]:
+    return [commit["name"] for commit in table.commits()]
+
+
+def test_a_state_can_be_loaded_however_many_commits_came_since(tmp_path: Path):
+    model, optimizers = trained(tmp_path)
+    table, states, rows = model.user.table, [], []
+    for k in range(4):
+        states.append(saved(model.state_dict()))
+        rows.append(table.lookup(np.arange(ROWS)))
+        for _ in range(3):
+            step(model, optimizers, Batches()[k])
+            table.commit()
+    assert [name for name in names_of(table) if name] == [f"state_dict-{k}" for k in (1, 5, 9, 13)]
+    for state, expected in zip(states, rows, strict=True):
+        model.load_state_dict(state)
+        assert np.array_equal(table.lookup(np.arange(ROWS)), expected)
+    model.close()
+
+
+def test_a_state_of_what_a_state_refers_to_makes_no_commit(tmp_path: Path):
+    model, _ = trained(tmp_path)
+    table = model.user.table
+    first = meta_of(model.user.state_dict())
+    assert meta_of(model.user.state_dict()) == first
+    table.commit(name="best", step=7)  # somebody else may let go of that one
+    second = meta_of(model.user.state_dict())
+    assert (second["commit"], second["step"]) == (first["commit"] + 2, 7)
+    table.release("best")
+    assert [name for name in names_of(table) if name] == ["state_dict-1", "state_dict-3"]
+    model.close()
+
+
+def test_a_commit_that_was_let_go_of(tmp_path: Path):
     model, _ = trained(tmp_path)
     state = model.state_dict()
+    ert.release(model, state)
+    assert names_of(model.user.table)[-1] is None
     for _ in range(4):
         model.user.table.commit()
     with pytest.raises(er.ArgumentError, match=r"commit 1 of .*no longer kept: .*commits 4, 5\..*ert\.save"):
         model.load_state_dict(state)
     model.close()
+
+
+def test_letting_go_of_states_that_hold_nothing(tmp_path: Path):
+    model, _ = trained(tmp_path)
+    model.user.table.commit(name="mine")
+    kept = model.state_dict()
+    other = Model(tmp_path / "other")
+    for state in (other.state_dict(), Model().state_dict(), {}):
+        ert.release(model, state)
+    ert.release(model, {"user.rows.meta": kept["user.rows.meta"]})
+    assert names_of(model.user.table)[-2:] == ["mine", None]
+    assert names_of(model.item.table)[-1] == "state_dict-1"
+    other.close()
+    model.close()
+
+
+def test_it_is_told_when_states_keep_many_commits(tmp_path: Path):
+    layer = ert.Embedding(9, 2, path=tmp_path / "t.rock")
+    told = []
+    for _ in range(33):
+        layer.table.assign([1], np.ones((1, 2)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer.state_dict()
+        told += [str(each.message) for each in caught]
+    assert [text.split()[2] for text in told] == ["16", "32"]
+    assert "t.rock' keeps 16 commits because states refer to them" in told[0]
+    assert "state_dict-<number>. Let go of those whose files are gone, by table.release(name)." in told[0]
+    layer.table.close()
+
+
+def test_it_is_told_that_nothing_keeps_the_commit_of_a_snapshot(tmp_path: Path):
+    layer = ert.Embedding(9, 2, path=tmp_path / "t.rock")
+    with er.open(tmp_path / "t.rock", mode="r") as snapshot:
+        frozen = ert.Embedding(snapshot)
+        with pytest.warns(ert.HeldCommitsWarning, match=r"refers to commit 0 of .*its writer drops .*with a name"):
+            frozen.state_dict()
+    layer.state_dict()
+    with er.open(tmp_path / "t.rock", mode="r") as snapshot:
+        ert.Embedding(snapshot).state_dict()  # a commit that is held
+    layer.table.close()
 
 
 def test_states_of_other_tables(tmp_path: Path):

@@ -183,6 +183,39 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(fit: Callable[..., No
     check_same(result_of(again), result_of(straight))
 
 
+def test_every_checkpoint_of_a_table_on_disk_loads(tmp_path: Path):
+    """`save_top_k=-1`: tables keep two commits by themselves, and there are more files."""
+    pl = pytest.importorskip("lightning.pytorch")
+    model, epochs = Model(tmp_path), 5
+    states = []
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_of(self.model)
+
+        def on_train_epoch_start(self) -> None:
+            states.append(weight_of(self.model.user))
+
+    callback = pl.callbacks.ModelCheckpoint(tmp_path / "all", filename="{epoch}", save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer.fit(Lit(), DataLoader(DATA, batch_size=8))
+    states.append(weight_of(model.user))
+    for epoch in range(epochs):
+        saved = torch.load(tmp_path / "all" / f"epoch={epoch}.ckpt", weights_only=False)["state_dict"]
+        Lit().load_state_dict(saved)
+        assert torch.equal(weight_of(model.user), states[epoch + 1])
+    assert not torch.equal(states[1], states[2])
+    close(model)
+
+
 def test_trainers_do_what_a_loop_does(tmp_path: Path):
     """Accumulated, clipped and stepped as by hand."""
     model, twin = Model(None), Model(None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
@@ -13,6 +16,13 @@ from embedrock.table.table import Table
 
 Relocate = Mapping[str, str] | Callable[[str], str]
 KEYS = ("path", "uuid", "commit", "step")
+MANY = 16  # commits that references hold; it is told at this number, and at each doubling
+
+_keeper: ContextVar[str | None] = ContextVar("keeper", default=None)
+
+
+class HeldCommitsWarning(UserWarning):
+    """Commits that references keep add up, or nothing keeps the commit that a reference names."""
 
 
 class Remedies(NamedTuple):
@@ -38,6 +48,55 @@ def reference_to(table: Table) -> dict[str, Any]:
     if table.uncommitted:
         table.commit()
     return {"path": str(table.path), "uuid": table.uuid, "commit": table.last_commit, "step": table.last_step}
+
+
+@contextlib.contextmanager
+def kept_by(checkpoint: str) -> Iterator[None]:
+    """Let references be to commits that a checkpoint of this name keeps for as long as it needs them."""
+    token = _keeper.set(checkpoint)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
+
+
+def lasting_reference_to(table: Table, holder: str) -> dict[str, Any]:
+    """Return the reference to a table on disk as it is now, whose commit nothing but a release drops.
+
+    It is the last commit, if that is held already and is what the table is now, or else a new one. Its name begins
+    with `holder`, which says in a list of commits who needs it.
+    """
+    if table.mode == "r":
+        _warn_if_fleeting(table)
+    elif _keeper.get() is None:
+        names = [commit["name"] or "" for commit in table.commits()]
+        if table.uncommitted or not names[-1].startswith(f"{holder}-"):
+            step = None if table.uncommitted else table.last_step
+            table.commit(step=step, name=f"{holder}-{table.last_commit + 1}")
+            _warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
+    return reference_to(table)
+
+
+def _warn_if_fleeting(table: Table) -> None:
+    names = {commit["commit"]: commit["name"] for commit in table.commits()}
+    if names.get(table.last_commit) is None:
+        warnings.warn(
+            f"the state refers to commit {table.last_commit} of {table.path!r}, which is open for reading: its writer "
+            "drops that commit once keep= newer ones are there. Commit it there with a name.",
+            HeldCommitsWarning,
+            stacklevel=2,
+        )
+
+
+def _warn_of_many(table: Table, holder: str, count: int) -> None:
+    if count >= MANY and count & (count - 1) == 0:
+        warnings.warn(
+            f"{table.path!r} keeps {count} commits because states refer to them, and the disk space that these need: "
+            f"`embedrock commits` lists them as {holder}-<number>. Let go of those whose files are gone, by "
+            "table.release(name).",
+            HeldCommitsWarning,
+            stacklevel=2,
+        )
 
 
 def is_reference(state: Mapping[str, Any]) -> bool:

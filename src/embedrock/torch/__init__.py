@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding
@@ -18,6 +19,7 @@ from embedrock.torch.optim import (
 )
 from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
+from embedrock.torch.saving.release import release
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, place
 from embedrock.torch.training.vigil import ForgottenGradientsError
@@ -33,6 +35,7 @@ __all__ = [
     "ForgottenGradientsError",
     "Ftrl",
     "Handle",
+    "HeldCommitsWarning",
     "ModelOptimizer",
     "Momentum",
     "NoCheckpointError",
@@ -46,5 +49,6 @@ __all__ = [
     "optimizer",
     "place",
     "prefetch",
+    "release",
     "save",
 ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.references import is_reference, reference_to
+from embedrock.fronts.references import is_reference, lasting_reference_to
 from embedrock.initializers import Zeros
 from embedrock.spec import STATE_BYTES, Spec
 from embedrock.table import saved
@@ -27,6 +27,7 @@ from embedrock.torch.layers.arguments import DTYPES
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+HOLDER = "state_dict"  # of commits that state dicts refer to
 OLD = "_extra_state"  # where a dict was, before there were tensors
 
 
@@ -64,9 +65,9 @@ class Column(NamedTuple):
 
 
 def row_tensors(table: Table) -> dict[str, Tensor]:
-    """Return what a state dict has of a table, by key. A table on disk is committed if it has changed."""
+    """Return what a state dict has of a table, by key. Of a table on disk, a reference to a commit that is held."""
     if table.is_on_disk:
-        return {META: _json_tensor(reference_to(table))}
+        return {META: _json_tensor(lasting_reference_to(table, HOLDER))}
     rows = rows_of(table)
     with rows.turn.alone():  # the state has views of rows
         rows.check()

@@ -20,7 +20,7 @@ from torch import nn
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
-from embedrock.fronts.references import Relocate, check_state, go_to, tell_resumed
+from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
@@ -92,7 +92,8 @@ def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[s
     for table in tables:
         table.commit(step=made.step, name=made.commit_name)
     states = {name: part.state_dict() for name, part in parts.items()}
-    content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
+    with kept_by(made.commit_name):
+        content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
     with made.draft.open("wb") as file:
         torch.save(content, file)
     _check_readable(made.draft)
