@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,10 @@ class DeviceGradients:
         norms = torch.empty(2, dtype=torch.float32, device=values.device)
         sums.norm(squares.sum(), norms)
         return DeviceGradients(plan, values, norms[0], norms[0], norms[1])
+
+    def row_ids(self) -> np.ndarray:
+        """Return the ids of the rows. It waits for the device."""
+        return self.plan.ids[: int(self.plan.count)].cpu().numpy()
 
     def seen_as(self, number: Tensor) -> DeviceGradients:
         """Return them with another `number`."""

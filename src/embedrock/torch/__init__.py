@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
+from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
@@ -30,6 +31,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AveragedModel",
     "Embedding",
     "EmbeddingBag",
     "ForgottenGradientsError",
@@ -43,6 +45,7 @@ __all__ = [
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
+    "average",
     "dense_parameters",
     "handles",
     "load",

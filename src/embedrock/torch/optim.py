@@ -203,6 +203,7 @@ class RowOptimizer(torch.optim.Optimizer):
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
+                handle.announce(grads)
                 due.append(DueStep(handle.side_of_gradients(), rule, grads.clipped(group["clip_value"])))
         return due
 

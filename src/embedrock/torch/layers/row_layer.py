@@ -15,7 +15,7 @@ from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import DTYPES, check_norm
-from embedrock.torch.layers.row_state import META, RowKeys, row_tensors, take_rows
+from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import Options, renormalize
 
@@ -189,6 +189,9 @@ class RowLayer(nn.Module):
 
     def _load_rows(self, state: dict[str, Any]) -> None:
         """Take rows as `take_rows` returns them. A table on disk goes to the commit that a reference names."""
+        if self.handle.average is not None:
+            self.handle.average.load(*weights_of(state, self.handle.label))
+            return
         check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
             self._import_weight(state["weight"])
@@ -223,7 +226,10 @@ class RowLayer(nn.Module):
                 )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + key: tensor for key, tensor in row_tensors(self._table).items()})
+        self.handle.check_untouched()
+        average = self.handle.average
+        tensors = row_tensors(self._table) if average is None else averaged_tensors(average, self.handle.label)
+        destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.references import is_reference, lasting_reference_to
 from embedrock.initializers import Zeros
 from embedrock.spec import STATE_BYTES, Spec
@@ -24,6 +24,7 @@ from embedrock.table import saved
 from embedrock.table.description import rule_of
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
+from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
@@ -78,6 +79,40 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
         tensors |= {ROWS + key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
     meta = _json_tensor({**state, "count": len(records)})
     return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
+
+
+def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
+    """Return what a state dict has of averages of rows: those of a table in RAM without a rule.
+
+    Raises:
+        UnsupportedError: the rows are on disk.
+    """
+    table = average.table
+    if table.is_on_disk:
+        raise UnsupportedError(
+            f"{label} has no state: its rows are on disk, at {str(table.path)!r}. Write the averages that you want to "
+            "keep to a table of their own: table.assign(ids, averaged_layer(ids))."
+        )
+    tensors = row_tensors(table)
+    meta = {**_meta(tensors[META], label), "rule": None}
+    kept = {key: tensors[key] for key in (IDS,) if key in tensors}
+    if IDS in tensors:
+        kept[WEIGHT] = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
+    return {META: _json_tensor(meta), **kept}
+
+
+def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids (n,) and float32 weights (n, dim) of a state that `take_rows` returned.
+
+    Raises:
+        ArgumentError: it is a reference to a table on disk.
+    """
+    if "weight" in state:
+        return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
+    if "records" not in state:
+        raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
+    column = Column(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
+    return state["ids"], _bytes_as(column.of(state["records"]), column.dtype).float().numpy()
 
 
 def row_meta(states: Mapping[str, Any], prefix: str, label: str) -> Mapping[str, Any] | None:

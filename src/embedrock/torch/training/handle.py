@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ from embedrock.torch.training.vigil import ForgottenGradientsError, Vigil
 # summed gradient in a backward, count once in a norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
+MINUS_ZERO = -(2**31)  # the bits of -0.0 as an int32
+
+
+class Follower(Protocol):
+    """What follows the rows of a handle from step to step."""
+
+    def note(self, grads: Gradients) -> None:
+        """Take note that a step by these gradients is about to be made. The rows are as before."""
+        ...
+
 
 class Handle(nn.Parameter):
     """A scalar parameter whose gradient is the L2 norm of the pending gradients of a table's rows.
@@ -41,6 +51,8 @@ class Handle(nn.Parameter):
         label: what error messages call the layer.
         pending: gradients of the rows since the last zeroing.
         vigil: sees to it that the gradients are applied.
+        followers: told of each step before it is made.
+        average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
     """
 
@@ -49,15 +61,19 @@ class Handle(nn.Parameter):
     pending: Pending
     vigil: Vigil
     max_norm: float | None
+    followers: weakref.WeakSet[Follower]
+    average: Any = None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _is_applied: bool  # the pending gradients have made a step
-    _untouched_version: int
+    _untouched: tuple[int, int]  # version and address of the value
+    _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
+    _bits: Tensor  # the value, as an int32
     _is_original: bool  # no copy, of the kind that weight averaging writes to
 
-    def __new__(cls, table: Table) -> Handle:
+    def __new__(cls, table: Table) -> Self:
         device = torch.get_default_device()
         with torch.inference_mode(False):  # a tensor of inference mode could never be trained
             zero = torch.zeros((), dtype=torch.float32, device="cpu" if device.type == "meta" else device)
@@ -66,8 +82,10 @@ class Handle(nn.Parameter):
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
+        self.followers = weakref.WeakSet()
         self.pending = Pending(self._host)
-        self._untouched_version, self._is_original = self._version, True
+        self._is_original = True
+        self._write_zero(0)
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         self._placed_on = self._stays_on_cpu = None
         self._is_applied = False
@@ -164,6 +182,11 @@ class Handle(nn.Parameter):
             return False
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 
+    def announce(self, grads: Gradients) -> None:
+        """Tell the followers of a step that is about to be made."""
+        for follower in self.followers:
+            follower.note(grads)
+
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
         self._is_applied = True
@@ -176,9 +199,10 @@ class Handle(nn.Parameter):
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
-        # The value is looked at too, because fused optimizers leave the version as it is; but only on the CPU,
-        # because reading it from elsewhere waits for the device.
-        if self._version == self._untouched_version and (self.device.type != "cpu" or self.item() == 0.0):
+        # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
+        # on the CPU, because reading it from elsewhere waits for the device.
+        is_same = self._untouched == (self._version, self.data_ptr())
+        if is_same and (self.device.type != "cpu" or self._bits.item() == self._zero_bits):
             return
         harmless = (
             self._is_original
@@ -186,8 +210,7 @@ class Handle(nn.Parameter):
             and torch.distributed.is_initialized()
             and self.item() == 0.0
         )
-        self.data.zero_()  # an error for each offence, not for ever
-        self._untouched_version = self._version
+        self._write_zero(self._zero_bits)  # an error for each offence, not for ever
         if harmless:  # DistributedDataParallel writes all parameters once, as they are
             return
         self.vigil.forgive()
@@ -195,8 +218,17 @@ class Handle(nn.Parameter):
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
             "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "
             "changed nothing in them. Give PyTorch's optimizers ert.dense_parameters(model), and step the rows "
-            "by one of Embedrock's: `optimizer = ert.Adam(model, lr=1e-3)`. First values are chosen by init=."
+            "by one of Embedrock's: `optimizer = ert.Adam(model, lr=1e-3)`. Average them by ert.average(model), and "
+            "choose first values by init=."
         )
+
+    def _write_zero(self, bits: int) -> None:
+        self._zero_bits = bits
+        self.data = torch.full_like(self.data, bits, dtype=torch.int32).view(torch.float32)
+        self._note_untouched()
+
+    def _note_untouched(self) -> None:
+        self._untouched, self._bits = (self._version, self.data_ptr()), self.data.view(torch.int32)
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
@@ -227,6 +259,7 @@ class Handle(nn.Parameter):
         if self._rows_move_with(device):
             self._check_nothing_pends(device)
         self.data = self.data.to(device)
+        self._note_untouched()
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
 
@@ -290,6 +323,9 @@ class Handle(nn.Parameter):
             made.move(self.device)
             made._placed_on = self._placed_on
             made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
+            self.check_untouched()
+            self._write_zero(0)
+            made._write_zero(MINUS_ZERO)
             memo[id(self)] = made
         return memo[id(self)]
 

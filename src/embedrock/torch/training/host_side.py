@@ -38,6 +38,10 @@ class HostGradients(RowGradients):
         number = _norm(grads) if shown is None else shown
         return HostGradients(grads.plan, grads.values, grads.square_norm, number)
 
+    def row_ids(self) -> np.ndarray:
+        """Return the ids of the rows."""
+        return self.plan.ids
+
     def seen_as(self, number: Tensor) -> HostGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
         shown = number.item()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,10 @@ class Gradients(Protocol):
     @property
     def shown(self) -> float | Tensor:
         """The number that stands for them outside, their L2 norm; Inf where one of them is not finite."""
+        ...
+
+    def row_ids(self) -> np.ndarray:
+        """Return the ids of the rows: int64 (n,). It waits for a GPU."""
         ...
 
     def seen_as(self, number: Tensor) -> Self | None:
