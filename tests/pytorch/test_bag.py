@@ -190,7 +190,9 @@ def test_max_has_no_frequencies():
 
 def test_repr_is_that_of_torch():
     theirs = repr(torch.nn.EmbeddingBag(7, 3, mode="sum", padding_idx=0, max_norm=2.0))
-    assert repr(ert.EmbeddingBag(7, 3, mode="sum", padding_idx=0, max_norm=2.0)) == theirs
+    assert repr(ert.EmbeddingBag(7, 3, mode="sum", padding_idx=0, max_norm=2.0)).startswith(
+        f"{theirs[:-1]}; 1 row touched"
+    )
 
 
 IDS, FLAT = torch.tensor([[1, 2]]), torch.tensor([1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,13 +191,23 @@ def test_a_ready_made_table():
     assert layer.table is table
     assert (layer.num_embeddings, layer.embedding_dim) == (10, 3)
     assert layer(torch.tensor([1])).tolist() == [[2.0, 2.0, 2.0]]  # a table's own rows are not zeroed
-    assert repr(layer) == "Embedding(10, 3, padding_idx=1, name='ready')"
+    assert repr(layer).startswith("Embedding(10, 3, padding_idx=1, name='ready'; 0 rows touched, in RAM, ")
 
 
-def test_repr_is_that_of_torch():
+def test_repr_is_that_of_torch_and_says_where_the_rows_are(tmp_path: Path):
     arguments = {"padding_idx": 2, "max_norm": 1.5, "norm_type": 1.0, "scale_grad_by_freq": True}
-    assert repr(ert.Embedding(7, 3, **arguments)) == repr(nn.Embedding(7, 3, **arguments))
-    assert repr(ert.Embedding(7, 3)) == repr(nn.Embedding(7, 3))
+    layers = ert.Embedding(7, 3, memory="1MiB"), ert.Embedding(7, 3, memory="1MiB", **arguments)
+    theirs = nn.Embedding(7, 3), nn.Embedding(7, 3, **arguments)
+    for mine, its, rows in zip(layers, theirs, ("0 rows", "1 row"), strict=True):  # that of padding is written
+        assert repr(mine) == f"{repr(its)[:-1]}; {rows} touched, in RAM, 113 B of 1.0 MiB)"
+    model = nn.Sequential(ert.Embedding(10**9, 3, path=tmp_path / "users.rock", memory="1MiB"))
+    with er.open(tmp_path / "users.rock", mode="r", memory="1MiB") as snapshot:
+        assert "users.rock' (read only) behind" in repr(snapshot)
+    line = str(model).splitlines()[1]
+    assert f"(0): Embedding(1000000000, 3; 0 rows touched, on disk at '{tmp_path}/users.rock' behind a cache in" in line
+    assert line.endswith(" of 1.0 MiB)")
+    model[0].table.close()
+    assert "; closed)" in str(model)
 
 
 def test_first_values_are_standard_normal_and_lazy():
@@ -289,3 +300,58 @@ def test_weight_is_refused_and_says_what_to_use():
         layer.weight = nn.Parameter(torch.zeros(ROWS, DIM))
     with pytest.raises(AttributeError, match="no attribute 'wieght'"):
         layer.wieght  # noqa: B018
+
+
+# ---------------------------------------------------------------- the whole table
+
+
+def test_all_rows_at_once_are_differentiable():
+    """A tied head, and the softmax over all rows that goes with it: `layer(torch.arange(n))` is the weight."""
+    mine, theirs = embedding_twins()
+    for step in range(3):
+        for layer, whole in ((mine, mine(torch.arange(ROWS))), (theirs, theirs.weight)):
+            hidden = layer(torch.tensor([[1, 2], [2 + step, 5]])).sum(1)
+            nn.functional.cross_entropy(hidden @ whole.t(), torch.tensor([4, step])).backward()
+        assert theirs.weight.grad is not None
+        torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
+        for optimizer in (ert.SGD(mine, lr=0.5), torch.optim.SGD(theirs.parameters(), lr=0.5)):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_equal(mine, theirs)
+
+
+def test_rows_that_are_propagated_over_a_graph():
+    """LightGCN: the mean of all rows over some powers of the adjacency."""
+    mine, theirs = embedding_twins()
+    adjacency = torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(1)) / ROWS
+    found = []
+    for whole in (mine(torch.arange(ROWS)), theirs.weight):
+        hops = [whole, adjacency @ whole, adjacency @ (adjacency @ whole)]
+        final = torch.stack(hops).mean(0)
+        (final[[1, 2, 3]] * final[[4, 5, 6]]).sum().backward()
+        found.append(final)
+    torch.testing.assert_close(*found)
+    assert theirs.weight.grad is not None
+    torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
+
+
+def test_weight_names_what_to_use_for_all_rows():
+    with pytest.raises(AttributeError, match=r"For all rows at once, as a head or a softmax needs them, call .*arange"):
+        ert.Embedding(ROWS, DIM).weight  # noqa: B018
+
+
+# ---------------------------------------------------------------- numbers of parameters
+
+
+def test_num_parameters(tmp_path: Path):
+    table = er.Table(None, 3)
+    tied = [ert.Embedding(10**9, 64), ert.Embedding(table), ert.EmbeddingBag(table)]
+    on_disk = ert.Embedding(1000, 2, path=tmp_path / "t.rock")
+    model = nn.Sequential(*tied, on_disk, nn.Linear(4, 5))
+    table.assign([5, -7], np.ones((2, 3)))
+    on_disk.table.assign([1], np.ones((1, 2)))
+    assert ert.num_parameters(model) == 64 * 10**9 + 2 * 3 + 2000 + 25
+    assert ert.num_parameters(model, touched=True) == 2 * 3 + 2 + 25
+    assert ert.num_parameters(nn.Linear(4, 5)) == 25
+    on_disk.table.commit()
+    on_disk.table.close()

@@ -463,10 +463,10 @@ def test_pickling_is_by_reference() -> None:
 
 
 def test_repr_and_stats() -> None:
-    table = make(rule=er.SGD())
+    table = make(rule=er.SGD(), memory="1MiB")
     table.update([1], ONES)
     what = "name='users', rows=100, dim=4, dtype='float32', seed=0, rule=SGD(lr=0.01)"
-    assert repr(table) == f"Table({what}, 1 rows touched)"
+    assert repr(table) == f"Table({what}, 1 row touched, in RAM, 1.6 KiB of 1.0 MiB)"
     stats = table.stats()
     assert all(isinstance(value, int | float) for value in stats.values())
     assert stats["record_bytes"] == 16

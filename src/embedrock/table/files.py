@@ -123,6 +123,10 @@ class Files(Home):
 
     # ---------------------------------------------------------------- what rows ask of their home
 
+    @property
+    def where(self) -> str:
+        return f"on disk at {self.opening.path!r}{'' if self.writes else ' (read only)'} behind a cache in RAM"
+
     def check_writable(self) -> None:
         if not self.writes:
             raise ReadOnlyTableError(

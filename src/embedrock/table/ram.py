@@ -22,6 +22,10 @@ class InRam(Home):
     def __init__(self, memory: int | str | None, directory: str, subject: str) -> None:
         self._memory, self._directory, self.subject = memory, directory, subject
 
+    @property
+    def where(self) -> str:
+        return "in RAM"
+
     def empty_tier(self, spec: Spec) -> Memory:
         return Memory(spec, place(spec, self._memory, self._directory, self.subject), self.subject)
 

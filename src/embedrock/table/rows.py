@@ -15,6 +15,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
+from embedrock.machine.sizes import format_bytes
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.tiers.memory import Memory
@@ -105,6 +106,11 @@ class Home(ABC):
     """
 
     subject: str
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Where that is, in words."""
 
     @abstractmethod
     def lay_out(self, rows: Rows, spec: Spec) -> None:
@@ -267,7 +273,10 @@ class Rows:
         }
 
     def __str__(self) -> str:
-        state = "closed" if self._tier is None else f"{self._tier.count} rows touched"
+        if self._tier is None:
+            return "closed"
+        count, used, budget = self._tier.count, *map(format_bytes, (self._tier.bytes_used, self._tier.budget_bytes))
+        state = f"{count} row{'s' * (count != 1)} touched, {self.home.where}, {used} of {budget}"
         return state if self.side is None else f"{state}, {self.side!r}"
 
     # ---------------------------------------------------------------- reading

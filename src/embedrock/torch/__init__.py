@@ -22,7 +22,7 @@ from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.saving.release import release
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.parameters import dense_parameters, handles, place
+from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
 from embedrock.torch.training.vigil import ForgottenGradientsError
 from embedrock.torch.whole import ModelOptimizer, optimizer
 
@@ -49,6 +49,7 @@ __all__ = [
     "dense_parameters",
     "handles",
     "load",
+    "num_parameters",
     "optimizer",
     "place",
     "prefetch",

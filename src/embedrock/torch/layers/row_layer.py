@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES, check_norm
 from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
 from embedrock.torch.training.handle import Handle, handle_of
@@ -102,10 +102,11 @@ class RowLayer(nn.Module):
         return self.table.dim
 
     def extra_repr(self) -> str:
-        """Return the arguments that are not PyTorch's defaults."""
+        """Return the arguments that are not PyTorch's defaults, and where the rows are."""
         names = [name for name in (*self.shown, "dtype") if getattr(self, name) != DEFAULTS.get(name)]
         parts = [str(self.num_embeddings), str(self.embedding_dim), *(f"{n}={getattr(self, n)!r}" for n in names)]
-        return ", ".join(parts if self.table.name is None else [*parts, f"name={self.table.name!r}"])
+        named = [] if self.table.name is None else [f"name={self.table.name!r}"]
+        return f"{', '.join([*parts, *named])}; {rows_of(self.table)}"
 
     # ------------------------------------------------------------ forward
 
@@ -146,7 +147,8 @@ class RowLayer(nn.Module):
     def _no_weight(self) -> NoReturn:
         raise AttributeError(
             f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. "
-            "Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
+            "For all rows at once, as a head or a softmax needs them, call layer(torch.arange(n)), which is "
+            "differentiable. Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
             "layer.table.assign(ids, values), choose first values by init=er.Uniform(-0.1, 0.1), load weights by "
             "from_pretrained(weights) or load_state_dict, and share rows by making the other layer of layer.table."
         )

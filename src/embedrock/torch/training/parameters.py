@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.errors import ArgumentError
+from embedrock.table.table import Table
 from embedrock.torch.training.handle import Handle
 
 
@@ -50,6 +51,28 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
         [(1, 4), (1,)]
     """
     return [parameter for parameter in model.parameters() if not isinstance(parameter, Handle)]
+
+
+def num_parameters(model: nn.Module, touched: bool = False) -> int:
+    """Return how many weights a model has: those of all rows, each table counted once, and of all other parameters.
+
+    ``sum(p.numel() for p in model.parameters())`` counts a table as 1, its handle.
+
+    Args:
+        model: with any number of embedding layers.
+        touched: count only rows that have records. Of tables of open ids, only these are counted in any case.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> ert.num_parameters(nn.Sequential(ert.Embedding(10**9, 64), nn.Linear(64, 1)))
+        64000000065
+    """
+    dense = sum(parameter.numel() for parameter in dense_parameters(model))
+    return dense + sum(_rows_of(handle.table, touched) * handle.table.dim for handle in handles(model))
+
+
+def _rows_of(table: Table, touched: bool) -> int:
+    return int(table.stats()["rows_touched"]) if touched or table.rows is None else table.rows
 
 
 def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str) -> None:
