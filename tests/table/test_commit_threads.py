@@ -81,8 +81,14 @@ class Ahead:
     def wait(self) -> None:
         """Return once it stands in line; the caller has the lock."""
         self._thread.start()
-        until(lambda: self._turn._next.locked())
+        until(self._stands_in_line)
         assert not self.served.is_set()
+
+    def _stands_in_line(self) -> bool:
+        if not self._turn._next.acquire(blocking=False):
+            return True
+        self._turn._next.release()
+        return False
 
 
 @pytest.fixture

@@ -78,11 +78,6 @@ class DirectSide(DeviceSide):
         for start in range(0, self._count, COPIED_ROWS):
             yield holds(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
 
-    def finish(self) -> None:
-        """Bring the tier's records up to date. Waits for the device."""
-        with self.timeline.ordered():
-            self._finish()
-
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()

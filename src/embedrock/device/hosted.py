@@ -73,12 +73,11 @@ class HostedSide(DeviceSide):
         slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
         self._pinned.cover(slots * self.spec.record_bytes)
 
-    def finish(self) -> None:
-        with self.timeline.ordered():
-            self.timeline.finish()
-            self.faults.look()
-            self.near.write_back()
-            self.timeline.finish()
+    def _finish(self) -> None:
+        self.timeline.finish()
+        self.faults.look()
+        self.near.write_back()
+        self.timeline.finish()
 
     def close(self) -> None:
         self._pinned.close()

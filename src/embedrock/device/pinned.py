@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from typing import Any
@@ -35,7 +36,7 @@ class Pinned:
         self._covered = 0 if device.type == "cuda" else memory.nbytes
         self._parts: list[int] = []  # addresses
         # The memory lives as long as it is pinned.
-        self._unregister = weakref.finalize(self, _unregister, self._parts, memory, device)
+        self._unregister = weakref.finalize(self, _unregister, self._parts, memory, device, os.getpid())
 
     def cover(self, nbytes: int) -> None:
         """Pin at least the first `nbytes`.
@@ -72,7 +73,9 @@ def _register(address: int, nbytes: int) -> None:
         )
 
 
-def _unregister(parts: list[int], memory: np.ndarray, device: torch.device) -> None:
+def _unregister(parts: list[int], memory: np.ndarray, device: torch.device, process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child, where CUDA does nothing but raise errors
     if parts:
         torch.cuda.synchronize(device)  # kernels may still use it
     for address in parts:

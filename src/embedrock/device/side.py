@@ -127,9 +127,14 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ what a table asks of a side
 
-    @abstractmethod
     def finish(self) -> None:
         """Bring the tier's records up to date. Waits for the device."""
+        self.rows.check_process()
+        with self.timeline.ordered():
+            self._finish()
+
+    @abstractmethod
+    def _finish(self) -> None: ...
 
     def check(self) -> None:
         """Raise what went wrong in earlier calls, as far as it is known."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.machine.interrupts import held_back
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.turn import together

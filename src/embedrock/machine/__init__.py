@@ -1,1 +1,1 @@
-"""What the machine gives: files, memory, processors, interrupts."""
+"""What the machine gives: files, memory, processors."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
+from embedrock.process import forks
 
 Pieces = tuple[npt.NDArray[Any], ...]  # the arguments of the kernel `read_pieces`, each of one item per read but `out`
 
@@ -95,7 +96,7 @@ class Readers:
         wanted = _wanted()
         self._linux, self._wanted = Linux(wanted or AT_ONCE), wanted
         self._threads: Threads | None = None
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Rank.LOADING)
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
         """Make all reads; descriptors in `direct` are read past the page cache."""
@@ -144,7 +145,7 @@ def read(pieces: Pieces, direct: Set[int]) -> None:
     _current().read(pieces, direct)
 
 
-_lock = threading.Lock()
+_lock = forks.lock(forks.Rank.LOADING)
 _readers: Readers | None = None
 
 
@@ -156,11 +157,8 @@ def _current() -> Readers:
     return _readers
 
 
-def _after_fork() -> None:
-    # A forked child has none of the threads, and no context is valid there.
-    global _readers, _lock
-    _readers, _lock = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
+    """Begin without threads and contexts: none of them is valid in a forked child."""
+    global _readers
+    _readers = None

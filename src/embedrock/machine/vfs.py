@@ -18,7 +18,7 @@ import os
 import resource
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from embedrock.errors import CorruptTableError
 from embedrock.machine import readers
 from embedrock.machine.sizes import format_bytes
+from embedrock.process import forks
 
 DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
@@ -618,18 +619,20 @@ def _forget_pages(fd: int, start: int, end: int) -> None:
 _locks: set[int] = set()
 
 
-def _after_fork() -> None:
-    # A forked child must not keep the locks of its parent, which could otherwise not open the table again; the
-    # descriptors stay valid, as somebody in the child may close them.
-    nothing = os.open(os.devnull, os.O_RDWR)
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
+    """Let the parent's locks go, which could otherwise not open the table again after a crash.
+
+    The descriptors stay valid, as somebody in the child may close them.
+    """
     for fd in _locks:
-        os.dup2(nothing, fd)
-    os.close(nothing)
+        os.close(fd)  # first, or there might be no descriptor left
+        with contextlib.suppress(OSError):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != fd:
+                os.dup2(nothing, fd, inheritable=False)
+                os.close(nothing)
     _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 OS_SYSTEM = OSSystem()

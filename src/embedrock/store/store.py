@@ -14,6 +14,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CommitError, EmbedrockError
 from embedrock.machine.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
+from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
@@ -86,7 +87,7 @@ class Store:
 
     def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
         self.system, self.folder, self._held = system, folder, lock
-        self.lock = threading.RLock()
+        self.lock = forks.lock(forks.Rank.SECTION)
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.overlay_bytes = 1 << 62
         self.broken: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from embedrock.errors import UnsupportedError
-from embedrock.machine.interrupts import held_back
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.files import Files

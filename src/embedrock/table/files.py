@@ -16,6 +16,7 @@ from embedrock.errors import ArgumentError, CommitError, CorruptTableError, Read
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import NO_SPACE, System
+from embedrock.process import forks
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
@@ -139,7 +140,7 @@ class Files(Home):
         self._take_end_of_done(rows.version, _disk(rows))
 
     def after_fork(self, rows: Rows) -> None:
-        """Go on in a child process: a reader with locks and a cache of its own. A writer's child must not write.
+        """Go on in a child process: a reader with a cache of its own. A writer's child must not write.
 
         Raises:
             ReadOnlyTableError: it is a writer's.
@@ -151,12 +152,7 @@ class Files(Home):
                 'here with mode="r", or use it in the parent only',
                 self.opening.path,
             )
-        rows.turn = Turn()
-        self.store.lock, self.store.compacting = (
-            threading.RLock(),
-            threading.Lock(),
-        )  # the parent's threads are not here
-        self._compaction, self._process = None, os.getpid()
+        self._process = os.getpid()
         self.resume(rows, rows.spec)
 
     def lay_out(self, rows: Rows, spec: Spec) -> None:
@@ -184,8 +180,6 @@ class Files(Home):
         self.check_in_ram("load_state")
 
     def close(self, rows: Rows, tier: Tier) -> None:
-        if not rows.is_of_this_process:
-            return
         try:
             self._wait_for_quiet(rows, cast(Disk, tier))
         finally:
@@ -421,7 +415,7 @@ class Files(Home):
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
-        if threading.current_thread().name.startswith("embedrock-"):
+        if threading.current_thread().name.startswith("embedrock-") or forks.is_under_way():
             # Garbage was collected inside of what has to end before the files are closed.
             threading.Thread(target=self._abandon, args=(version, stacklevel), name="close-embedrock").start()
         else:

@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Initializer, Normal
-from embedrock.machine.interrupts import held_back
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.description import check_same, describe_spec

@@ -20,8 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from embedrock.errors import ArgumentError, CacheTooSmallError
-from embedrock.machine.interrupts import held_back
 from embedrock.machine.sizes import format_bytes
+from embedrock.process.interrupts import held_back
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.
@@ -201,7 +201,8 @@ class _Window(Generic[T]):
             self._pull()
         if not self.items:
             return False
-        self.items[0].wait()
+        if self.thread.is_alive():  # not so in a forked child, which reads rows when it looks them up
+            self.items[0].wait()
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
-from embedrock.errors import MemoryBudgetError
+from embedrock.errors import EmbedrockError, MemoryBudgetError
+from embedrock.process import forks
 from embedrock.spec import Spec
 from embedrock.table.rows import Home, Rows
 from embedrock.tiers.memory import Memory, place
@@ -28,6 +30,19 @@ class InRam(Home):
 
     def empty_tier(self, spec: Spec) -> Memory:
         return Memory(spec, place(spec, self._memory, self._directory, self.subject), self.subject)
+
+    def after_fork(self, rows: Rows) -> None:
+        """Go on with a copy of the rows, which is that of a whole step.
+
+        Raises:
+            EmbedrockError: it is not, as another thread of the parent was at work with them for too long.
+        """
+        if rows.turn.is_torn:
+            raise EmbedrockError(
+                f"{self.subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
+                f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "
+                "half changed. Start processes before such calls, or wait for them."
+            )
 
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         rows.install(spec, rows.laid_out(spec, self.empty_tier(spec)))

@@ -126,8 +126,9 @@ class Home(ABC):
     def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
         """Raise what went wrong with a commit in the background."""
 
-    def after_fork(self, rows: Rows) -> None:  # noqa: B027
-        """Go on in a child process."""
+    @abstractmethod
+    def after_fork(self, rows: Rows) -> None:
+        """Go on in a child process, or raise what keeps the table from being used there."""
 
     def close(self, rows: Rows, tier: Tier) -> None:  # noqa: B027
         """Close what is open beside the tier, which nobody uses any more but what runs in the background."""
@@ -190,7 +191,7 @@ class Rows:
 
         Raises:
             ClosedTableError: the table is closed.
-            ReadOnlyTableError: another process writes it, of which this is a child.
+            EmbedrockError: this is a child of the process that has it; as `ReadOnlyTableError` where that writes it.
         """
         return self._open_tier()
 
@@ -201,7 +202,8 @@ class Rows:
     def _open_tier(self) -> Tier:
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
-        if self._process != os.getpid():
+        if not self.is_of_this_process:
+            self.check_process()
             self.home.after_fork(self)
             self._process = os.getpid()
         if self.turn.failure is not None:
@@ -210,6 +212,15 @@ class Rows:
                 f"{self.turn.failure!r}. Make a new Table and load the last state that you saved."
             )
         return self._tier
+
+    def check_process(self) -> None:
+        """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
+        if self.side is not None and not self.is_of_this_process:
+            raise UnsupportedError(
+                f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child {os.getpid()}:"
+                " no GPU is of use after a fork. Look rows up in the parent, or start processes by "
+                'multiprocessing.get_context("spawn").'
+            )
 
     def check(self) -> None:
         """Raise what went wrong with the side in earlier calls."""
@@ -245,6 +256,9 @@ class Rows:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
         tier = self.drop()
         if tier is None:
+            return
+        if not self.is_of_this_process:  # what uses them, and what is open beside them, is the parent's
+            self.turn.running = self.side = None
             return
         try:
             self.turn.settle()

@@ -6,12 +6,14 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from embedrock import kernels
-from embedrock.machine.interrupts import held_back
+from embedrock.errors import EmbedrockError
+from embedrock.process import forks
+from embedrock.process.interrupts import held_back
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.threads import Call
@@ -28,19 +30,17 @@ class Turn:
         running: the step.
         failure: what a step raised: records may be half changed.
         number: of its own.
+        is_torn: so they may, as this process was forked while another thread had the table.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.running: Call | Side | None = None
         self.failure: BaseException | None = None
-        self.renew()
-        _turns.add(self)
-
-    def renew(self) -> None:
-        """Make a new lock, which nobody holds."""
-        self.lock, self._next = threading.RLock(), threading.Lock()
+        self.is_torn = False
+        self.lock, self._next = forks.lock(forks.Rank.TABLE), forks.lock(forks.Rank.QUEUE)
         self._changed = threading.Condition(self.lock)
+        _turns.add(self)
 
     def settle(self) -> None:
         """Return once no step is running."""
@@ -67,7 +67,7 @@ class Turn:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Give the caller the table alone, with no step running."""
-        if not self.lock._is_owned():  # type: ignore[attr-defined]
+        if not self.lock._is_owned():
             with self._next:
                 pass
         with self.lock:
@@ -89,10 +89,24 @@ class Turn:
             self.lock.release()
 
     def wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Let others have the table until `predicate` holds, and have it for oneself again."""
+        """Let others have the table until `predicate` holds, and have it for oneself again.
+
+        Raises:
+            EmbedrockError: this is a child of the process that waits, forked by a handler of signals meanwhile.
+        """
+        process = os.getpid()
         with held_back(), self.lock:  # an interrupt inside of a condition leaves its lock in disorder
-            self._changed.wait_for(predicate)
+            self._changed.wait_for(lambda: os.getpid() != process or predicate())
+            if os.getpid() != process:
+                raise EmbedrockError(f"a fork came while process {process} waited: what it waits for is not here.")
             self.settle()
+
+    def begin_child(self, is_torn: bool) -> None:
+        """Begin in a forked child, in which nobody else has the table."""
+        self.is_torn |= is_torn
+        if is_torn:
+            self.running = None  # there may be nobody to end it
+        self.notify()
 
     def notify(self) -> None:
         """Wake those who wait, to look again."""
@@ -116,11 +130,7 @@ _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-def _renew_all() -> None:
-    # A forked child has none of the threads that may have held them.
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
     for turn in list(_turns):
-        turn.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_all)
+        turn.begin_child(is_torn=turn.lock in missed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from embedrock.errors import CorruptTableError
-from embedrock.machine.interrupts import held_back
+from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.table import saved
 from embedrock.table.description import rule_of

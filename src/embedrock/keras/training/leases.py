@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import OrderedDict
 
 from embedrock.batch.plan import Plan
 from embedrock.errors import UnsupportedError
+from embedrock.process import forks
 
 # Of a lookup whose plans are no longer kept when its gradients come, they are made again.
 KEPT_BYTES = 1 << 27
@@ -22,7 +22,7 @@ class Leases:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Rank.SECTION)
         self._numbers = itertools.count(1)
         self._plans: OrderedDict[int, list[Plan]] = OrderedDict()
         self._bytes = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.process import forks
 
 # Backward passes of a table that one step may add up, over all replicas, micro-batches and lookups of each.
 SLOTS = 256
@@ -55,7 +55,7 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Rank.SECTION)
         self._arrivals: dict[int, Arrival] = {}  # by slot, in order of arrival
         self._next_slot = 0
         self._forwards: dict[int, int] = {}  # by replica

@@ -11,21 +11,21 @@ import atexit
 import itertools
 import os
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.process import forks
 
 
 class Call:
     """A call in the background. Whoever claims it first makes it: a worker, or a caller who got there before."""
 
-    __slots__ = ("__weakref__", "_args", "_claim", "_done", "_error", "_function")
+    __slots__ = ("_args", "_claim", "_done", "_error", "_function")
 
     def __init__(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
@@ -35,14 +35,17 @@ class Call:
 
     def run_once(self) -> None:
         """Make the call, unless somebody has begun it."""
+        me = threading.get_ident()
         if not self._claim.acquire(blocking=False):
             return
         try:
+            _under_way[self] = me
             self._function(*self._args)
         except BaseException as error:
             self._error = error
         finally:
             self._args = ()  # they hold the arrays of a table, which may be closed
+            del _under_way[self]
             self._done.release()
 
     def finish(self) -> None:
@@ -64,6 +67,14 @@ class Call:
             except KeyboardInterrupt as signal:  # a worker still writes to the caller's arrays: let it end first
                 interrupt = signal
 
+    def lose(self) -> None:
+        """End it where the thread that made it is no more."""
+        self._error = EmbedrockError(
+            "this process was forked while a thread of its parent had been making this call for too long to be waited "
+            "for, and that thread is not here. Start processes before such calls, or wait for them."
+        )
+        self._done.release()
+
 
 class _Pool:
     """Daemon threads that take calls from one queue. The calling thread does the first part itself, and every
@@ -76,8 +87,10 @@ class _Pool:
             threading.Thread(target=self._work, name=f"embedrock-{index}", daemon=True).start()
 
     def _work(self) -> None:
+        working = forks.lock(forks.Rank.WORKER)
         while (call := self._queue.get()) is not None:
-            call.run_once()
+            with working:  # no call is half made in a forked child
+                call.run_once()
             del call  # it holds a table, which may be closed while this thread waits
 
     def put(self, call: Call) -> None:
@@ -125,9 +138,9 @@ def _default_threads() -> int:
     return int(text)
 
 
-_lock = threading.Lock()
+_lock = forks.lock(forks.Rank.LOADING)
 _pool: _Pool | None = None
-_in_flight: weakref.WeakSet[Call] = weakref.WeakSet()  # background calls that somebody still waits for
+_under_way: dict[Call, int] = {}  # and the threads that make them
 
 
 def _current_pool() -> _Pool:
@@ -183,29 +196,30 @@ def start(function: Callable[..., object], *args: Any) -> Call | None:
         function(*args)
         return None
     call = Call(function, args)
-    _in_flight.add(call)
     pool.put(call)
     return call
 
 
 def _finish_all() -> None:
-    for call in list(_in_flight):
+    """Make all calls that wait, and return when no other thread makes one."""
+    if _pool is not None:
+        _pool.help()
+    for call in list(_under_way):
         call.wait()
 
 
-# A forked child has no worker to end what one has begun, and an interpreter that exits takes the memory away.
-atexit.register(_finish_all)
+atexit.register(_finish_all)  # an interpreter that exits takes the memory away
 
 
-def _forget_pool() -> None:
-    # A forked child has none of its parent's threads: it makes a pool of its own when it first needs one.
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
+    """Begin without threads, in a forked child; a pool is made when it is first needed."""
+    global _pool
+    _pool, me = None, threading.get_ident()
+    for call in [call for call, thread in _under_way.items() if thread != me]:
+        del _under_way[call]
+        call.lose()
 
 
-if hasattr(os, "register_at_fork"):
-    # Nor has it the thread that was compiling a kernel, and would hold the lock of Numba's compiler for ever. What is
-    # registered later runs earlier before a fork: calls that still have to compile end before the lock is taken.
-    release = global_compiler_lock.release
-    os.register_at_fork(before=global_compiler_lock.acquire, after_in_parent=release, after_in_child=release)
-    os.register_at_fork(before=_finish_all, after_in_child=_forget_pool)
+# Whoever compiles a kernel is no more in a child, and would hold this lock for ever.
+forks.hold(global_compiler_lock._lock, forks.Rank.COMPILER)

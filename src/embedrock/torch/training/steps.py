@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from embedrock.machine.interrupts import held_back
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.torch.training.side import RowSide
 

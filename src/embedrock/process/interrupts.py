@@ -20,7 +20,7 @@ class held_back:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):  # not one that was installed outside of Python
-                self._handler = handler
+                self._handler, self._thread = handler, threading.get_ident()
                 signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -31,3 +31,17 @@ class held_back:
             signal.signal(signal.SIGINT, self._handler)
             if self._caught is not None:
                 self._handler(*self._caught)
+
+    def handler_for(self, thread: int) -> Any:
+        """Return what gets Ctrl-C in a process whose only thread is `thread`: nobody else ends what was begun."""
+        if self._thread == thread:
+            return self._note
+        before = getattr(self._handler, "__self__", None)
+        return before.handler_for(thread) if isinstance(before, held_back) else self._handler
+
+
+def begin_child() -> None:
+    """Let Ctrl-C through in a child whose parent's main thread held it back, but not the thread that forked."""
+    holder = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    if isinstance(holder, held_back):
+        signal.signal(signal.SIGINT, holder.handler_for(threading.get_ident()))

@@ -1,0 +1,1 @@
+"""What happens to the process as a whole: forks, and Ctrl-C."""
