@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK
 from embedrock.store import runs
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Log, Run, RunFile, run_bytes, uuid_of
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Log, Run, RunFile, owner_of, run_bytes
 from embedrock.testing import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -124,7 +124,7 @@ def test_no_two_files_are_marked_alike():
         log = new_log(system := new_system())
         salts.add(log.salt)
         log.close()
-        assert uuid_of(system, "/t/delta/1.dlt") == UUID
+        assert owner_of(system.files()["/t/delta/1.dlt"][:4096], "delta/1.dlt") == UUID
     assert len(salts) > 15
 
 
@@ -262,10 +262,13 @@ def test_a_writer_that_cannot_begin_leaves_nothing_open():
     system = new_system(capacity=100)
     with pytest.raises(OSError, match="No space left"):
         new_log(system)
-    assert system.journal[-1].startswith(("close", "free_bytes"))
+    assert system.open_files() == []
+    assert system.files() == {}
     system.mend()
+    log = new_log(system)
     with pytest.raises(FileExistsError):
         new_log(system)
+    log.close()
 
 
 def damage(system: FaultFS, entry: RunFile, how: str, amount: int) -> None:
@@ -363,13 +366,13 @@ def test_nothing_is_allocated_for_sizes_that_are_made_up():
 def test_whose_file_it_is():
     system = new_system()
     fill(log := new_log(system), 0, 3)
-    assert uuid_of(system, "/t/delta/1.dlt") == UUID
-    entry = log.seal()
-    damage(system, entry, "foreign", 0)
-    assert uuid_of(system, "/t/delta/1.dlt") == OTHER
-    for data in (b"", b"EMBROCK1", bytes(4096), bytes(9999)):
-        system.write_file("/t/delta/1.dlt", data)
-        assert uuid_of(system, "/t/delta/1.dlt") is None
+    page = system.files()["/t/delta/1.dlt"][:4096]
+    assert owner_of(page, "delta/1.dlt") == UUID
+    assert owner_of(page, "delta/2.dlt") == ""
+    damage(system, log.seal(), "foreign", 0)
+    assert owner_of(system.files()["/t/delta/1.dlt"][:4096], "delta/1.dlt") == OTHER
+    for data in (b"", b"EMBROCK1", bytes(4096), page[:-1], page[:-1] + b"x"):
+        assert owner_of(data, "delta/1.dlt") is None
 
 
 # ---------------------------------------------------------------- pieces

@@ -200,7 +200,9 @@ def _verify(arguments: Namespace) -> int:
         if verdict.problems
         else f"all good, up to commit {verdict.newest_good}"
     )
-    _tell(arguments, told, "\n".join([*verdict.problems, summary]))
+    strange = [f"{len(verdict.strange)} files that no commit names, left alone as they may be somebody's:"]
+    more = [*strange, *verdict.strange] if verdict.strange else []
+    _tell(arguments, told, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
 
 

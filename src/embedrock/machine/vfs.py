@@ -307,7 +307,7 @@ def write_whole(system: System, path: str, data: Data, link_to: str | None = Non
 
     Raises:
         FileExistsError: the name is taken. Nothing has changed.
-        OSError: anything else. Where making the name durable failed, a file of that name may be there, and whole.
+        OSError: anything else. Where making the name `link_to` durable failed, that file may be there, and whole.
     """
     if link_to is not None and system.exists(path):
         system.unlink(path)
@@ -316,8 +316,10 @@ def write_whole(system: System, path: str, data: Data, link_to: str | None = Non
         file.append(data)
         file.sync()
         file.close()
-        if link_to is not None:
-            system.link(path, link_to)
+        if link_to is None:
+            retried(system.fsync_folder, _folder_of(path))
+            return
+        system.link(path, link_to)
     except BaseException:
         with contextlib.suppress(OSError):
             file.close()
@@ -325,9 +327,8 @@ def write_whole(system: System, path: str, data: Data, link_to: str | None = Non
             system.unlink(path)
         raise
     retried(system.fsync_folder, _folder_of(path))
-    if link_to is not None:
-        with contextlib.suppress(OSError):  # the file is safe under its name; the next attempt removes this one
-            system.unlink(path)
+    with contextlib.suppress(OSError):  # the file is safe under its name; the next attempt removes this one
+        system.unlink(path)
 
 
 def read_whole(system: System, path: str, limit_bytes: int) -> bytes:

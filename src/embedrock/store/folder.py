@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterable
 
 from embedrock.errors import (
     ArgumentError,
@@ -20,7 +19,6 @@ from embedrock.errors import (
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
-from embedrock.store.runs import uuid_of
 
 FOLDERS = ("manifest", "base", "delta", "history")
 LOCK = "LOCK"
@@ -192,20 +190,6 @@ def _readable(system: System, folder: str, commit: int) -> Manifest | None:
 # ---------------------------------------------------------------- files that nothing needs
 
 
-def remove_orphans(system: System, folder: str, uuid: str) -> int:
-    """Remove files of this table that no commit names: those of a writer that did not live to commit them."""
-    try:
-        kept = named_files(system, folder)
-    except (EmbedrockError, OSError):
-        return 0  # what a damaged commit names is not known
-    removed = 0
-    for name in _names(system, folder):
-        if name not in kept and uuid_of(system, join(folder, name)) == uuid:
-            _remove(system, folder, name)
-            removed += 1
-    return removed
-
-
 def named_files(system: System, folder: str) -> set[str]:
     """Return the names of the files that commits need.
 
@@ -218,23 +202,6 @@ def named_files(system: System, folder: str) -> set[str]:
 def files_of(manifest: Manifest) -> set[str]:
     """Return the names of the files that a commit needs."""
     return {entry.file for entry in (*manifest.base, *manifest.delta, *manifest.history)}
-
-
-def _names(system: System, folder: str) -> Iterable[str]:
-    for kind in ("base", "delta", "history"):
-        for name in sorted(system.listdir(join(folder, kind))):
-            path = f"{kind}/{name}"
-            if kind == "base":
-                yield from (f"{path}/{chunk}" for chunk in _chunks(system, join(folder, path)))
-            else:
-                yield path
-
-
-def _chunks(system: System, folder: str) -> list[str]:
-    try:
-        return sorted(system.listdir(folder))
-    except NotADirectoryError:  # somebody else's file
-        return []
 
 
 def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
@@ -254,10 +221,11 @@ def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
     retried(system.fsync_folder, join(folder, "manifest"))  # or a crash might leave commits without their files
     kept = needed.union(*(files_of(found[n]) for n in retained))
     for name in sorted({name for n in dropped for name in files_of(found[n])} - kept):
-        _remove(system, folder, name)
+        remove(system, folder, name)
 
 
-def _remove(system: System, folder: str, name: str) -> None:
+def remove(system: System, folder: str, name: str) -> None:
+    """Remove a file, and the folder of a compaction with its last one."""
     system.unlink(join(folder, name))
     parent = os.path.dirname(join(folder, name))
     if name.startswith("base/") and not system.listdir(parent):

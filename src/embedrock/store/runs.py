@@ -7,6 +7,7 @@ ids a file has, and in which order, says its index at the end of the file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -220,6 +221,8 @@ class Log(Run):
             file.append(header)
         except BaseException:
             file.close()
+            with contextlib.suppress(OSError):  # then the next writer removes it
+                retried(system.unlink, file.path)
             raise
         log = cls(system, file, path, record_bytes, number)
         log._mark_with(_crc_of(header))
@@ -275,6 +278,11 @@ class Log(Run):
         self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt)
         self._ids.clear()
         return self.entry
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether it takes more records."""
+        return self.entry is None and not self.broken
 
     @property
     def nbytes(self) -> int:
@@ -346,16 +354,15 @@ class ChunkWriter:
         self._log.close()
 
 
-def uuid_of(system: System, path: str) -> str | None:
-    """Return the uuid of the table that a file belongs to; None if it is no run, or cannot be read."""
-    try:
-        page = read_start(system, path, HEADER_BYTES)
-    except OSError:
-        return None
+def owner_of(page: bytes, path: str) -> str | None:
+    """Return the uuid of the table that a file was written for under the name `path`; "" for another name's.
+
+    None: the file has no whole first page, as it was not finished, or is no run.
+    """
     if len(page) < HEADER_BYTES or zlib.crc32(page[:-CRC_BYTES]) != _crc_of(page):
         return None
-    magic, *_, uuid, _ = _HEADER.unpack_from(page)
-    return uuid.hex() if magic == MAGIC else None
+    magic, _, _, _, name, uuid, _ = _HEADER.unpack_from(page)
+    return uuid.hex() if magic == MAGIC and name == zlib.crc32(path.encode("ascii")) else ""
 
 
 def read_start(system: System, path: str, size: int) -> bytes:

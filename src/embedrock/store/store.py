@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import read_history
-from embedrock.store.manifest import Manifest, RunFile
+from embedrock.store.manifest import HistoryFile, Manifest, RunFile
+from embedrock.store.orphans import remove_orphans
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run
@@ -129,7 +130,7 @@ class Store:
         try:
             store = cls(system, folder, folders.newest(system, folder), held)
             folders.make_folders(system, folder)
-            folders.remove_orphans(system, folder, store.manifest.uuid)
+            remove_orphans(system, folder, store.manifest.uuid)
             return store
         except BaseException:
             folders.unlock(system, held)
@@ -272,7 +273,8 @@ class Store:
         """Return the name of a file that is not there."""
         while True:
             self._serial += 1
-            name = f"{stem}-{self._serial}{suffix}"
+            # With some of the uuid, so that a file whose first page a crash has torn is known for this table's.
+            name = f"{stem}-{self.manifest.uuid[:8]}-{self._serial}{suffix}"
             if not self.system.exists(folders.join(self.folder, name)):
                 return name
 
@@ -359,8 +361,14 @@ class Store:
             if self.base_is_ahead:
                 return
             freeze, last = Freeze(tuple(self.base_runs), tuple(self.delta), ()), self.manifest
-        if [run.entry for run in (*freeze.base, *freeze.delta)] != [*last.base, *last.delta]:
+            if [run.entry for run in (*freeze.base, *freeze.delta)] == [*last.base, *last.delta]:
+                return
+            self._frozen = {run.path for run in (*freeze.base, *freeze.delta)}  # a compaction may end meanwhile
+        try:
             self.publish(freeze, {"time": time, "name": None}, keep)
+        except BaseException:
+            self.take_back()
+            raise
 
     def _publish(self, freeze: Freeze, changes: dict[str, Any]) -> Manifest:
         entries = [log.entry or log.seal() for log in freeze.logs if log.count]
@@ -381,8 +389,22 @@ class Store:
             freeze = replace(freeze, logs=tuple(self._rewritten(log) for log in freeze.logs))
             return freeze, self._publish(freeze, changes)
         except OSError as error:
-            self.broken = str(error)
+            if error.errno not in NO_SPACE:
+                self.broken = str(error)
             raise
+
+    def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
+        """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
+        with self.lock:
+            empty = [log for log in self.logs if not log.count and log is not self._active]
+            self.logs = [log for log in self.logs if log not in empty]
+            if self._active is None and self.logs and self.logs[-1].can_grow:
+                self._active = self.logs[-1]
+            spared, self._frozen = self._frozen - self._needed(), set()
+            self.drop(empty)
+            for log in empty:  # nobody reads it, and an error's traceback would keep it open
+                log.close()
+            self._unlink([*spared, *(log.path for log in empty), *(part.file for part in history)])
 
     def rollback(self, target: Manifest, time: str, keep: int) -> None:
         """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
@@ -400,7 +422,7 @@ class Store:
             self._check_unpublished()
             raise
         # from here on, numbers of runs mean others
-        self._unlink(logs)
+        self._unlink([log.path for log in logs])
         self.collect(keep)
 
     def emptied(self, record_bytes: int) -> Store:
@@ -426,24 +448,30 @@ class Store:
         with self.lock:
             made = self._new_log()
             self.logs.remove(made)
-            self.logs.insert(self.logs.index(log) + 1, made)  # in the order of their records
             # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
             ids, index = np.unique(log.ids()[::-1], return_index=True)
-            self._copy(ids, _locations(log.number, 0, log.count)[::-1][index], made)
-            self.logs.remove(log)
+            old = _locations(log.number, 0, log.count)[::-1][index]
+            try:
+                new = self._copied(ids, old, made)
+                newest = self.overlay.find(ids) == old
+                self.overlay.insert(ids[newest], new[newest])
+            except BaseException:
+                self._remove([made])
+                raise
+            self.logs[self.logs.index(log)] = made
             self._remove([log])
             return made
 
-    def _copy(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> None:
+    def _copied(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> np.ndarray:
+        """Append records that are elsewhere to a log, and return where they are in it."""
         for start in range(0, len(ids), REWRITE_ROWS):
             part, old = ids[start : start + REWRITE_ROWS], locations[start : start + REWRITE_ROWS]
             slots, records = np.arange(len(part)), np.empty((len(part), self.manifest.record_bytes), np.uint8)
             self.read(Located(slots, part, old, self.runs), records, slots)
             sealed = self.seal(records, slots, part)
-            new = _locations(log.number, log.append(sealed, part), len(part))
+            log.append(sealed, part)
             self.add(bytes_written=sealed.nbytes)
-            newest = self.overlay.find(part) == old
-            self.overlay.insert(part[newest], new[newest])
+        return _locations(log.number, 0, len(ids))
 
     def forget(self, runs: Sequence[Run]) -> None:
         """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
@@ -451,25 +479,31 @@ class Store:
             self.logs = [log for log in self.logs if log not in runs]
             self._active = self._active if self._active in self.logs else None
             self.drop(runs)
-            self._unlink([run for run in runs if run.path not in self._frozen])
+            self._unlink([run.path for run in runs if run.path not in self._frozen])
 
     def _remove(self, logs: Sequence[Log]) -> None:
         """Remove logs that hold nothing of use."""
         self.drop(logs)
-        self._unlink(logs)
+        self._unlink([log.path for log in logs], [log for log in logs if log.entry])
 
-    def _unlink(self, runs: Sequence[Run]) -> None:
-        """Remove the files of those runs that no commit names. A failure costs disk space only."""
+    def _unlink(self, paths: Iterable[str], sealed: Sequence[Run] | None = None) -> None:
+        """Remove those files that no commit names. A failure costs disk space only.
+
+        Args:
+            paths: of the files, relative to the folder.
+            sealed: those runs that a commit could name; None: it could name any of the files.
+        """
+        paths = list(paths)
         try:
-            named = folders.named_files(self.system, self.folder) if any(run.entry for run in runs) else set()
+            named = folders.named_files(self.system, self.folder) if paths and sealed != [] else set()
         except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
             self.add(collections_failed=1)
             return
-        for run in runs:
-            if run.path in named:
+        for path in paths:
+            if path in named:
                 continue
             try:
-                self.system.unlink(folders.join(self.folder, run.path))
+                self.system.unlink(folders.join(self.folder, path))
             except OSError:
                 self.add(collections_failed=1)
 

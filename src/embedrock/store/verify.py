@@ -14,6 +14,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
 from embedrock.store.manifest import Manifest
+from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
 
 PIECE_BYTES = 4 << 20
@@ -28,12 +29,14 @@ class Verification(NamedTuple):
         newest_good: number of the newest commit that is whole, None where there is none.
         files: that were read.
         records: that were read.
+        strange: files in the folder that no commit names, and that no writer removes, as they may be somebody's.
     """
 
     problems: list[str]
     newest_good: int | None
     files: int
     records: int
+    strange: list[str]
 
 
 def verify(system: System, folder: str) -> Verification:
@@ -52,9 +55,8 @@ def verify(system: System, folder: str) -> Verification:
     needed = set[str]().union(*(needs[number] for number in found))
     bad = [name for name, texts in problems.items() if texts and name in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
-    return Verification(
-        [text for name in bad for text in problems[name]], max(good, default=None), len(problems), records
-    )
+    told = [text for name in bad for text in problems[name]]
+    return Verification(told, max(good, default=None), len(problems), records, strange_files(system, folder))
 
 
 def _check_commit(system: System, folder: str, number: int, problems: dict[str, list[str]]) -> tuple[set[str], int]:

@@ -243,7 +243,10 @@ class Files(Home):
                 "history": self._write_history(history),
             }
             self._commit = tier.commit = Commit(tier, fields, self.opening.keep, self._after_commit)
-        except OSError as error:
+        except BaseException as error:
+            self.store.take_back(fields.get("history", ()))
+            if not isinstance(error, OSError):
+                raise
             dirty = len(tier.cache.flagged(DIRTY))
             raise self._commit_error(error, self.store.manifest.commit + 1, dirty) from error
         return self._commit

@@ -134,7 +134,7 @@ class Commit:
         try:
             thread.start()
         except RuntimeError as error:  # the system allows no more threads
-            self._thaw()
+            self._give_back()
             self._end()
             self.error, self.is_done = error, True
         else:
@@ -169,7 +169,7 @@ class Commit:
             self._tier.store.publish(self._freeze, self._changes, self._keep)
         except BaseException as error:
             self.error = error
-            self._thaw()
+            self._give_back()
         else:
             self._after(self._tier)  # what goes wrong there is no failure of the commit
 
@@ -290,11 +290,12 @@ class Commit:
             flags = self._tier.cache.flags
             flags[piece.slots] = flags[piece.slots] & ~np.uint8(WRITING) | np.uint8(more)
 
-    def _thaw(self) -> None:
+    def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
         with self._tier.turn.lock:
             for _, flags in self._parts():
                 flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
+        self._tier.store.take_back(self._changes["history"])
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
