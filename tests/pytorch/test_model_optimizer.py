@@ -219,6 +219,21 @@ def test_handles_among_the_dense_parameters():
         one(model, dense=torch.optim.Adam(model.parameters()))
 
 
+def test_an_optimizer_that_needs_its_closure():
+    with pytest.raises(er.UnsupportedError, match=r"LBFGS calls a closure many times"):
+        one(model_of(), dense=torch.optim.LBFGS)
+
+
+def test_errors_of_loops_name_it():
+    """In a trainer, which takes one optimizer, nothing else would help."""
+    layer = ert.Embedding(ROWS, 5)
+    model = nn.Sequential(layer, nn.Linear(5, 1))
+    for wrong in (torch.optim.Adam(model.parameters()), torch.optim.Adam(ert.dense_parameters(model))):
+        with pytest.raises(ert.ForgottenGradientsError, match=r"optimizer = ert\.optimizer\(model, rows=ert\.Adam, "):
+            train(model, [wrong], range(3))
+        layer.handle.forget()
+
+
 def test_states_of_others():
     model, other = model_of(), nn.Sequential(ert.Embedding(ROWS, 5), nn.Linear(5, 1, bias=False))
     with pytest.raises(ValueError, match=r"groups of \[1, 2\] parameters: got \[1, 1\]"):

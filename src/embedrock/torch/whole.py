@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles
+from embedrock.torch.training.vigil import BOTH
 
 Optimizer = torch.optim.Optimizer
-EXAMPLE = "ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)"
 
 
 def optimizer(
@@ -68,7 +68,7 @@ def _made(name: str, given: Any, kind: type, of: Any, lr: float | None) -> Any:
 def _wrong(name: str, got: str) -> ArgumentError:
     whose = "Embedrock's (ert.Adam)" if name == "rows" else "PyTorch's (torch.optim.Adam)"
     return ArgumentError(
-        f"`{name}` of ert.optimizer must be an optimizer of {whose}, or make one: got {got}. For example: {EXAMPLE}."
+        f"`{name}` of ert.optimizer must be an optimizer of {whose}, or make one: got {got}. For example: {BOTH}."
     )
 
 
@@ -94,7 +94,12 @@ class ModelOptimizer(Optimizer):
         if dense is not None and any(isinstance(p, Handle) for group in dense.param_groups for p in group["params"]):
             raise ArgumentError(
                 "`dense` of ert.optimizer must be made of ert.dense_parameters(model): it was given handles of "
-                f"embedding layers too, whose rows it cannot step. For example: {EXAMPLE}."
+                f"embedding layers too, whose rows it cannot step. For example: {BOTH}."
+            )
+        if isinstance(dense, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "torch.optim.LBFGS calls a closure many times in a step, in which rows would change once: step it "
+                "and an optimizer of rows by hand."
             )
         known = {} if dense is None else dense.defaults
         shared = {name: value for name, value in rows.defaults.items() if dense is None or name in known}

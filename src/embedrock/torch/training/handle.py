@@ -19,7 +19,7 @@ from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.side import Gradients, RowSide, device_side
-from embedrock.torch.training.vigil import ForgottenGradientsError, Vigil
+from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
@@ -217,8 +217,8 @@ class Handle(nn.Parameter):
         raise ForgottenGradientsError(
             f"something wrote to the handle of {self.label}: an optimizer over model.parameters(), weight "
             "averaging, or an initialization of all parameters. The handle only stands for the rows, so that "
-            "changed nothing in them. Give PyTorch's optimizers ert.dense_parameters(model), and step the rows "
-            "by one of Embedrock's: `optimizer = ert.Adam(model, lr=1e-3)`. Average them by ert.average(model), and "
+            f"changed nothing in them. Step rows and all else by `optimizer = {BOTH}`, or give PyTorch's optimizers "
+            "ert.dense_parameters(model) and step the rows by ert.Adam(model). Average them by ert.average(model), and "
             "choose first values by init=."
         )
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PASSES = 2
 
 
+BOTH = "ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)"  # for error messages
+
+
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer applied, or a handle that something else wrote to."""
 
@@ -121,7 +124,10 @@ class Vigil:
 
     def _remedy(self) -> str:
         if self.owner is None:
-            return "make `optimizer = ert.Adam(model, lr=1e-3)`, call its step() beside the other's"
+            return (
+                f"make `optimizer = {BOTH}`, which steps both; or make `ert.Adam(model, lr=1e-3)`, call its step() "
+                "beside the other's"
+            )
         name = f"ert.{type(self.owner).__name__}"
         if self._model_parameters():
             return f"call step() of your {name} beside the other's"
