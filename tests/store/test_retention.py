@@ -12,7 +12,12 @@ import pytest
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem
 from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.compaction import compact
+from embedrock.store.runs import Run
 from embedrock.store.store import Store
+from embedrock.table.table import rows_of
+from embedrock.tiers.commit import Commit
 from same_tables import check_same
 from table_files import files_of
 
@@ -25,6 +30,7 @@ class Watched(OSSystem):
     def __init__(self) -> None:
         super().__init__()
         self.lost: list[str] = []
+        self.folded = False
 
     def unlink(self, path: str) -> None:
         table, kind, name = path.rpartition("/delta/") if "/delta/" in path else path.partition("/base/")
@@ -132,3 +138,67 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
             table.set_rule(er.SGD(lr=0.1))
         assert table.verify().problems == []
         monkeypatch.undo()
+
+
+def fold(table: er.Table) -> None:
+    """Compact as the thread in the background does."""
+    compact(files_of(table).store, ROWS, None, lambda: False)
+
+
+def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, held = Watched(), list[Commit]()
+    with table_at(tmp_path, system=system) as table:
+        files, rows = files_of(table), rows_of(table)
+        train(table, 1)
+        table.commit()
+        train(table, 2)
+        with monkeypatch.context() as patch:  # a commit that was begun before there was a base
+            patch.setattr(Commit, "start", lambda commit: held.append(commit))
+            table.commit(wait=False)
+        try:
+            fold(table)
+        finally:
+            held[0].start()
+        files.end_commit(rows)
+        publish = manifests.publish
+
+        def late(*args: Any) -> None:
+            if not system.folded:
+                system.folded = True
+                fold(table)
+            publish(*args)
+
+        monkeypatch.setattr(manifests, "publish", late)
+        table._commit_base()
+        assert system.folded
+        assert system.lost == []
+        assert table.verify().problems == []
+        same_at(tmp_path, table.last_commit, 1, 2)
+        train(table, 3)
+        table.commit()
+        same_at(tmp_path, table.last_commit, 1, 2, 3)
+
+
+def test_a_reader_is_told_which_commits_there_are_if_its_own_goes_while_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with table_at(tmp_path, keep=1) as table:
+        train(table, 1)
+        first = table.commit()
+        opens = Run.open
+
+        def late(*args: Any, **options: Any) -> Run:
+            monkeypatch.setattr(Run, "open", opens)
+            train(table, 2)
+            table.commit()
+            table.compact()
+            return opens(*args, **options)
+
+        monkeypatch.setattr(Run, "open", late)
+        with pytest.raises(er.ArgumentError, match=rf"has no commit {first}: it has \d+\. Older ones are dropped"):
+            er.open(tmp_path / "t.rock", mode="r", at=first)
+        monkeypatch.setattr(Run, "open", late)
+        with er.open(tmp_path / "t.rock", mode="r") as found:
+            assert found.last_commit > first

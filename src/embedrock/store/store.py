@@ -143,9 +143,10 @@ class Store:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
                 return cls(system, folder, folders.manifest_at(system, folder, commit), None)
-            except (FileNotFoundError, ArgumentError):
+            except (FileNotFoundError, ArgumentError) as error:
                 # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
-                if at is not None or commit in manifests.numbers(system, folder):
+                is_told = at is not None and isinstance(error, ArgumentError)
+                if is_told or commit in manifests.numbers(system, folder):
                     raise
 
     def load(self, manifest: Manifest, accept: Callable[[], None] = lambda: None) -> None:
