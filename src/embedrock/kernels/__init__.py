@@ -11,13 +11,19 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from embedrock.process import forks
+from embedrock.process.interrupts import held_back
+
 if TYPE_CHECKING:
     from embedrock.kernels import cpu, gpu, reference
 
 __all__ = ["cpu", "gpu", "reference"]
 
+_loading = forks.lock(forks.Rank.LOADING)  # or a child may have modules that nobody goes on to import
+
 
 def __getattr__(name: str) -> ModuleType:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    with held_back(), _loading:  # an interrupt would leave Numba half imported, in this process for ever
+        return importlib.import_module(f"{__name__}.{name}")

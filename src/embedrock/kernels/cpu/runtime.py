@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from numba import njit
 
 from embedrock.kernels.cpu.machine_code import KernelCache
 from embedrock.kernels.cpu.threads import run
+from embedrock.process.interrupts import held_back
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
 # branches, which would keep loops from being vectorized.
@@ -72,7 +74,19 @@ def _compiled(function: Callable[..., Any]) -> Any:
             RuntimeWarning,
             stacklevel=3,
         )
+    compiled.compile = _whole(compiled.compile)
     return compiled
+
+
+def _whole(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiles a kernel, or loads its code, while Ctrl-C waits: LLVM's callbacks lose it."""
+
+    @functools.wraps(compile_)
+    def whole(*args: Any) -> Any:
+        with held_back():
+            return compile_(*args)
+
+    return whole
 
 
 def launch(kernel: Any, *args: Any) -> Any:
