@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,10 +113,12 @@ class Trace:
     """The calls of a program, and what it was promised on the way.
 
     Attributes:
+        kind: of the table, of `KINDS`.
         name: for messages.
         begins: position of the first call that may be lost.
     """
 
+    kind: str
     name: str
     calls: list[Call]
     begins: int = 0
@@ -126,10 +127,11 @@ class Trace:
     def mark(self, what: str, commit: int, contents: tuple[Content, ...] = ()) -> None:
         self.marks.append(Mark(len(self.calls), what, commit, contents))
 
-    def was_found(self, last: int, kept: set[int], contents: dict[int, tuple[Content, ...]]) -> None:
-        """Note the commits that were there from the beginning, so that they must not be lost."""
+    def found(self, last: int, kept: set[int], contents: dict[int, tuple[Content, ...]], is_new: bool) -> None:
+        """Note the commits of a table that was opened, or made just now, so that they must not be lost."""
+        since = len(self.calls) if is_new else self.begins
         self.marks += [Mark(self.begins, "begun", commit, each) for commit, each in contents.items()]
-        self.marks += [Mark(self.begins, "done", last), *(Mark(self.begins, "kept", commit) for commit in kept)]
+        self.marks += [Mark(since, "done", last), *(Mark(since, "kept", commit) for commit in kept)]
 
     def known(self, what: str, point: int) -> list[Mark]:
         """Return the marks of a kind up to a position."""
@@ -150,6 +152,11 @@ class Trace:
         assert found, f"commit {commit} was never made"
         return found[-1]
 
+    def promise(self, point: int) -> tuple[Any, ...]:
+        """Return all that decides what may be found."""
+        begun = frozenset(mark.commit for mark in self.known("begun", point))
+        return self.acknowledged(point), begun, frozenset(self.kept(point))
+
     def kept(self, point: int) -> set[int]:
         """Return the commits that have a name, and must be there."""
         kept, released = ({mark.commit for mark in self.known(what, point)} for what in ("kept", "released"))
@@ -165,7 +172,7 @@ class Life:
     def __init__(self, seed: int, kind: str, root: Path) -> None:
         self.rng, self.kind, self.root = random.Random(seed), kind, root
         self.system = Recorder(root)
-        self.trace = Trace(f"life {seed} of {kind!r}", self.system.calls)
+        self.trace = Trace(kind, f"life {seed} of {kind!r}", self.system.calls)
         self.ram = er.Table(dim=DIM, seed=1, **KINDS[kind])
         self._saved: dict[int, er.Table] = {}
         self._names: dict[str, int] = {}
@@ -297,10 +304,6 @@ class State(NamedTuple):
     law: str
     disk: Disk
 
-    @property
-    def key(self) -> int:
-        return hash((self.point, frozenset(self.disk.items())))
-
 
 def state_of(trace: Trace, number: int) -> State:
     """Return a state by its number: every call in turn, by every law in turn, with what is lost drawn anew."""
@@ -321,7 +324,7 @@ class Explorer:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root, self.seen = root, set[tuple[int, int]]()
+        self._root, self.seen = root, set[int]()
 
     def explore(self, trace: Trace, number: int) -> None:
         """Check a state of a trace, and for some numbers what is left when the power is lost again on recovery."""
@@ -333,7 +336,7 @@ class Explorer:
     def _check_new(self, trace: Trace, number: int) -> Trace | None:
         """Check a state unless it was seen before; return what was done to recover."""
         state = state_of(trace, number)
-        key = state.key, trace.acknowledged(state.point)
+        key = hash((frozenset(state.disk.items()), trace.promise(state.point)))
         if key in self.seen:
             return None
         self.seen.add(key)
@@ -348,7 +351,7 @@ class Explorer:
         """Open what a crash has left, and go on. Returns what was done."""
         put(state.disk, self._root)
         system = Recorder(self._root, state.disk)
-        recovery = Trace("recovery", system.calls, len(system.calls))
+        recovery = Trace(trace.kind, f"recovery in {trace.name}", system.calls, len(system.calls))
         try:
             recover(trace, state.point, recovery, self._root / TABLE, system)
         finally:
@@ -359,16 +362,18 @@ class Explorer:
 
 def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: System) -> None:
     """Open a table that a crash has left, compare it with what was promised, and train and commit it."""
+    options, is_new = {"memory": MEMORY, "keep": KEEP, "system": system}, False
     try:
-        table = er.open(path, memory=MEMORY, keep=KEEP, system=system)
+        table = er.open(path, **options)
     except er.TableFileError:
         assert trace.acknowledged(point) < 0, "there is no table"
-        return
+        table, is_new = er.Table(dim=DIM, seed=1, path=path, **KINDS[trace.kind], **options), True
     with table:
         commit = table.last_commit
         contents = trace.contents_at(commit, point)
         numbers = [each["commit"] for each in table.commits()]
-        recovery.was_found(commit, trace.kept(point), {number: trace.contents_of(number, point) for number in numbers})
+        of_all = {number: trace.contents_of(number, point) for number in numbers}
+        recovery.found(commit, trace.kept(point), of_all, is_new)
         check_table(table, contents[0])
         verdict = table.verify()
         assert (verdict.problems, verdict.newest_good) == ([], commit), verdict
@@ -399,21 +404,13 @@ def check_commits(path: Path, table: er.Table, trace: Trace, point: int, system:
     named = {part["file"]: part["size"] for each in manifests for kind in FILES for part in each[kind]}
     found = {str(file.relative_to(path)): file.stat().st_size for kind in FILES for file in path.glob(f"{kind}/**/*.*")}
     assert found.items() >= named.items(), "a file that a commit names is missing"
-    left = {name for name in found.keys() - named.keys() if found[name] > HEADER and _is_whole(path / name)}
-    assert not left, f"{left} should have been removed"
+    assert found == named, f"{found.keys() - named.keys()} should have been removed"
     older = numbers[point % len(numbers)]
     if older != table.last_commit:
         check_commit(path, older, trace.contents_of(older, point)[0], system)
 
 
 FILES = ("base", "delta", "history")
-HEADER = 4096
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a file begins with a page that says whose it is: then it should have been removed."""
-    page = path.read_bytes()[:HEADER]
-    return zlib.crc32(page[:-4]) == int.from_bytes(page[-4:], "little")
 
 
 def _told(call: Call) -> str:

@@ -278,7 +278,7 @@ class Company(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._done.is_set():
+            while not self.calls or not self._done.is_set():
                 self._call(self._rng.integers(0, STILL, BATCH // 2))
                 self.calls += 1
         except BaseException as error:

@@ -38,6 +38,7 @@ from disk_pair import (
     surroundings,
 )
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
+from embedrock.process import forks
 from embedrock.store import store as stores
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
@@ -67,22 +68,27 @@ def drawn_case(seed: int) -> Case:
 
 
 class Yields:
-    """Lets other threads go on now and then."""
+    """Lets other threads go on now and then: a compaction often, and until others have used the lock for a while."""
+
+    USES = (1, 30, 200)
+    LONGEST_SECONDS = 0.1
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def __call__(self) -> None:
-        is_behind = threading.current_thread().name.startswith("embedrock-")
-        if self._rng.random() < (0.3 if is_behind else 0.02):
-            time.sleep(self._rng.choice((0, 0.0005, 0.003)))
+    def __call__(self, lock: YieldingLock) -> None:
+        is_compaction = threading.current_thread().name == "embedrock-compact"
+        if is_compaction and self._rng.random() < 0.3:
+            lock.wait_for(self._rng.choice(self.USES), self.LONGEST_SECONDS)
+        elif self._rng.random() < 0.02:
+            time.sleep(self._rng.choice((0, 0.001)))
 
 
 class YieldingLock:
     """The lock of a store: whoever lets it go lets others go on."""
 
-    def __init__(self, yields: Callable[[], None]) -> None:
-        self._lock, self._yields, self._depth = threading.RLock(), yields, 0
+    def __init__(self, yields: Callable[[YieldingLock], None]) -> None:
+        self._lock, self._yields, self._depth, self._uses = threading.RLock(), yields, 0, 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -91,9 +97,16 @@ class YieldingLock:
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         is_free = not self._depth
+        self._uses += is_free
         self._lock.release()
         if is_free:
-            self._yields()
+            self._yields(self)
+
+    def wait_for(self, uses: int, seconds: float) -> None:
+        """Wait until others have had it so often, or for so long."""
+        uses, until = self._uses + uses, time.monotonic() + seconds
+        while self._uses < uses and time.monotonic() < until:
+            time.sleep(0.0005)
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -114,8 +127,7 @@ def yielding(seed: int) -> Iterator[None]:
     """Have stores that are opened meanwhile let other threads go on wherever they let their lock go."""
     yields = Yields(seed)
     with pytest.MonkeyPatch.context() as patch:
-        made = SimpleNamespace(**vars(threading) | {"RLock": lambda: YieldingLock(yields)})
-        patch.setattr(stores, "threading", made)
+        patch.setattr(stores, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))
         yield
 
 
@@ -131,8 +143,8 @@ class TracedPair(Pair):
         self._looked_at = 0
         self._readers: list[tuple[er.Table, er.Table]] = []
         self._ticket: Any = None
-        self._company: Company | None = None
-        self._has_company = rows_stay(case) and case.seed % 2 == 0
+        self._company: list[Company] = []
+        self._companions = min(2, case.slots // (6 * BATCH)) if rows_stay(case) and case.seed % 2 == 0 else 0
 
     # ---- reads and steps
 
@@ -279,19 +291,19 @@ class TracedPair(Pair):
     # ---- others
 
     def join(self) -> None:
-        """Let another thread read the table."""
-        if self._has_company and self._company is None:
-            self._company = Company(self, self.ram.lookup(still(self)))
-            self._company.start()
+        """Let one more thread read the table."""
+        if len(self._company) < self._companions:
+            self._company.append(Company(self, self.ram.lookup(still(self))))
+            self._company[-1].start()
 
     def leave(self) -> None:
-        if self._company is not None:
-            company, self._company = self._company, None
-            company.leave()
+        while self._company:
+            self._company.pop().leave()
 
     def begin(self) -> None:
         """Step the rows that stay as they are afterwards."""
-        if self._has_company:
+        assert isinstance(files_of(self.table).store.lock, YieldingLock)
+        if self._companions:
             for first in range(0, STILL, BATCH // 2):
                 self.step(still(self)[first : first + BATCH // 2])
             self.commit()
@@ -331,10 +343,10 @@ class TracedPair(Pair):
 
     def _has_room(self) -> bool:
         """Return whether a ticket may be held beside a window, a batch, and the company's."""
-        return self.case.slots >= (7 if self._has_company else 3) * BATCH
+        return self.case.slots >= (3 + 4 * self._companions) * BATCH
 
     def window(self, event: str) -> int:
-        return self.case.slots // BATCH - 2 - (self._ticket is not None) - 3 * self._has_company
+        return self.case.slots // BATCH - 2 - (self._ticket is not None) - 3 * self._companions
 
 
 ASKED: dict[str, Callable[[TracedPair], None]] = {
@@ -361,15 +373,18 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "join": TracedPair.join,
     "leave": TracedPair.leave,
 }
+COMMITS = ("commit", "commit behind", "named", "named behind")
 TracedPair.events = ASKED
 
 
 def drawn_acts(seed: int, operations: int) -> list[Act]:
     """Draw a trace of so many steps and events."""
-    rng, acts, left = random.Random(seed), list[Act](), operations
+    rng, acts, left, event = random.Random(seed), list[Act](), operations, ""
     while left > 0:
         steps = rng.choice((1, 1, 2, 3, 5, 9))
-        acts.append(Act(rng.choice([*ASKED, *AFTER]), rng.choice(sorted(TRACES)), steps, rng.choice((0, 1, 2, 5))))
+        meets_compaction = event == "compact behind" and rng.random() < 0.7
+        event = rng.choice(COMMITS if meets_compaction else [*ASKED, *AFTER])
+        acts.append(Act(event, rng.choice(sorted(TRACES)), steps, rng.choice((0, 1, 2, 5))))
         left -= steps + 1
     return acts
 

@@ -14,7 +14,7 @@ from embedrock.store import manifest as manifests
 from recorded_calls import Recorder
 
 ACTS = 14
-LIVES = 7  # of each kind, when there is time
+LIVES = 9  # of each kind, when there is time
 
 
 def explore(seed: int, kind: str, states: int, tmp_path: Path) -> int:
@@ -23,15 +23,17 @@ def explore(seed: int, kind: str, states: int, tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_loses_nothing(kind: str, tmp_path: Path):
-    assert explore(0, kind, 200, tmp_path) > 150
+    states = explore(0, kind, 100, tmp_path)
+    print(f"crash states: {states:,}, bad: 0")
+    assert states > 100
 
 
 @pytest.mark.slow
-def test_no_crash_of_many_lives_loses_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    states = sum(explore(seed, kind, 1000, tmp_path) for kind in KINDS for seed in range(1, 1 + LIVES))
-    with capsys.disabled():
-        print(f"\ncrash states: {states:,}, bad: 0")
-    assert states > 20_000
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_crash_of_many_lives_loses_anything(kind: str, tmp_path: Path):
+    states = sum(explore(seed, kind, 1000, tmp_path) for seed in range(1, 1 + LIVES))
+    print(f"crash states: {states:,}, bad: 0")
+    assert states > 20_000 / len(KINDS)
 
 
 # ---------------------------------------------------------------- a checker that finds nothing proves nothing
