@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, weight_of
+from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
@@ -206,7 +206,7 @@ def test_repr_is_that_of_torch_and_says_where_the_rows_are(tmp_path: Path):
     line = str(model).splitlines()[1]
     assert f"(0): Embedding(1000000000, 3; 0 rows touched, on disk at '{tmp_path}/users.rock' behind a cache in" in line
     assert line.endswith(" of 1.0 MiB)")
-    model[0].table.close()
+    rows_of(model[0]).close()
     assert "; closed)" in str(model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,26 @@ def test_a_state_saved_to_memory():
     again, _ = made(rows=None)
     again.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(again["user"](IDS), model["user"](IDS))
+
+
+def test_a_state_is_of_one_moment_whatever_other_threads_do():
+    """Each step adds 1 to every row, so that all weights of a state are equal."""
+    layer, stop = ert.Embedding(None, 64, init=er.Zeros()), threading.Event()
+    layer.table.set_rule(er.SGD(lr=-1.0))
+    ids, ones = np.arange(4000), np.ones((4000, 64), np.float32)
+    layer.table.update(ids, ones)
+
+    def step() -> None:
+        while not stop.is_set():
+            layer.table.update(ids, ones)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        states = [layer.state_dict() for _ in range(30)]
+    finally:
+        stop.set()
+        thread.join()
+    for state in states:
+        steps = json.loads(bytes(state["rows.meta"].numpy()))["steps"]
+        assert (state["rows.weight"] == steps).all()
