@@ -300,18 +300,18 @@ def test_a_state_saved_to_memory():
 def test_a_state_is_of_one_moment_whatever_other_threads_do():
     """Each step adds 1 to every row, so that all weights of a state are equal."""
     layer, stop = ert.Embedding(None, 64, init=er.Zeros()), threading.Event()
-    layer.table.set_rule(er.SGD(lr=-1.0))
-    ids, ones = np.arange(4000), np.ones((4000, 64), np.float32)
-    layer.table.update(ids, ones)
+    layer.table.set_rule(er.SGD(lr=1.0))
+    ids, down = np.arange(4000), -np.ones((4000, 64), np.float32)
+    layer.table.update(ids, down)
 
     def step() -> None:
         while not stop.is_set():
-            layer.table.update(ids, ones)
+            layer.table.update(ids, down)
 
     thread = threading.Thread(target=step)
     thread.start()
     try:
-        states = [layer.state_dict() for _ in range(30)]
+        states = [layer.state_dict() for _ in range(12)]
     finally:
         stop.set()
         thread.join()
