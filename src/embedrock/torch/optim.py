@@ -130,7 +130,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
         """Return the rule that a param group asks for, of a table that has the rule `own`."""
-        given = {name: group[name] for name in self.fields if group[name] is not None}
+        # None is "as the table has it" for what is FIXED, and no value for the others.
+        as_it_is = [name for name in self.rule_type.FIXED if group[name] is None]
+        given = {name: group[name] for name in self.fields if name not in as_it_is}
         if isinstance(own, self.rule_type):
             given = {name: getattr(own, name) for name in own.FIXED} | given
         return _make_rule(self.rule_type, tuple(_plain(given).items()))

@@ -92,10 +92,14 @@ def pretrained_table(
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
+    if isinstance(weights, Tensor):
+        weights = weights.detach().cpu().resolve_neg()
+    if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex")):
+        raise ArgumentError(f"`embeddings` of {layer} must be floats: got {name}. Convert them: embeddings.float().")
     if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
-        init, native = FromBfloat16(weights.detach().cpu().view(torch.int16).numpy()), "bfloat16"
+        init, native = FromBfloat16(weights.view(torch.int16).numpy()), "bfloat16"
     else:
-        init = FromArray(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
+        init = FromArray(weights.numpy() if isinstance(weights, Tensor) else weights)
         native = str(init.array.dtype)
     if dtype is None and native not in DTYPES:
         raise ArgumentError(

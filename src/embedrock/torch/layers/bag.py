@@ -12,7 +12,8 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
-from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
+from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_graphs
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup
@@ -99,7 +100,8 @@ class EmbeddingBag(RowLayer):
         """Return the pooled rows of bags of ids.
 
         Args:
-            input: int32 or int64, on any device: (bags, n), or (n,) with `offsets`. Repeats are allowed.
+            input: int32 or int64, on any device: (bags, n), or (n,) with `offsets`. Repeats are allowed. Or a nested
+                tensor (bags, j) of these with layout `torch.jagged`.
             offsets: int32 or int64 (bags,): where each bag starts in `input`; the first is 0.
             per_sample_weights: floats of the shape of `input`, for mode "sum": rows are multiplied by them.
 
@@ -125,6 +127,9 @@ class EmbeddingBag(RowLayer):
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""
+        if is_jagged(ids) and offsets is None:
+            ids = ids.contiguous()
+            return check_ids(ids.values(), handle.label), offsets_of(ids)
         flat = check_ids(ids, handle.label)
         if flat.ndim == 2:
             if offsets is not None:
@@ -152,12 +157,14 @@ class EmbeddingBag(RowLayer):
             raise UnsupportedError(
                 f"`per_sample_weights` go with mode='sum' only, as in PyTorch: got mode={self.mode!r}."
             )
+        if is_jagged(ids):
+            raise UnsupportedError("`per_sample_weights` do not go with a jagged input: pass its values and offsets.")
         if weights.shape != ids.shape or weights.dtype != self.dtype:
             raise ArgumentError(
                 f"`per_sample_weights` must be {self.dtype} and have the input's shape {tuple(ids.shape)}: "
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
-        return weights.reshape(-1)[:count]
+        return weights.resolve_neg().reshape(-1)[:count]
 
 
 def _check_bounds(bounds: np.ndarray, count: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
-from embedrock.torch.layers.row_layer import RowLayer, outside_of_graphs
+from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs
 from embedrock.torch.training.lookup import Lookup, check_ids
 
 
@@ -114,7 +115,8 @@ class Embedding(RowLayer):
         """Return the rows of ids.
 
         Args:
-            input: int32 or int64 of any shape, on any device; repeats are allowed.
+            input: int32 or int64 of any shape, on any device; repeats are allowed. Or a nested tensor (n, j) of these
+                with layout `torch.jagged`.
 
         Returns:
             ``input.shape + (embedding_dim,)``, of the layer's dtype, on the handle's device.
@@ -125,6 +127,9 @@ class Embedding(RowLayer):
             ForgottenGradientsError: earlier gradients of the rows were applied by no optimizer.
             UnsupportedError: training in several processes, tracing, replicas.
         """
+        if is_jagged(input):
+            ids = input.contiguous()
+            return jagged_like(ids, self(ids.values()))
         handle = self._usable_handle()
         trains, side = self._trains(handle), handle.side()
         ids = check_ids(input, handle.label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -26,13 +26,6 @@ REMEDIES = Remedies(
     "ert.load.",
     dropped="Save by ert.save, which keeps its commits, or make the layer with a larger keep=.",
 )
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def outside_of_graphs(forward: Method) -> Method:
-    """Keep a method out of the graphs of `torch.compile`, which could not see the rows change."""
-    return torch.compiler.disable(forward)  # pyright: ignore[reportReturnType]
 
 
 class RowLayer(nn.Module):
@@ -57,10 +50,9 @@ class RowLayer(nn.Module):
     ) -> None:
         super().__init__()
         check_norm(max_norm, norm_type)
-        self.padding_idx = resolve_padding(padding_idx, table.rows)
+        self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype = DTYPES[table.spec.dtype]
-        self._table = table
         self.handle = handle_of(table)
         self.name_in_errors()
         self._claim_max_norm()
@@ -161,6 +153,8 @@ class RowLayer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self._no_weight()
+        if name == "padding_idx":
+            value = resolve_padding(value, self.table.rows)
         super().__setattr__(name, value)
 
     # ------------------------------------------------------------ moving and saving

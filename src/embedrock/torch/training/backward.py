@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
 
 from embedrock.torch.training.side import Gradients
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def as_it_is(function: Function) -> Function:
+    """Let compiled code, and compiled autograd, call a function as it is: what it does cannot be seen in a graph."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 class Backward:

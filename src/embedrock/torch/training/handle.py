@@ -14,7 +14,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.training.backward import Backward, accumulates
+from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.pending import Pending
@@ -183,7 +183,7 @@ class Handle(nn.Parameter):
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 
     def announce(self, grads: Gradients) -> None:
-        """Tell the followers of a step that is about to be made."""
+        """Announce a step to the followers, before it is made."""
         for follower in self.followers:
             follower.note(grads)
 
@@ -336,6 +336,7 @@ class Handle(nn.Parameter):
         return f"Handle of {self.label}"
 
 
+@as_it_is
 def _show_pending(handle: Tensor) -> None:
     assert isinstance(handle, Handle)  # the hook is only registered there
     handle.accumulate()

@@ -11,6 +11,7 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.table.table import Table
+from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.side import RowSide
 
@@ -45,11 +46,13 @@ def check_ids(ids: Tensor, label: str) -> Tensor:
     is_dense = isinstance(ids, Tensor) and ids.layout is torch.strided and not ids.is_nested
     if not is_dense or ids.dtype not in ID_DTYPES:
         got = f"{ids.dtype}, {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
+        remedy = "Convert it, for example with .long()."
+        if isinstance(ids, Tensor) and ids.is_nested:
+            got, remedy = f"{got}, nested", "Of nested tensors, layers take those of layout=torch.jagged, (n, j)."
         raise IdTypeError(
-            f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. "
-            "Convert it, for example with .long()."
+            f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. {remedy}"
         )
-    return ids
+    return ids.resolve_neg()  # or a view that negates would be read without its sign
 
 
 def refuse_second_derivative() -> None:
@@ -82,10 +85,11 @@ class Lookup(torch.autograd.Function):
         return side.read(plan).to(handle.device, options.dtype)
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """Sum the gradient by row, for the handle."""
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # none, but PyTorch's error in a second backward without retain_graph
         options: Options = ctx.options
-        grads = ctx.side.sum(ctx.plan, grad_outputs[0], options.padding_idx, options.scale_grad_by_freq)
+        grads = ctx.side.sum(ctx.plan, grad_outputs[0].resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
         return ctx.handle.receive(grads, ctx.next_functions[0][0]), None, None, None

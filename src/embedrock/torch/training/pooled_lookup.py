@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import Options, refuse_second_derivative
 from embedrock.torch.training.side import RowSide
@@ -26,10 +27,11 @@ class PooledLookup(torch.autograd.Function):
         return out.to(handle.device, options.dtype)
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         """Sum the gradient by row, for the handle, and by position, for the weights."""
         refuse_second_derivative()
-        grads, (weights,), side = grad_outputs[0], ctx.saved_tensors, ctx.side
+        grads, (weights,), side = grad_outputs[0].resolve_neg(), ctx.saved_tensors, ctx.side
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
             of_rows = side.unpool(grads, weights, ctx.bags, ctx.trace, ctx.options.scale_grad_by_freq)

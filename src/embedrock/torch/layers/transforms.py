@@ -1,0 +1,71 @@
+"""What a lookup has to do where tensors are not what they seem: in graphs, in transforms of `torch.func`, if jagged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+from embedrock.errors import UnsupportedError
+from embedrock.torch.training.backward import as_it_is
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_of_graphs(forward: Method) -> Method:
+    """Keep a layer's method out of the graphs of `torch.compile`, and out of transforms of `torch.func`.
+
+    Neither could see the rows change.
+    """
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _functorch.peek_interpreter_stack() is None:
+            return forward(self, *args, **kwargs)
+        _check_frozen(self.handle)
+        plain = [_plain(value, self.handle.label) for value in args]
+        named = {name: _plain(value, self.handle.label) for name, value in kwargs.items()}
+        with torch._C._DisableFuncTorch():  # the rows are constants
+            return forward(self, *plain, **named)
+
+    return as_it_is(call)  # pyright: ignore[reportReturnType]
+
+
+def _check_frozen(handle: Any) -> None:
+    if handle.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"rows of {handle.label} cannot train inside of torch.func's transforms (vmap, grad, jacrev, ...). Look "
+            "them up outside, `rows = layer(ids)`, and pass the rows to the function; or freeze them by "
+            "requires_grad_(False)."
+        )
+
+
+def _plain(value: Any, label: str) -> Any:
+    """Return the tensor inside of a transform's tensor."""
+    while isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
+        if _functorch.is_batchedtensor(value):
+            raise UnsupportedError(
+                f"{label} cannot be looked up for ids that vmap goes over. Layers take ids of any shape: look them up "
+                "outside, `rows = layer(ids)`, and let vmap go over the rows."
+            )
+        value = _functorch.get_unwrapped(value)
+    return value
+
+
+def is_jagged(ids: Any) -> bool:
+    """Return whether ids are a nested tensor (n, j) with layout `torch.jagged`."""
+    return isinstance(ids, Tensor) and ids.is_nested and ids.layout is torch.jagged and ids.dim() == 2
+
+
+def jagged_like(ids: Tensor, rows: Tensor) -> Tensor:
+    """Return rows, one for each id of a jagged tensor, as a jagged tensor like it: (n, j, dim)."""
+    return torch.nested.nested_tensor_from_jagged(rows, offsets_of(ids))
+
+
+def offsets_of(ids: Any) -> Tensor:
+    """Return where the parts of jagged ids start, and where the last ends: int64 (n + 1,)."""
+    return ids.offsets()
