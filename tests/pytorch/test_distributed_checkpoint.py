@@ -95,6 +95,22 @@ def test_a_table_on_disk(tmp_path: Path):
     again["tower"]["item"].table.close()
 
 
+@pytest.mark.parametrize("dense", [torch.optim.SGD, torch.optim.Adam])
+def test_looking_at_states_changes_nothing(dense: Any):
+    """PyTorch has optimizers without state make a step, by gradients of zero."""
+    model, twin = made(0)[0], made(0)[0]
+    for each in (model, twin):
+        optimizers = [ert.Adam(each, lr=0.05), dense(ert.dense_parameters(each), lr=0.05)]
+        both = ert.optimizer(each, *optimizers)
+        train(each, both, range(3))
+        if each is model:
+            for optimizer in (both, optimizers, optimizers[0]):
+                get_state_dict(each, optimizer)
+        train(each, both, range(3, 5))
+    check_same(model, twin)
+    assert model["user"].table.steps == 5
+
+
 def test_state_dicts_that_are_not_nested(tmp_path: Path):
     layer, again = ert.Embedding(ROWS, 4), ert.Embedding(ROWS, 4)
     layer.table.set_rule(er.SGD())

@@ -219,6 +219,20 @@ def test_handles_among_the_dense_parameters():
         one(model, dense=torch.optim.Adam(model.parameters()))
 
 
+def test_hooks():
+    model = model_of()
+    optimizer, seen = one(model), []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append("before") or {**state, "more": 1})
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 2})
+    optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
+    state = optimizer.state_dict()
+    assert state["more"] == 2
+    optimizer.load_state_dict(state)
+    train(model, [optimizer], range(1))
+    assert seen == ["before", "after", "stepped"]
+
+
 def test_an_optimizer_that_needs_its_closure():
     with pytest.raises(er.UnsupportedError, match=r"LBFGS calls a closure many times"):
         one(model_of(), dense=torch.optim.LBFGS)

@@ -150,6 +150,8 @@ class ModelOptimizer(Optimizer):
             ValueError: it is that of other param groups, as for PyTorch's optimizers.
             ArgumentError: it is that of another optimizer of rows.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         groups = state_dict["param_groups"]
         sizes, expected = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if sizes != expected:
@@ -159,6 +161,8 @@ class ModelOptimizer(Optimizer):
             indices = {index for group in own for index in group["params"]}
             state = {index: value for index, value in state_dict["state"].items() if index in indices}
             part.load_state_dict({"state": state, "param_groups": own})
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

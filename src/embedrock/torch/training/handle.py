@@ -171,6 +171,8 @@ class Handle(nn.Parameter):
                 f"`handle.grad` of {self.label} is {value}, but no gradients of its rows are pending: it was set "
                 "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
+        if type(self.grad) is not HandleGradient:
+            return None  # from no backward: torch.distributed.checkpoint does so to have optimizers make their state
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
         side, nothing = self.pending.side, torch.empty(0, self.table.dim, device=self.device)
         no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
