@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -327,6 +328,76 @@ def refused(image: Image, change: Any, **files: bytes) -> str:
 )
 def test_entries_made_up(image: Image, kind: str, key: str, value: Any):
     assert refused(image, lambda body: body[kind][-1].update({key: value}))
+
+
+@pytest.mark.parametrize(("count", "text"), [(5, r"`count` in \[6, 10\]"), (9, None), (7, None)])
+def test_a_count_that_is_not_that_of_the_files(image: Image, count: int, text: str | None):
+    # Who goes through all rows has made room for so many. How many there are is known then only.
+    body = json.loads(image.files[image.name["manifest"]].split(b"\n")[0])
+    system = image.system(manifest=signed(body | {"count": count}))
+    if text is not None:
+        with pytest.raises(er.CorruptTableError, match=text):
+            open_table(system)
+        return
+    with open_table(system) as table:
+        for export in (table.export, lambda: next(iter(table.export_batches(4)))):
+            with pytest.raises(er.CorruptTableError, match=f"expected `count` 8, as its files say, got {count}"):
+                export()
+        np.testing.assert_array_equal(table.lookup(IDS), image.weights)
+
+
+def with_last_step(image: Image, value: int) -> FaultFS:
+    """Return the table with another last step in its newest record, of id 5; seals and all else fit."""
+    data, width = bytearray(image.files[image.name["delta"]]), image.manifest.record_bytes
+    place, spec = 4096 + 0 * (width + 4), er.Adam(dense=True).state_width(DIM)
+    ids = np.frombuffer(bytes(data[-16:]), np.int64).tolist()
+    at = place + 4 * (DIM + spec - 1)
+    assert 0 < int.from_bytes(data[at : at + 4], "little") <= 3
+    data[at : at + 4] = struct.pack("<i", value)
+    seal = zlib.crc32(struct.pack("<q", ids[0]) + data[place : place + width]) ^ zlib.crc32(data[:4092])
+    data[place + width : place + width + 4] = struct.pack("<I", seal)
+    return image.system(delta=bytes(data))
+
+
+@pytest.mark.parametrize("value", [-1, 4, 2**31 - 1, -(2**31)])
+def test_records_of_steps_that_were_never_made(image: Image, value: int):
+    for ask in (lambda table: table.lookup(IDS), er.Table.export, lambda table: next(iter(table.prefetch([IDS])))):
+        expected = r"last stepped in one of its 3 steps, got 1 of another, ids [35]"
+        with open_table(with_last_step(image, value)) as table, pytest.raises(er.CorruptTableError, match=expected):
+            ask(table)
+    with open_table(with_last_step(image, 3)) as table:  # else it would be taken
+        table.lookup(IDS)
+
+
+def test_a_commit_that_lacks_the_history_of_its_rule(image: Image):
+    def none(body: dict[str, Any]) -> None:
+        body["history"] = []
+
+    def of_no_rule(body: dict[str, Any]) -> None:
+        body["spec"]["rule"] |= {"dense": False}
+        body["spec"]["dim"] = 4
+
+    assert "expected one `history` after 3 steps of Adam(" in refused(image, none)
+    assert "damaged" in refused(image, of_no_rule)
+
+
+@pytest.mark.parametrize(
+    "told", ["", "[" * 4000, '{"pid": Infinity, "host": 1}', '{"pid": 1e999}', '{"pid": []}', "\0"]
+)
+def test_a_lock_that_says_anything(told: str, tmp_path: Path):
+    (tmp_path / "LOCK").write_text(told)
+    assert folders._holder(str(tmp_path / "LOCK")) == "an unknown process"
+
+
+def test_verification_knows_what_each_commit_says_of_a_file(image: Image):
+    body = json.loads(image.files[image.name["manifest"]].split(b"\n")[0])
+    body["base"][0]["index_crc"] ^= 1
+    system = image.system(manifest=signed(body))
+    with er.open("/t", mode="r", at=image.manifest.commit - 1, system=system) as table:
+        found = table.verify()
+    assert len(found.problems) == 1
+    assert "of the index" in found.problems[0]
+    assert found.newest_good == image.manifest.commit - 1
 
 
 def test_entries_that_fit_themselves_but_not_their_file(image: Image):

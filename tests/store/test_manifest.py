@@ -141,11 +141,20 @@ WRONG = {
     "parent": [-1, 10**10, False, "41", 41.0],
     "step": [BEYOND, -BEYOND - 1, 1.5, True, "7", [], {}],
     "name": ["", "a\nb", "\0", "\x1b[31m", "x" * 101, 5, True, [], "\ud800", "\u202e"],
-    "time": [None, "", 5, "yesterday", "2026-11-21T04:51:33", "2026-11-21 04:51:33Z", "x" * 10**5],
+    "time": [
+        None,
+        "",
+        5,
+        "yesterday",
+        "2026-11-21T04:51:33",
+        "2026-11-21 04:51:33Z",
+        "x" * 10**5,
+        "2026-13-01T00:00:00Z",
+    ],
     "spec": [None, [], 5, "Adam"],
     "record_bytes": [None, 0, -64, 2**30 + 1, 2**64, 64.0, True, 65],
-    "steps": [None, -1, BEYOND, 1.0, "0"],
-    "skipped_steps": [None, -1, BEYOND, 1.0, False],
+    "steps": [None, -1, 2**62, BEYOND, 1.0, "0"],
+    "skipped_steps": [None, -1, 2**62, BEYOND, 1.0, False],
     "count": [None, -1, 201, 352, BEYOND, True, 300.0],
     "base": [None, {}, 5, [5], [None], [[]], [{}]],
     "delta": [None, {}, "", [5], [None], [[]], [{}]],
@@ -195,6 +204,19 @@ def test_keys_are_those_of_the_format(where: tuple[Any, ...]):
     refused(changed(lambda inner: inner.update(extra=1)), "extra")
     for key in inner:
         refused(changed(lambda inner, key=key: inner.pop(key)), key)
+
+
+@pytest.mark.parametrize("kind", ["full", "bits"])
+def test_a_log_has_an_index_of_ids(kind: str):
+    plain, changed = body(), entry("delta/1", kind, 64, 0, 64)
+    plain["delta"][0] = asdict(changed)
+    refused(signed(plain), f"expected an index of ids of delta/1, as every log has, got '{kind}'")
+
+
+def test_two_histories_are_refused():
+    plain = body()
+    plain["history"].append(plain["history"][0] | {"file": "history/2.his"})
+    refused(signed(plain), "expected one history or none, got 2")
 
 
 def test_files_must_lie_below_the_folder_of_their_kind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import signal
 import threading
@@ -546,6 +547,13 @@ BROKEN_STATES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"history_table": None}, r"`history_table` of a state of Adam\(dense=True\) must have shape \(1, 7\)"),
     ({"steps": 2}, "must have shape"),
+    ({"history_table": np.zeros((1, 7), np.int64)}, r"must have shape \(1, 7\) of floats after 1 steps: got int64"),
+    *(
+        ({"steps": value}, "`steps` of a state .* must be a whole number in")
+        for value in (-1, 1.0, math.nan, "1", 2**70)
+    ),
+    ({"seed": 0.5}, "`seed` of a state .* must be a whole number in"),
+    *(({"last_step": value}, "must have been last stepped in one of its 1 steps") for value in (-1, 2, 2**31 - 1)),
 ]
 
 
@@ -555,6 +563,9 @@ def test_broken_states_change_nothing(change: dict[str, Any], message: str) -> N
     table.update([1, 2, 3], np.ones((3, DIM)))
     state = {**table.state(), **change}
     state = {key: value for key, value in state.items() if value is not None}
+    if (last := state.pop("last_step", None)) is not None:
+        layout = table.spec.layout
+        state["records"].view(np.int32)[1, layout.state_start + layout.state_width - 1] = last
     before = table.steps, table.lookup(np.arange(10)).tobytes()
     with pytest.raises(er.EmbedrockError, match=message):
         table.load_state(state)

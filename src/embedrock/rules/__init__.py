@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from embedrock.errors import ArgumentError
-from embedrock.rules._rule import History, Rule, StateColumn
+from embedrock.rules._rule import LAST_STEP, History, Rule, StateColumn
 from embedrock.rules.adagrad import Adagrad, RowwiseAdagrad
 from embedrock.rules.adam import Adam, AdamW
 from embedrock.rules.ftrl import Ftrl
@@ -37,6 +37,7 @@ def read_rule(description: dict[str, Any] | None) -> Rule | None:
 
 
 __all__ = [
+    "LAST_STEP",
     "RULES",
     "SGD",
     "Adagrad",

@@ -36,6 +36,10 @@ class DenseHistory(History):
         self._table = np.empty((0, len(self.blank)), np.float32)
         self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
 
+    @property
+    def steps(self) -> int:
+        return self._steps
+
     def make_room(self) -> None:
         if self._steps == len(self._table):
             # New arrays, so that numbers handed out before stay valid.
@@ -64,10 +68,11 @@ class DenseHistory(History):
         columns, fades = self._kept
         shapes = {"table": (steps, columns), "log_fade": (steps + 1, fades)}
         for name, shape in shapes.items():
-            if name not in state or np.shape(state[name]) != shape:
+            if name not in state or np.shape(state[name]) != shape or np.asarray(state[name]).dtype.kind != "f":
+                got = f"{np.asarray(state[name]).dtype} {np.shape(state[name])}" if name in state else "none"
                 raise ArgumentError(
-                    f"`history_{name}` of a state of {self._kind.__name__}(dense=True) must have shape {shape} after "
-                    f"{steps} steps: got {np.shape(state[name]) if name in state else 'none'}."
+                    f"`history_{name}` of a state of {self._kind.__name__}(dense=True) must have shape {shape} of "
+                    f"floats after {steps} steps: got {got}."
                 )
         self._clear()
         self._steps = steps

@@ -27,6 +27,10 @@ class StateColumn(NamedTuple):
     first: float = 0.0
 
 
+# Of rows that lag behind: the bits of an int32, in the last column.
+LAST_STEP = StateColumn("last_step", per_row=True)
+
+
 class History(ABC):
     """What a rule must remember of past steps, for rows that lag behind. It belongs to a table.
 
@@ -35,6 +39,11 @@ class History(ABC):
     """
 
     moves_weights: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps that it remembers: no row can have been stepped later than the last of them."""
 
     def make_room(self) -> None:  # noqa: B027
         """Do all that can fail of the next `append`. Nothing changes."""

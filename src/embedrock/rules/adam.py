@@ -10,7 +10,7 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
 from embedrock.rules._dense import DenseHistory
-from embedrock.rules._rule import Rule, StateColumn, rule
+from embedrock.rules._rule import LAST_STEP, Rule, StateColumn, rule
 
 
 class _AdamFamily(Rule):
@@ -31,7 +31,7 @@ class _AdamFamily(Rule):
 
     def state(self) -> tuple[StateColumn, ...]:
         moments = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
-        return (*moments, StateColumn("last_step", per_row=True)) if self.dense else moments
+        return (*moments, LAST_STEP) if self.dense else moments
 
     def dense_numbers(self, step: int) -> tuple[arguments.DenseAdamNumbers, arguments.DenseAdamFades]:
         lr, (beta1, beta2), (shrink, decay) = float(self.lr), map(float, self.betas), self._decay()

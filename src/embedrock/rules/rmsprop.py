@@ -6,7 +6,7 @@ from typing import Any
 
 from embedrock.kernels import arguments
 from embedrock.rules._dense import DenseHistory
-from embedrock.rules._rule import Rule, StateColumn, rule
+from embedrock.rules._rule import LAST_STEP, Rule, StateColumn, rule
 
 
 @rule
@@ -50,7 +50,7 @@ class RMSprop(Rule):
 
     def state(self) -> tuple[StateColumn, ...]:
         average = StateColumn("square_avg")
-        return (average, StateColumn("last_step", per_row=True)) if self.dense else (average,)
+        return (average, LAST_STEP) if self.dense else (average,)
 
     def numbers(self, step: int) -> arguments.RMSpropStep:
         alpha, eps = float(self.alpha), float(self.eps)

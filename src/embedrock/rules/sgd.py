@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock.kernels import arguments
 from embedrock.rules._dense import DenseHistory
-from embedrock.rules._rule import Rule, StateColumn, rule
+from embedrock.rules._rule import LAST_STEP, Rule, StateColumn, rule
 
 
 @rule
@@ -79,7 +79,7 @@ class Momentum(Rule):
 
     def state(self) -> tuple[StateColumn, ...]:
         buffer = StateColumn("momentum_buffer")
-        return (buffer, StateColumn("last_step", per_row=True)) if self.dense else (buffer,)
+        return (buffer, LAST_STEP) if self.dense else (buffer,)
 
     def numbers(self, step: int) -> arguments.MomentumStep:
         gradient_rate, buffer_rate = (float(self.lr), 1.0) if self.lr_inside else (1.0, float(self.lr))

@@ -137,7 +137,7 @@ def _holder(path: str) -> str:
         with open(path) as file:
             told = json.loads(file.read(LOCK_BYTES))
         return f"process {int(told['pid'])} on host {str(told['host'])[:80]}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "an unknown process"
 
 

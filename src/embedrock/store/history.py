@@ -39,7 +39,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
     where = folders.join(folder, part.file)
     try:
         data = read_whole(system, where, min(part.size, MAX_BYTES))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(f"{where} is missing: the commit needs it. {REMEDY}") from error
     if len(data) != part.size or zlib.crc32(data) != part.crc:
         raise damaged(
@@ -48,7 +48,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
     check_header(data[:HEADER_BYTES], where, uuid, 0, part.file)
     try:
         return _arrays(memoryview(data)[HEADER_BYTES:])
-    except (ValueError, TypeError, struct.error, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, struct.error, RecursionError) as error:
         raise damaged(where, "a list of arrays, and their bytes", f"{error!r:.200}") from error
 
 
@@ -57,8 +57,8 @@ def _arrays(content: memoryview) -> dict[str, np.ndarray]:
     start, arrays = _SIZE.size + size, dict[str, np.ndarray]()
     listed: Any = json.loads(bytes(content[_SIZE.size : start]))
     for key, dtype, shape in listed:
-        if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"no array: {dtype}, {shape}")
+        if dtype not in DTYPES or not all(type(n) is int and 0 <= n < MAX_BYTES for n in shape) or key in arrays:
+            raise ValueError(f"no array: {key!r}, {dtype}, {shape}")
         stop = start + prod(shape) * np.dtype(dtype).itemsize
         if stop > len(content):
             raise ValueError("more than the file has")

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import datetime
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from embedrock.store.runs import FORMAT, KINDS, REMEDY, UNMARKED, RunFile, damag
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
 MAX_COMMIT = 10**10
+MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
 MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
@@ -133,8 +135,16 @@ def path_of(folder: str, number: int) -> str:
 
 
 def numbers(system: System, folder: str) -> list[int]:
-    """Return the numbers of the commits whose manifest is in a table's folder, ascending."""
-    names = map(_NAME.fullmatch, system.listdir(f"{folder}/manifest"))
+    """Return the numbers of the commits whose manifest is in a table's folder, ascending.
+
+    Raises:
+        CorruptTableError: a file is in the place of the folder of manifests.
+    """
+    where = f"{folder}/manifest"
+    try:
+        names = map(_NAME.fullmatch, system.listdir(where))
+    except NotADirectoryError as error:
+        raise damaged(where, "a folder", "a file") from error
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -242,6 +252,13 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and _TIME.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
+    except ValueError:  # a month 13
+        return False
+
+
 _LIST = _Check(lambda value: isinstance(value, list), "a list")
 _FIELDS = {
     "uuid": _text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits"),
@@ -249,11 +266,11 @@ _FIELDS = {
     "parent": _or_null(_whole(0, MAX_COMMIT)),
     "step": _or_null(_whole(-(2**63), 2**63)),
     "name": _or_null(_Check(is_name, "1 to 100 printable characters")),
-    "time": _text(_TIME, "a time in UTC (ISO 8601)"),
+    "time": _Check(_is_time, "a time in UTC (ISO 8601)"),
     "spec": _Check(lambda value: isinstance(value, dict), "an object"),
     "record_bytes": _whole(1, MAX_RECORD_BYTES),
-    "steps": _whole(0, 2**63),
-    "skipped_steps": _whole(0, 2**63),
+    "steps": _whole(0, MAX_STEPS),
+    "skipped_steps": _whole(0, MAX_STEPS),
     "count": _whole(0, 2**63),
     "base": _LIST,
     "delta": _LIST,
@@ -296,12 +313,17 @@ def _check_files(manifest: Manifest, where: str) -> None:
     """Refuse entries that cannot be true, or not together."""
     for entry in (*manifest.base, *manifest.delta):
         _check_entry(entry, manifest.record_bytes, where)
+    for entry in manifest.delta:
+        if entry.index != "ids":
+            raise damaged(where, f"an index of ids of {entry.file}, as every log has", repr(entry.index))
     for before, after in pairwise(manifest.base):
         if before.hi > after.lo:
             raise damaged(where, f"{after.file} to start at {before.hi} or above", after.lo)
     files = [entry.file for entry in (*manifest.base, *manifest.delta, *manifest.history)]
     if len(set(files)) != len(files):
         raise damaged(where, "each file once", f"{len(files) - len(set(files))} again")
+    if len(manifest.history) > 1:
+        raise damaged(where, "one history or none", len(manifest.history))
     low = sum(entry.count for entry in manifest.base)
     high = low + sum(entry.count for entry in manifest.delta)
     if not low <= manifest.count <= high:

@@ -141,7 +141,7 @@ class Run:
         where = f"{folder}/{entry.file}"
         try:
             file = open_file(system, where, direct)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingFileError(
                 f"{where} is missing: the commit needs its {entry.count} records. {REMEDY}"
             ) from error

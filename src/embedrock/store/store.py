@@ -23,7 +23,7 @@ from embedrock.store.manifest import HistoryFile, Manifest, RunFile
 from embedrock.store.orphans import remove_orphans
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, Log, Run
+from embedrock.store.runs import CRC_BYTES, Log, Run, damaged
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 
@@ -164,6 +164,7 @@ class Store:
             overlay.insert(run.index(), _locations(run.number, 0, run.count))
         history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
         index = base_of(base)
+        self._check_count(manifest, index, overlay)
         accept()
         with self.lock:
             self.history = history
@@ -172,6 +173,16 @@ class Store:
             self.logs: list[Log] = []
             self._active: Log | None = None
             self.base_is_ahead = False
+
+    def _check_count(self, manifest: Manifest, base: Base, overlay: Overlay) -> None:
+        """Refuse a commit whose files cannot hold as many rows as it says.
+
+        How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
+        """
+        low, high = max(base.count, overlay.count), base.count + overlay.count
+        if not low <= manifest.count <= high:
+            where = manifests.path_of(self.folder, manifest.commit)
+            raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", manifest.count)
 
     def _open_run(self, entry: RunFile, manifest: Manifest, runs: dict[int, Run]) -> Run:
         run = open_run(self.system, self.folder, entry, manifest, len(runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from embedrock import kernels
 from embedrock.errors import EmbedrockError
 from embedrock.machine.vfs import System
-from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
@@ -44,26 +44,30 @@ def verify(system: System, folder: str) -> Verification:
 
     Commits that a writer drops meanwhile do not count, and those that it makes may not.
     """
-    problems: dict[str, list[str]] = {}
-    needs: dict[int, set[str]] = {}
+    problems: dict[Hashable, list[str]] = {}
+    needs: dict[int, set[Hashable]] = {}
     records, found = 0, set[int]()
     while not found and (numbers := manifests.numbers(system, folder)):
         for number in numbers:
             needs[number], count = _check_commit(system, folder, number, problems)
             records += count
         found = needs.keys() & set(manifests.numbers(system, folder))
-    needed = set[str]().union(*(needs[number] for number in found))
-    bad = [name for name, texts in problems.items() if texts and name in needed]
+    needed = set[Hashable]().union(*(needs[number] for number in found))
+    bad = [part for part, texts in problems.items() if texts and part in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
-    told = [text for name in bad for text in problems[name]]
+    told = [text for part in bad for text in problems[part]]
     return Verification(told, max(good, default=None), len(problems), records, strange_files(system, folder))
 
 
-def _check_commit(system: System, folder: str, number: int, problems: dict[str, list[str]]) -> tuple[set[str], int]:
+def _check_commit(
+    system: System, folder: str, number: int, problems: dict[Hashable, list[str]]
+) -> tuple[set[Hashable], int]:
     """Add what is wrong with the files of a commit to `problems`, which has those that were read before.
 
+    They stand there by their entries in a manifest: another commit may say something else of the same file.
+
     Returns:
-        the names of all its files, and the number of records that were read.
+        the entries of all its files, and the number of records that were read.
     """
     try:
         manifest = manifests.read(system, folder, number)
@@ -72,13 +76,13 @@ def _check_commit(system: System, folder: str, number: int, problems: dict[str, 
         return {f"commit {number}"}, 0
     records = 0
     for entry in (*manifest.base, *manifest.delta):
-        if entry.file not in problems:
-            problems[entry.file] = _problems_of(system, folder, entry, manifest)
+        if entry not in problems:
+            problems[entry] = _problems_of(system, folder, entry, manifest)
             records += entry.count
     for part in manifest.history:
-        if part.file not in problems:
-            problems[part.file] = check_history(system, folder, part, manifest.uuid)
-    return folders.files_of(manifest), records
+        if part not in problems:
+            problems[part] = check_history(system, folder, part, manifest.uuid)
+    return {*manifest.base, *manifest.delta, *manifest.history}, records
 
 
 def _problems_of(system: System, folder: str, entry: RunFile, manifest: Manifest) -> list[str]:

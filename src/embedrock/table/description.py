@@ -45,7 +45,7 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
         return Spec(rows, dim, dtype, rule, first, seed)
     except TableFileError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise CorruptTableError(
             f"the manifest of {where} must describe a table: got {str(description)[:200]} ({error!r})."
         ) from error

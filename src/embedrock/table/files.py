@@ -20,9 +20,11 @@ from embedrock.process import forks
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
 from embedrock.store.compaction import Stopped, compact
 from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
+from embedrock.store.runs import damaged
 from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.rows import Home, Rows, Version
@@ -204,6 +206,10 @@ class Files(Home):
     def history(self, spec: Spec) -> History | None:
         """Return the history of the table's rule as of the last commit."""
         manifest, history = self.store.manifest, None if spec.rule is None else spec.rule.history()
+        if bool(manifest.history) != (history is not None) and (manifest.history or manifest.steps):
+            expected, got = ("one", "none") if history else ("none", "one")
+            where = manifests.path_of(self.opening.path, manifest.commit)
+            raise damaged(where, f"{expected} `history` after {manifest.steps} steps of {spec.rule}", got)
         if history is not None and manifest.history:
             try:
                 history.load(self.store.history[0], manifest.steps)

@@ -181,7 +181,7 @@ class Rows:
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none."""
         self.spec, self._tier, self._lease = spec, tier, _Lease()
-        self.history = history or (spec.rule.history() if spec.rule else None)
+        self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance()
         self.steps, self.skipped_steps = steps, skipped_steps
 

@@ -14,10 +14,12 @@ from embedrock.errors import ArgumentError
 from embedrock.rules import describe_rule
 from embedrock.table.description import rule_of
 from embedrock.table.rows import Rows
+from embedrock.tiers.records import wrong_last_steps
 from embedrock.tiers.tier import Tier
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
+WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
 DIGEST = "init_digest"  # of first values that come from an array
 
@@ -69,6 +71,11 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
         check_ids(ids, spec.rows, rows.subject)
         if len(make_plan(ids).ids) != len(ids) or (tier.find(ids) >= 0).any():
             raise refuse_repeated(ids)
+        if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
+            raise ArgumentError(
+                f"`records` of a state for {rows.subject} must have been last stepped in one of its {steps} steps: got "
+                "some of another. The state is damaged: load another one."
+            )
         tier.paste_records(ids, records)
     rows.install(spec, tier, history, steps, int(header["skipped_steps"]))
     if wanted is not None:
@@ -79,6 +86,8 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
     """Raise `ArgumentError` unless a header is that of a table like this one."""
     expected = _header(rows)
     _check_keys(header, [key for key in expected if key != DIGEST], rows)
+    for key in WHOLE_NUMBERS & header.keys():
+        _check_number(key, header[key], rows)
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
             raise ArgumentError(
@@ -90,6 +99,15 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
         raise ArgumentError(
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
             f"those of digest {digest}, another array. Make the table with the array it was saved with."
+        )
+
+
+def _check_number(key: str, value: Any, rows: Rows) -> None:
+    low, below = (-(2**63), 2**64) if key == "seed" else (0, 2**62)
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value < below:
+        raise ArgumentError(
+            f"`{key}` of a state for {rows.subject} must be a whole number in [{low}, {below}): got {value!r:.80}. "
+            "The state is damaged: load another one."
         )
 
 

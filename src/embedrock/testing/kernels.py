@@ -14,7 +14,7 @@ from embedrock.initializers import Zeros
 from embedrock.kernels import reference
 from embedrock.kernels.arguments import SGDStep
 from embedrock.machine.arena import reserve
-from embedrock.rules import RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule, StateColumn
+from embedrock.rules import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
 from embedrock.spec import STORAGES, Layout, Spec
 
 DIMS = (1, 3, 8, 17, 64)
@@ -173,7 +173,7 @@ class KernelSuite:
     def test_step(self, rule: Rule, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
         words, records = self.records(rng, 40, layout, "float32")
-        if StateColumn("last_step", per_row=True) in rule.state():
+        if LAST_STEP in rule.state():
             records[:, layout.state_start + layout.state_width - 1] = (
                 rng.integers(0, 6, 40).astype(np.int32).view(np.float32)
             )

@@ -18,9 +18,11 @@ from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
 from embedrock.store.manifest import MAX_RECORD_BYTES
+from embedrock.store.reading import NAMED
+from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
 from embedrock.tiers.cache import DIRTY, Cache, Whole
-from embedrock.tiers.records import Records
+from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
 
@@ -205,8 +207,22 @@ class Disk(Tier):
     def _fill(self, found: Located) -> np.ndarray:
         """Read what was found into free slots, and return them."""
         with self._new_rows(found.ids, used=False) as made:  # the whole batch is touched once it is there
-            self.store.read(found, self.records.bytes, made)
+            self._read(found, self.records.bytes, made)
         return made
+
+    def _read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:
+        """Read what was found to ``records[slots]``, uint8 (n, record_bytes).
+
+        Raises:
+            CorruptTableError: a record is not what was written, or nothing that can have been written.
+        """
+        self.store.read(found, records, slots)
+        steps = 0 if self.history is None else self.history.steps
+        wrong = wrong_last_steps(self.spec, records, slots, steps)
+        if wrong.size:
+            named = ", ".join(map(str, found.ids[wrong[:NAMED]].tolist()))
+            expected = f"records that were last stepped in one of its {steps} steps"
+            raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
 
     @contextmanager
     def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
@@ -248,6 +264,8 @@ class Disk(Tier):
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
             resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
             base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
+        if base.count + len(rest) != self._count:  # those who go through them have made room for so many
+            raise damaged(self.subject, f"`count` {base.count + len(rest)}, as its files say", self._count)
         rest.sort()  # the same order every time, and that of the files
         below = (
             base.ids_of(number, start, start + size)
@@ -262,7 +280,7 @@ class Disk(Tier):
         here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
         copies = Records(self.spec, np.empty((len(here) + len(below)) * self.spec.record_bytes, np.uint8))
         copies.bytes[: len(here)] = self.records.bytes[slots[here]]
-        self.store.read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
+        self._read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
         known.fill(-1)
         known[here], known[below] = np.arange(len(here)), np.arange(len(here), len(copies.bytes))
         return copies, known
@@ -380,7 +398,7 @@ class Disk(Tier):
             ticket.hold(slots[slots >= 0])
             found = self.store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
-        self.store.read(found, staged, np.arange(len(staged)))
+        self._read(found, staged, np.arange(len(staged)))
         with held_back(), self.turn.alone():
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             if len(found.ids) > self.cache.free:

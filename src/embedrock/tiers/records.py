@@ -7,7 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.spec import Spec
+from embedrock.rules import LAST_STEP
+from embedrock.spec import STATE_BYTES, Spec
+
+
+def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: int) -> np.ndarray:
+    """Return which of ``records[slots]``, uint8 (n, record_bytes), name a step as their last that is not in [0, steps].
+
+    Kernels look it up among the steps that the rule remembers.
+    """
+    if spec.rule is None or LAST_STEP not in spec.rule.state():
+        return np.empty(0, np.int64)
+    end = (spec.layout.state_start + spec.layout.state_width) * STATE_BYTES
+    last = np.ascontiguousarray(records[slots, end - STATE_BYTES : end]).view(np.int32)[:, 0]
+    return np.flatnonzero((last < 0) | (last > steps))
 
 
 class Scratch(NamedTuple):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.machine.arena import reserve
+from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
 
@@ -54,6 +55,7 @@ class Tier(ABC):
 
     Attributes:
         records: what can be read and stepped in place.
+        history: what the rule remembers of past steps, to which records may refer.
         epoch: changes when slots do.
         evicts: whether records leave their slots for elsewhere, so that rows without a slot may have one all the same.
         batch_rows: how many rows it is good for at once.
@@ -65,6 +67,7 @@ class Tier(ABC):
     def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
         self.records = Records(spec, reserve(placement.slots * spec.record_bytes, subject))
+        self.history: History | None = None
         self.new_epoch()
 
     def new_epoch(self) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,15 +43,34 @@ def write_rows(table: Table, folder: str) -> None:
 
 def read_rows(table: Table, folder: str) -> None:
     """Do what `Table.load_state` does, with what `write_rows` wrote. Of another rule, only the weights are taken."""
-    content, rows = json.loads(Path(folder, SCALARS).read_text()), rows_of(table)
+    content, rows = _content(Path(folder)), rows_of(table)
     saved.check_header(content, rows)
     spec = replace(table.spec, rule=rule_of(content["rule"]))
     names = content["history"] if spec.rule is not None else []
-    history = {name: np.load(Path(folder, HISTORY.format(name)), allow_pickle=False) for name in names}
+    history = {name: _array(Path(folder, HISTORY.format(name))) for name in names}
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")
     batches = _batches(Path(folder), spec, content["count"])
     with rows.turn.alone(), held_back():
         saved.load(rows, saved.Saved(content, history, batches), lambda ids: repeated)
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / SCALARS).read_text())
+        if content["count"] is None or not all(name.isidentifier() for name in content["history"]):
+            raise ValueError("names of arrays are no names")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptTableError(
+            f"{folder}/{SCALARS} is damaged: it must describe a table's rows: {error!r:.200}"
+        ) from error
+    return content
+
+
+def _array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise CorruptTableError(f"{path} is damaged: it must hold an array: {error!r:.200}") from error
 
 
 def _batch_rows(spec: Spec) -> int:

@@ -1,0 +1,281 @@
+"""What becomes of mutated tables: every case is opened, read, exported, verified, trained, committed and opened again.
+
+Cases run in a child process with a limit of memory and of time, so that one that crashes it has a number.
+
+    python tests/support/mutation_trials.py plain 17             # runs one case again, here
+    python tests/support/mutation_trials.py sealed 0 500000 LOG  # runs many, and goes on where LOG ends
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import embedrock as er
+from embedrock.store.verify import verify
+from mutations import Case, case_of, images, system_of
+
+MEMORY = "256KiB"
+MORE_BYTES = 64 << 20  # beyond what the process has when it begins
+DATA_BYTES = 256 << 20  # of address space that is written to, with stacks of threads
+MORE = "more bytes of RAM"
+LONGEST_SECONDS = 60.0
+CASES_OF_A_CHILD = 2000
+WRITTEN = 4  # one case in so many that can be opened is trained and committed too
+
+
+class Failure(NamedTuple):
+    """What must not have happened.
+
+    Attributes:
+        kind: "plain" or "sealed".
+        seed: of the case.
+        text: what happened.
+    """
+
+    kind: str
+    seed: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text}\nOnce more: python tests/support/mutation_trials.py {self.kind} {self.seed}"
+
+
+class Wrong(AssertionError):
+    """Rows that are not those of the table."""
+
+
+def tried(action: Callable[[], Any]) -> Any:
+    """Return what an action returns; None where it is refused. Whatever else it raises is a failure."""
+    try:
+        return action()
+    except er.EmbedrockError as error:
+        str(error).encode("utf-8", "backslashreplace")
+        return None
+
+
+def try_case(case: Case) -> bool:
+    """Do everything with a case, and return whether it could be opened. Raises what is no error of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        was_open = _read(case)
+        tried(lambda: verify(system_of(case.files), "/t"))
+        if was_open and case.seed % WRITTEN == 0:
+            _write(case)
+    return was_open
+
+
+def _read(case: Case) -> bool:
+    table = tried(lambda: er.open("/t", mode="r", system=system_of(case.files), memory=MEMORY))
+    if table is None:
+        return False
+    with table:
+        asked = case.image.asked if table.rows is None else case.image.asked[case.image.asked < table.rows]
+        found = tried(lambda: table.lookup(asked))
+        for row in asked[::7] if found is None else ():
+            part = tried(lambda row=row: table.lookup([row]))
+            _check(case, table, np.array([row]), part)
+        _check(case, table, asked, found)
+        exported = tried(table.export)
+        if exported is not None:
+            _check(case, table, *exported)
+            _check_sound(table, *exported)
+        tried(lambda: sum(len(ids) for ids, _ in table.export_batches(7)))
+        tried(table.commits)
+    return True
+
+
+def _check(case: Case, table: er.Table, ids: np.ndarray, weights: np.ndarray | None) -> None:
+    """Check that a plain mutation has returned the rows of the commit."""
+    if case.sealed or weights is None:
+        return
+    expected = case.image.rows.get(table.last_commit)
+    if expected is None:
+        raise Wrong(f"a commit {table.last_commit} that never was")
+    places = np.searchsorted(case.image.asked, ids)
+    if not np.array_equal(case.image.asked[np.minimum(places, len(expected) - 1)], ids):
+        raise Wrong(f"ids that the table does not have, among {ids[:9]}")
+    wrong = ids[(expected[places].view(np.uint32) != weights.view(np.uint32)).any(axis=1)]
+    if len(wrong):
+        raise Wrong(f"other values in commit {table.last_commit}, of ids {wrong[:9]}")
+
+
+def _check_sound(table: er.Table, ids: np.ndarray, weights: np.ndarray) -> None:
+    """Check what holds of every table, forged or not: it has each row once, and no others than it says."""
+    if not np.all(ids[:-1] < ids[1:]):
+        raise Wrong(f"rows that repeat: {ids[:-1][ids[:-1] >= ids[1:]][:9]}")
+    if table.rows is not None and len(ids) and not 0 <= ids[0] <= ids[-1] < table.rows:
+        raise Wrong(f"rows {ids[0]} to {ids[-1]} of a table of {table.rows}")
+    again = tried(lambda: table.lookup(ids))
+    if again is not None and (again.view(np.uint32) != weights.view(np.uint32)).any():
+        raise Wrong("rows that are exported as others than they are looked up")
+
+
+def _write(case: Case) -> None:
+    system, problems = system_of(case.files), list[str]()
+    former, threading.excepthook = threading.excepthook, lambda told: problems.append(repr(told.exc_value))
+    try:
+        table = tried(lambda: er.open("/t", system=system, memory=MEMORY))
+        if table is not None:
+            try:
+                _train(case, table)
+            finally:
+                tried(table.close)
+            reopened = tried(lambda: er.open("/t", mode="r", system=system, memory=MEMORY))
+            if reopened is not None:
+                tried(lambda: reopened.lookup(case.image.asked[:9] if reopened.rows is None else [0]))
+                reopened.close()
+    finally:
+        threading.excepthook = former
+    if problems:
+        raise Wrong(f"errors in threads: {problems}")
+
+
+def _train(case: Case, table: er.Table) -> None:
+    ids = case.image.asked[:5] if table.rows is None else np.arange(min(5, table.rows))
+    grads = np.ones((len(ids), table.dim), np.float32)
+    tried(lambda: table.update(ids, grads))
+    tried(table.commit)
+    tried(table.compact)
+    tried(lambda: table.lookup(ids))
+    commits = tried(table.commits) or []
+    if commits:
+        tried(lambda: table.rollback(commits[0]["commit"]))
+        tried(lambda: table.lookup(ids))
+
+
+# ---------------------------------------------------------------- in a child
+
+
+def run(kind: str, seeds: range) -> list[Failure]:
+    """Run cases in children, and return those that failed."""
+    for image in images():  # all code is compiled and loaded before there are children
+        try_case(Case(0, image, image.files, kind == "sealed", []))
+    failures, first = list[Failure](), seeds.start
+    while first < seeds.stop:
+        last = min(first + CASES_OF_A_CHILD, seeds.stop)
+        found, first = _run_child(kind, range(first, last))
+        for failure in found:
+            # A child may have compiled a kernel, which takes RAM once; a table takes it every time.
+            once_more = MORE in failure.text
+            failures += _run_child(kind, range(failure.seed, failure.seed + 1))[0] if once_more else [failure]
+    return failures
+
+
+def _run_child(kind: str, seeds: range) -> tuple[list[Failure], int]:
+    """Run cases in one child; return what failed, and the first one that it did not come to."""
+    shared, (reading, writing) = mmap.mmap(-1, 8), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where threads wait, Python 3.12 warns of a fork
+        process = os.fork()
+    if process == 0:
+        os.close(reading)
+        os._exit(_serve(kind, seeds, shared, writing))
+    os.close(writing)
+    status = _watch(process, shared)
+    with open(reading, encoding="utf-8") as pipe:
+        failures = [Failure(kind, *json.loads(line)) for line in pipe]
+    (at,) = struct.unpack("<q", shared)
+    if status != 0:
+        failures.append(Failure(kind, at, _ending(status)))
+        return failures, at + 1
+    return failures, seeds.stop
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return f"the case took more than {LONGEST_SECONDS:g} s"
+    if os.WIFSIGNALED(status):
+        return f"the process died of {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"the process ended with status {os.WEXITSTATUS(status)}"
+
+
+def _watch(process: int, shared: mmap.mmap) -> int | None:
+    """Wait for a child; kill it, and return None, where it makes no progress."""
+    seen, since = b"", time.monotonic()
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return status
+        if shared[:] != seen:
+            seen, since = shared[:], time.monotonic()
+        elif time.monotonic() - since > LONGEST_SECONDS:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return None
+        time.sleep(0.01)
+
+
+def _serve(kind: str, seeds: Iterable[int], shared: mmap.mmap, pipe: int) -> int:
+    faulthandler.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    data = _status_bytes("VmData") + DATA_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+    allowed = _status_bytes("VmRSS") + MORE_BYTES
+    for seed in seeds:
+        shared[:] = struct.pack("<q", seed)
+        text = _failure_of(kind, seed)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if peak > allowed:
+            text, allowed = f"{peak - allowed + MORE_BYTES} {MORE}; {text or ''}", peak + MORE_BYTES
+        if text:
+            os.write(pipe, (json.dumps([seed, text]) + "\n").encode())
+    return 0
+
+
+def _failure_of(kind: str, seed: int) -> str | None:
+    notes = ["it was not made"]
+    try:
+        case = case_of(seed, kind == "sealed")
+        notes = [case.image.name, *case.notes]
+        try_case(case)
+    except BaseException:
+        return f"{'; '.join(notes)[:400]}\n{traceback.format_exc()[-1500:]}"
+    return None
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) << 10
+
+
+# ---------------------------------------------------------------- many
+
+
+def run_logged(kind: str, seeds: range, log: Path) -> None:
+    """Run cases, and note in a file what was done: another call goes on from there."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    done = [int(line.split()[2]) for line in lines if line.startswith("done to")]
+    first, started = max([seeds.start, *done]), time.monotonic()
+    with log.open("a") as file:
+        for begin in range(first, seeds.stop, CASES_OF_A_CHILD):
+            part = range(begin, min(begin + CASES_OF_A_CHILD, seeds.stop))
+            for failure in run(kind, part):
+                print(failure, file=file)
+            rate = (part.stop - first) / (time.monotonic() - started)
+            print(f"done to {part.stop} of {kind}, {rate:.0f} cases/s", file=file, flush=True)
+
+
+if __name__ == "__main__":
+    chosen, numbers = sys.argv[1], list(map(int, sys.argv[2:4]))
+    if len(numbers) == 1:
+        again = case_of(numbers[0], chosen == "sealed")
+        print(again.image.name, *again.notes, sep="\n")
+        print("opened" if try_case(again) else "refused")
+    else:
+        run_logged(chosen, range(*numbers), Path(sys.argv[4]))

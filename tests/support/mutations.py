@@ -1,0 +1,570 @@
+"""Mutations of tables on disk: a table's files are taken apart as docs/format.md says, changed, and sealed again.
+
+A *plain* mutation changes bytes as a broken disk would: no checksum is made right, so that nothing but errors or the
+right rows may come of it. A *sealed* one changes what the files say and then makes every checksum right, as somebody
+would who forges a table: anything may be read from it, but it must neither crash nor hang nor take the machine's RAM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+import embedrock as er
+from embedrock.testing import FaultFS
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+PAGE, STEP = 4096, 0x9E3779B1
+LARGE = 1 << 16  # bytes: of no file here, so that the making of a case takes no RAM that is counted as a table's
+LOOKED_AT = np.arange(150)
+INTEGERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    63,
+    64,
+    65,
+    149,
+    150,
+    151,
+    4096,
+    *(2**k + d for k in (31, 32, 40, 53, 62, 63, 64) for d in (-1, 0, 1)),
+)
+VALUES = (*INTEGERS, *(-k for k in INTEGERS), 10**30, 10**400, 1e308, 1.5, -0.0, float("nan"), float("inf"))
+OTHERS = (None, True, False, "", "x" * 70, "0" * 32, "bits", "ids", "full", "base/../x", "\ud800", "\x00", [], {}, [[]])
+
+
+class Image(NamedTuple):
+    """A table as files, and what its commits hold.
+
+    Attributes:
+        files: by path below the table's folder.
+        rows: weights of `asked`, by commit.
+        asked: ids.
+    """
+
+    name: str
+    files: dict[str, bytes]
+    rows: dict[int, np.ndarray]
+    asked: np.ndarray
+
+
+def system_of(files: dict[str, bytes]) -> FaultFS:
+    """Return a file system that has these files as the table /t."""
+    system = FaultFS()
+    names = {f"/t/{path}" for path in files}
+    folders = {"/t", *(f"/t/{name}" for name in ("manifest", "base", "delta", "history"))}
+    for name in names:
+        parts = name.split("/")
+        folders |= {"/".join(parts[:k]) for k in range(2, len(parts))}
+    for folder in sorted(folders - names):
+        with contextlib.suppress(OSError):  # a file lies in the place of a folder
+            system.mkdir(folder)
+    for path, data in files.items():
+        with contextlib.suppress(OSError):
+            system.write_file(f"/t/{path}", bytes(data))
+    return system
+
+
+def image_of(name: str, files: dict[str, bytes]) -> Image:
+    """Return an image, after a look at what its commits hold."""
+    rows = {}
+    with er.open("/t", mode="r", system=system_of(files), memory="1MiB") as table:
+        asked = np.union1d(LOOKED_AT, table.export()[0]) if table.rows is None else np.arange(table.rows)
+        commits = [commit["commit"] for commit in table.commits()]
+    for commit in commits:
+        with er.open("/t", mode="r", at=commit, system=system_of(files), memory="1MiB") as table:
+            rows[commit] = table.lookup(asked)
+    return Image(name, files, rows, asked)
+
+
+def _lived() -> dict[str, bytes]:
+    """Return the files of a table with all that can lie in one: many logs, rows twice in a log, names, a history."""
+    system, rng = FaultFS(), np.random.default_rng(0)
+    with mock.patch("os.urandom", rng.bytes):  # or a seed would mean other bytes in the next process
+        table = er.Table(
+            None,
+            3,
+            rule=er.AdamW(lr=0.1, dense=True),
+            init=er.Normal(),
+            path="/t",
+            system=system,
+            keep=3,
+            memory="12KiB",
+        )
+        for step in range(12):
+            ids = rng.integers(0, 60, 12) - 5
+            table.update(ids, rng.standard_normal((12, 3)).astype(np.float32))
+            if step % 3 == 2:
+                table.commit(step=step, name=f"step {step}" if step < 8 else None)
+            if step == 5:
+                table.compact()
+        table.release("step 2")
+        table.close()
+    return {path.removeprefix("/t/"): data for path, data in system.files().items()}
+
+
+@functools.cache
+def images() -> list[Image]:
+    """Return the tables that are mutated: the golden ones, and one that has lived."""
+    found = []
+    for folder in sorted(GOLDEN.glob("version-*/*/")):
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        found.append(image_of(f"{folder.parent.name}/{folder.name}", files))
+    return [*found, image_of("lived", _lived())]
+
+
+# ---------------------------------------------------------------- what is changed
+
+
+@dataclass
+class Draft:
+    """A table that is being changed.
+
+    Attributes:
+        rng: chooses.
+        files: by path; `bodies` are the manifests among them whose JSON was changed.
+        touched: files whose checksums are to be made right.
+        notes: what was done.
+    """
+
+    rng: random.Random
+    files: dict[str, bytearray]
+    sealed: bool
+    bodies: dict[str, Any] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def file(self, part: str = "") -> str:
+        """Choose a file that has bytes."""
+        paths = sorted(path for path, data in self.files.items() if path.startswith(part) and data) or ["LOCK"]
+        path = self.rng.choice(paths)
+        self.files.setdefault(path, bytearray(b"{}"))
+        self.touched.add(path)
+        return path
+
+    def manifest(self) -> tuple[str, Any]:
+        """Choose a manifest, the newest one mostly, and return its object."""
+        paths = sorted(path for path in self.files if path.startswith("manifest/") and path.endswith(".json"))
+        if not paths:
+            return "", {}
+        path = paths[-1] if self.rng.random() < 0.8 else self.rng.choice(paths)
+        if path not in self.bodies:
+            try:
+                self.bodies[path] = json.loads(bytes(self.files[path][:-66]))
+            except ValueError:
+                return path, {}
+        return path, self.bodies[path]
+
+    def value(self) -> Any:
+        """Choose a value that somebody may not have thought of."""
+        if self.rng.random() < 0.2:
+            return self.rng.choice(OTHERS)
+        return self.rng.choice(VALUES) if self.rng.random() < 0.8 else self.rng.randrange(-(2**64), 2**65)
+
+    def near(self, value: Any) -> Any:
+        """Return a value like another one, or any."""
+        if type(value) is int and self.rng.random() < 0.5:
+            return self.rng.choice(
+                [value + 1, value - 1, value * 2, value // 2, -value, value ^ 1 << self.rng.randrange(64)]
+            )
+        return self.value()
+
+
+Change = Callable[[Draft], str]
+
+
+def flip(draft: Draft) -> str:
+    path = draft.file()
+    data = draft.files[path]
+    at = _place(draft, path)
+    data[at] ^= 1 << draft.rng.randrange(8)
+    return f"a bit of {path} at {at}"
+
+
+def overwrite(draft: Draft) -> str:
+    path = draft.file()
+    data, at = draft.files[path], _place(draft, path)
+    size = draft.rng.choice([1, 4, 8, 16, 64, 512, PAGE])
+    fill = draft.rng.choice([bytes(size), b"\xff" * size, draft.rng.randbytes(size)])
+    data[at : at + size] = fill[: len(data) - at]
+    return f"{size} bytes of {path} at {at}"
+
+
+def number(draft: Draft) -> str:
+    path = draft.file()
+    data, at = draft.files[path], _place(draft, path) // 4 * 4
+    size, value = draft.rng.choice([4, 8]), draft.rng.choice(INTEGERS) * draft.rng.choice([1, -1])
+    data[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")[: len(data) - at]
+    return f"{path} at {at}: {value} in {size} bytes"
+
+
+def resize(draft: Draft) -> str:
+    path = draft.file()
+    data = draft.files[path]
+    size = draft.rng.choice(
+        [0, 1, 66, PAGE - 1, PAGE, len(data) // 2, len(data) - 1, len(data) - 8, draft.rng.randrange(len(data))]
+    )
+    if draft.rng.random() < 0.5:
+        data += draft.rng.choice([b"\0", bytes(8), bytes(PAGE), bytes(data[:PAGE])])
+    else:
+        del data[max(0, size) :]
+    return f"{path} has {len(data)} bytes"
+
+
+def splice(draft: Draft) -> str:
+    target, source = draft.file(), draft.file()
+    data, other = draft.files[target], bytes(draft.files[source])
+    at, start = _place(draft, target), _place(draft, source)
+    if draft.rng.random() < 0.5:
+        start = min(at, len(other))
+    size = draft.rng.choice([4, 8, 16, 20, 24, 48, 64, 512, PAGE, len(other)])
+    piece = other[start : start + size]
+    data[at : at + len(piece)] = piece
+    return f"{size} bytes of {source} at {start} in {target} at {at}"
+
+
+def swap(draft: Draft) -> str:
+    path = draft.file()
+    data, size = draft.files[path], draft.rng.choice([4, 8, 16, 20, 24, 44, 48, 64, 512])
+    low, high = sorted(_place(draft, path) for _ in "ab")
+    first, second = bytes(data[low : low + size]), bytes(data[high : high + size])
+    if low + size <= high and len(first) == len(second):
+        data[low : low + size], data[high : high + size] = second, first
+    return f"{size} bytes of {path} at {low} and {high}"
+
+
+def replace_file(draft: Draft) -> str:
+    source, target = draft.file(), draft.file()
+    draft.files[target] = bytearray(draft.files[source])
+    draft.bodies.pop(target, None)
+    return f"{source} in place of {target}"
+
+
+def exchange_files(draft: Draft) -> str:
+    source, target = draft.file(), draft.file()
+    draft.files[target], draft.files[source] = draft.files[source], draft.files[target]
+    for path in (source, target):
+        draft.bodies.pop(path, None)
+    return f"{source} and {target}"
+
+
+def remove_file(draft: Draft) -> str:
+    path = draft.file()
+    del draft.files[path]
+    draft.bodies.pop(path, None)
+    return f"no {path}"
+
+
+def stray(draft: Draft) -> str:
+    manifests = (
+        "manifest/0000000099.json",
+        "manifest/.0000000009.tmp",
+        "manifest/x.json",
+        "manifest/0000000001.released",
+    )
+    names = (
+        *manifests,
+        "base/x",
+        "base/x/y",
+        "delta/x",
+        "delta/0000000009-1.dlt",
+        "history/\udcff",
+        "manifest",
+        "delta",
+    )
+    path = draft.rng.choice(names)
+    draft.files[path] = bytearray(draft.rng.choice([b"", b"{}", bytes(draft.files[draft.file()])]))
+    return f"a new {path}"
+
+
+def lock_file(draft: Draft) -> str:
+    told = (
+        "[" * 4000,
+        '{"pid": Infinity, "host": "x"}',
+        '{"pid": 1e999, "host": []}',
+        "\xff",
+        '{"pid": ' + "9" * 5000 + "}",
+    )
+    draft.files["LOCK"] = bytearray(draft.rng.choice(told).encode("latin-1"))
+    return "LOCK"
+
+
+def edit(draft: Draft) -> str:
+    """Change a node of a manifest."""
+    path, node = draft.manifest()
+    trail: list[Any] = []
+    while isinstance(node, dict | list) and node:
+        key = draft.rng.choice(sorted(node) if isinstance(node, dict) else range(len(node)))
+        trail.append(key)
+        if isinstance(node[key], dict | list) and node[key] and draft.rng.random() < 0.85:
+            node = node[key]
+            continue
+        how = draft.rng.random()
+        if how < 0.1:
+            del node[key]
+        elif how < 0.15:
+            node[key] = node[draft.rng.choice(list(node))] if isinstance(node, dict) else draft.rng.choice(node)
+        elif how < 0.2 and isinstance(node, dict):
+            node[draft.rng.choice(["x", "dim", "count", "lo"])] = draft.value()
+        else:
+            node[key] = draft.near(node[key])
+        break
+    return f"{path} {trail}"
+
+
+def arrange(draft: Draft) -> str:
+    """Change which files a commit has."""
+    path, body = draft.manifest()
+    lists = [key for key in ("base", "delta", "history") if isinstance(body.get(key), list)]
+    full = [key for key in lists if body[key]]
+    if not full:
+        return "nothing"
+    key, other = draft.rng.choice(full), draft.rng.choice(lists)
+    entries, how = body[key], draft.rng.choice(["double", "drop", "move", "turn", "borrow"])
+    if how == "double":
+        entries.append(dict(draft.rng.choice(entries)) if isinstance(entries[0], dict) else 0)
+    elif how == "drop":
+        entries.pop(draft.rng.randrange(len(entries)))
+    elif how == "move":
+        body[other].insert(0, entries.pop())
+    elif how == "turn":
+        entries.reverse()
+    else:
+        _, older = draft.manifest()
+        body[key] = older.get(key, [])
+    return f"{path} {key}: {how}"
+
+
+def index_kind(draft: Draft) -> str:
+    """Say another kind of index of a file, and make the file such a one."""
+    path, entry = _entry(draft)
+    kind = entry["index"] = draft.rng.choice(["full", "bits", "ids"])
+    _, end = _records_end(draft, entry)
+    size = {"full": 0, "bits": -(-(entry["hi"] - entry["lo"]) // 64) * 8, "ids": 8 * entry["count"]}[kind]
+    size = min(size, LARGE)
+    more = draft.rng.choice([bytes(size), b"\xff" * size, draft.rng.randbytes(size)])
+    draft.files[path][end:] = (bytes(draft.files[path][end:]) + more)[:size]
+    return f"{path}: {kind}"
+
+
+def key_of_index(draft: Draft) -> str:
+    """Change an id of an index, or a word of its bits."""
+    path, entry = _entry(draft)
+    _, end = _records_end(draft, entry)
+    data, lo, hi = draft.files[path], entry["lo"], entry["hi"]
+    at, other = (end + 8 * draft.rng.randrange((len(data) - end) // 8) for _ in "ab")
+    keys = [lo - 1, lo, hi - 1, hi, -1, 2**62, 2**63 - 1, -(2**63), draft.rng.randrange(-(2**63), 2**63)]
+    fits = struct.pack("<Q", draft.rng.choice(keys) % 2**64)
+    data[at : at + 8] = data[other : other + 8] if draft.rng.random() < 0.4 else fits
+    return f"{path} at {at}"
+
+
+def word_of_record(draft: Draft) -> str:
+    """Change a number in a record: its last word may be a step."""
+    path, entry = _entry(draft)
+    width, _ = _records_end(draft, entry)
+    words = max(width // 4, 1)
+    word = draft.rng.choice([*range(words), words - 1, words - 2, words - 3, words - 4]) % words
+    at = PAGE + draft.rng.randrange(entry["count"]) * (width + 4) + 4 * word
+    value = draft.rng.choice([*INTEGERS, 0x7F800000, 0x7FC00000, draft.rng.randrange(2**32)])
+    if at <= len(draft.files[path]) - 4:
+        draft.files[path][at : at + 4] = struct.pack("<I", value % 2**32)
+    return f"{path} at {at}: {value}"
+
+
+def history_list(draft: Draft) -> str:
+    """Change what a history says of its arrays."""
+    path = draft.rng.choice(sorted(path for path in draft.files if path.startswith("history/")) or [draft.file()])
+    data = bytes(draft.files[path])
+    (size,) = struct.unpack_from("<I", data, PAGE)
+    listed = json.loads(data[PAGE + 4 : PAGE + 4 + size])
+    array, how = draft.rng.choice(listed), draft.rng.randrange(6)
+    if how == 0:
+        array[2][draft.rng.randrange(len(array[2]))] = draft.near(array[2][0])
+    elif how == 1:
+        array[draft.rng.randrange(3)] = draft.value()
+    elif how == 2:
+        array[1] = draft.rng.choice(["<f4", "<f8", "<i8", "|O", "<U4"])
+    elif how == 3:
+        array[2] = draft.rng.choice([[0, 10**30], [2**40, 2**40], [0] * 40, [2**62, 2], [array[2][0]], [1, *array[2]]])
+    elif how == 4:
+        listed.append(list(array))
+    else:
+        listed.reverse()
+    text = json.dumps(listed).encode()
+    draft.files[path] = bytearray(data[:PAGE] + struct.pack("<I", len(text)) + text + data[PAGE + 4 + size :])
+    draft.touched.add(path)
+    return f"{path}: {how}"
+
+
+PLAIN: tuple[Change, ...] = (
+    *(flip, flip, overwrite, number, resize, splice, splice, swap, swap),
+    *(replace_file, exchange_files, stray, lock_file),
+)
+SEALED: tuple[Change, ...] = (
+    *(*PLAIN, remove_file, edit, edit, edit, edit, arrange),
+    *(index_kind, key_of_index, key_of_index, word_of_record, word_of_record, history_list),
+)
+UNFIT = (TypeError, KeyError, ValueError, IndexError, OverflowError, StopIteration, struct.error, RecursionError)
+
+
+def changed(draft: Draft, change: Change) -> str:
+    """Make a change, or none where an earlier one left nothing of the kind."""
+    try:
+        return f"{change.__name__}: {change(draft)}"
+    except UNFIT as error:
+        return f"{change.__name__}: {type(error).__name__}"
+
+
+def _place(draft: Draft, path: str) -> int:
+    """Choose a place in a file: not often in the zeros of its header."""
+    size, rng = len(draft.files[path]), draft.rng
+    if size <= PAGE:
+        return rng.randrange(max(size, 1))
+    return rng.choice(
+        [rng.randrange(48), rng.randrange(PAGE - 4, PAGE), *(rng.randrange(PAGE, size) for _ in range(8))]
+    )
+
+
+def _entry(draft: Draft) -> tuple[str, dict[str, Any]]:
+    """Choose a run of a manifest, and return its path and entry. ValueError where the manifest has become none."""
+    _, body = draft.manifest()
+    lists = [body.get(key) for key in ("base", "delta")]
+    entries = [entry for part in lists if isinstance(part, list) for entry in part if isinstance(entry, dict)]
+    if not entries:
+        raise ValueError("no runs are left")
+    entry = draft.rng.choice(entries)
+    draft.files[entry["file"]]
+    draft.touched.add(entry["file"])
+    return entry["file"], entry
+
+
+def _records_end(draft: Draft, entry: dict[str, Any]) -> tuple[int, int]:
+    """Return the size of a record and where the index begins, as a manifest says."""
+    width = next(body["record_bytes"] for body in draft.bodies.values() if entry in (*body["base"], *body["delta"]))
+    end = PAGE + entry["count"] * (width + 4)
+    if not (0 < width <= LARGE and PAGE <= end <= len(draft.files[entry["file"]]) + LARGE):
+        raise ValueError("sizes that are made up")
+    return width, end
+
+
+# ---------------------------------------------------------------- checksums that fit
+
+
+def seal(draft: Draft) -> None:
+    """Make the checksums right of all that was changed: those of records, indexes, headers, histories and manifests."""
+    keeps = {name: draft.rng.random() < 0.1 for name in ("size", "name", "salt", "width", "crc")}
+    for path in sorted(draft.files):
+        if not (path.startswith("manifest/") and path.endswith(".json")):
+            continue
+        if path not in draft.bodies and not draft.touched - {path}:
+            line = bytes(draft.files[path][:-66])
+        else:
+            try:
+                body = draft.bodies.get(path) or json.loads(bytes(draft.files[path][:-66]))
+                _seal_entries(draft, body, keeps)
+                line = json.dumps(body).encode()
+            except (ValueError, RecursionError):
+                line = bytes(draft.files[path][:-66])
+        draft.files[path] = bytearray(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+
+
+def _seal_entries(draft: Draft, body: Any, keeps: dict[str, bool]) -> None:
+    for key in ("base", "delta", "history"):
+        entries = body.get(key) if isinstance(body, dict) else None
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("file"), str) and entry["file"] in draft.files:
+                with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError, struct.error):
+                    _seal_file(draft, body, entry, 0 if key == "history" else body["record_bytes"], keeps)
+
+
+def _seal_file(draft: Draft, body: dict[str, Any], entry: dict[str, Any], width: int, keeps: dict[str, bool]) -> None:
+    data = draft.files[entry["file"]]
+    if len(data) >= PAGE and not keeps["name"]:
+        data[20:24] = struct.pack("<I", zlib.crc32(entry["file"].encode("utf-8", "replace")))
+        data[24:40] = bytes.fromhex(body["uuid"])
+    if len(data) >= PAGE and not keeps["width"]:
+        data[12:20] = struct.pack("<2I", width, width + 4)
+    if len(data) >= PAGE:
+        data[4092:4096] = struct.pack("<I", zlib.crc32(data[:4092]))
+    if not keeps["size"]:
+        entry["size"] = len(data)
+    if "crc" in entry:
+        entry["crc"] = zlib.crc32(data)
+        return
+    salt = struct.unpack_from("<I", data, 4092)[0] if struct.unpack_from("<I", data, 8)[0] == 2 else None
+    if "salt" in entry and not keeps["salt"]:
+        entry["salt"] = salt
+    count = min(entry["count"], 10_000)
+    end = PAGE + count * (width + 4)
+    ids = _ids(entry, bytes(data[end:]), count)
+    for place in range(count):
+        start = PAGE + place * (width + 4)
+        record = bytes(data[start : start + width])
+        if len(record) < width:
+            break
+        mark = 0 if salt is None else (salt + place * STEP) % 2**32
+        data[start + width : start + width + 4] = struct.pack(
+            "<I", zlib.crc32(record, zlib.crc32(struct.pack("<q", ids[place] if place < len(ids) else 0))) ^ mark
+        )
+    if not keeps["crc"]:
+        entry["index_crc"] = zlib.crc32(data[end:])
+
+
+def _ids(entry: dict[str, Any], index: bytes, count: int) -> list[int]:
+    """Return the ids of records as a reader would understand them."""
+    if entry["index"] == "ids":
+        return np.frombuffer(index[: len(index) // 8 * 8], "<i8").tolist()
+    if entry["index"] == "bits":
+        bits = np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), bitorder="little"))
+        return [entry["lo"] + bit for bit in bits.tolist()[:count] if -(2**63) <= entry["lo"] + bit < 2**63]
+    return [row for row in range(entry["lo"], entry["lo"] + count) if -(2**63) <= row < 2**63]
+
+
+# ---------------------------------------------------------------- cases
+
+
+class Case(NamedTuple):
+    """A table that was changed.
+
+    Attributes:
+        seed: from which it is made again.
+        image: what it was.
+        files: what it is.
+        sealed: its checksums are right.
+        notes: what was changed.
+    """
+
+    seed: int
+    image: Image
+    files: dict[str, bytes]
+    sealed: bool
+    notes: list[str]
+
+
+def case_of(seed: int, sealed: bool) -> Case:
+    """Return the case of a number."""
+    rng = random.Random(2 * seed + sealed)
+    image = rng.choice([image for image in images() if sealed or not image.name.startswith("version-1")])
+    draft = Draft(rng, {path: bytearray(data) for path, data in image.files.items()}, sealed)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        change = rng.choice(SEALED if sealed else PLAIN)
+        draft.notes.append(changed(draft, change))
+    if sealed:
+        seal(draft)
+    return Case(seed, image, {path: bytes(data) for path, data in draft.files.items()}, sealed, draft.notes)
