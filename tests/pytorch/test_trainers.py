@@ -78,12 +78,9 @@ def check_same(one: list[Tensor], other: list[Tensor]) -> None:
 # ---------------------------------------------------------------- one fit of each trainer
 
 
-def lightning_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None:
-    pytest.importorskip("lightning")
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def lit_of(model: Model) -> Any:
+    """Return a model as Lightning takes it."""
+    pl = pytest.importorskip("lightning.pytorch")
 
     class Lit(pl.LightningModule):
         def __init__(self) -> None:
@@ -97,18 +94,22 @@ def lightning_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None
             optimizer = optimizer_of(self.model)
             return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)}
 
-    trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=[ModelCheckpoint(folder / "lightning", save_last=True)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        gradient_clip_val=0.5,
-        accumulate_grad_batches=2,
-    )
-    last = folder / "lightning" / "last.ckpt"
-    trainer.fit(Lit(), DataLoader(DATA, batch_size=8), ckpt_path=last if resume else None, weights_only=False)
+    return Lit()
+
+
+def lightning_trainer(epochs: int, callbacks: list[Any], **arguments: Any) -> Any:
+    pl = pytest.importorskip("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **quiet, **arguments)
+
+
+def lightning_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    keep = pl.callbacks.ModelCheckpoint(folder / "lightning", save_last=True)
+    trainer = lightning_trainer(epochs, [keep], gradient_clip_val=0.5, accumulate_grad_batches=2)
+    last = folder / "lightning" / "last.ckpt" if resume else None
+    trainer.fit(lit_of(model), DataLoader(DATA, batch_size=8), ckpt_path=last, weights_only=False)
 
 
 def accelerate_fit(folder: Path, model: Model, epochs: int, resume: bool, safe: bool = True) -> None:
@@ -186,33 +187,16 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(fit: Callable[..., No
 def test_every_checkpoint_of_a_table_on_disk_loads(tmp_path: Path):
     """`save_top_k=-1`: tables keep two commits by themselves, and there are more files."""
     pl = pytest.importorskip("lightning.pytorch")
-    model, epochs = Model(tmp_path), 5
-    states = []
-
-    class Lit(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return self.model(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            return optimizer_of(self.model)
-
-        def on_train_epoch_start(self) -> None:
-            states.append(weight_of(self.model.user))
-
-    callback = pl.callbacks.ModelCheckpoint(tmp_path / "all", filename="{epoch}", save_top_k=-1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[callback], **quiet)
-    trainer.fit(Lit(), DataLoader(DATA, batch_size=8))
-    states.append(weight_of(model.user))
+    model, epochs, states = Model(tmp_path), 5, []
+    note = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: states.append(weight_of(model.user)))
+    keep_all = pl.callbacks.ModelCheckpoint(tmp_path / "all", filename="{epoch}", save_top_k=-1)
+    lit = lit_of(model)
+    lightning_trainer(epochs, [note, keep_all]).fit(lit, DataLoader(DATA, batch_size=8))
+    assert not torch.equal(states[1], states[2])
     for epoch in range(epochs):
         saved = torch.load(tmp_path / "all" / f"epoch={epoch}.ckpt", weights_only=False)["state_dict"]
-        Lit().load_state_dict(saved)
-        assert torch.equal(weight_of(model.user), states[epoch + 1])
-    assert not torch.equal(states[1], states[2])
+        lit.load_state_dict(saved)
+        assert torch.equal(weight_of(model.user), states[epoch])
     close(model)
 
 
