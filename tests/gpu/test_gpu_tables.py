@@ -230,7 +230,7 @@ def test_checkpoints_and_copies(way: Way):
 def test_another_rule_lays_the_records_out_anew():
     models = [train(make(way), batches(2)) for way in (SOME_NEAR[1], None)]
     for model in models:
-        model.table.set_rule(None)
+        model.table.set_rule(None, reset_state=True)
         optimizer = ert.SGD(model.whole, lr=0.1)
         loss_of(model, batches(1)[0]).backward()
         optimizer.step()

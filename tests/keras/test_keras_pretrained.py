@@ -45,7 +45,7 @@ def test_weights_of_all_kinds(make: Any):
     weights = make()
     layer = erk.Embedding.from_pretrained(weights)
     dtype = keras.backend.standardize_dtype(weights.dtype)
-    assert (layer.table.spec.dtype, layer(IDS).dtype.name, layer.trainable) == (dtype, dtype, False)
+    assert (layer.table.spec.dtype, layer(IDS).dtype.name, layer.trainable) == (dtype, dtype, True)
     np.testing.assert_array_equal(layer(IDS), np.asarray(weights)[IDS])
 
 
@@ -57,12 +57,13 @@ def test_arrays_and_tensors_are_not_copied():
     assert np.shares_memory(array, np.asarray(memoryview(tensor)))
 
 
-def test_frozen_unless_told_otherwise():
-    for trainable in (False, True):
-        layer = erk.Embedding.from_pretrained(WEIGHTS, trainable=trainable, name="emb")
-        sequential(layer).fit(IDS, np.ones((2, 1)), verbose=0)
-        changed = (layer.table.lookup(np.arange(ROWS)) != WEIGHTS).any(axis=1)
-        assert np.flatnonzero(changed).tolist() == ([0, 1, 3, 29] if trainable else [])
+@pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
+@pytest.mark.parametrize("options", [{}, {"trainable": True}, {"trainable": False}], ids=str)
+def test_trained_unless_told_otherwise(kind: Any, options: dict[str, Any]):
+    layer = kind.from_pretrained(WEIGHTS, name="emb", **options)
+    sequential(layer).fit(IDS, np.ones((2, 1)), verbose=0)
+    changed = (layer.table.lookup(np.arange(ROWS)) != WEIGHTS).any(axis=1)
+    assert np.flatnonzero(changed).tolist() == ([0, 1, 3, 29] if options.get("trainable", True) else [])
     np.testing.assert_array_equal(WEIGHTS, np.random.default_rng(0).standard_normal(WEIGHTS.shape).astype(np.float32))
 
 

@@ -197,7 +197,7 @@ def test_failed_load_changes_nothing_of_an_open_table(place, tmp_path):
     model = make_model(**place)
     train(model)
     model.save(tmp_path / "m.keras")
-    model.compile(erk.optimizer("sgd"), "mse", run_eagerly=True)
+    model.compile(erk.optimizer("sgd", reset_state=True), "mse", run_eagerly=True)
     train(model)
     table_of(model).commit()
     rows, rule = table_of(model).lookup(ALL), table_of(model).rule
@@ -761,9 +761,12 @@ def test_a_table_that_goes_back_to_another_rule_is_trained_on(tmp_path):
     model.compile(erk.optimizer("adam"), "mse")
     model.fit(*data, verbose=0)
     model.save_weights(str(tmp_path / "adam.weights.h5"))
-    model.compile(erk.optimizer("adagrad"), "mse")
+    model.compile(erk.optimizer("adagrad", reset_state=True), "mse")
     model.fit(*data, verbose=0)
     model.load_weights(str(tmp_path / "adam.weights.h5"))
+    with pytest.raises(Exception, match=r"step by Adam\(.* made 1 step, .*got erk.optimizer\(Adagrad\)"):
+        model.fit(*data, verbose=0)
+    model.compile(erk.optimizer("adagrad", reset_state=True), "mse")
     model.fit(*data, verbose=0)
     assert isinstance(model.layers[1].table.rule, er.Adagrad)
     model.layers[1].table.commit()

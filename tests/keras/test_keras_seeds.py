@@ -93,7 +93,7 @@ def test_a_file_brings_the_seed(tmp_path: Path):
     saved.train_on_batch([np.array([1, 2]), np.array([3, 4])], np.zeros((2, 1)))
     saved.save(tmp_path / "model.keras")
     keras.utils.set_random_seed(1)
-    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded: Any = keras.models.load_model(tmp_path / "model.keras")
     for a, b in zip(contents(saved), contents(loaded), strict=True):
         np.testing.assert_array_equal(a, b)
 

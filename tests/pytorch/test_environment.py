@@ -125,7 +125,7 @@ def test_one_distributed_process():
     dense = nn.Linear(DIM, 1)
     for layer in (mine, theirs):
         model = nn.Sequential(layer, copy.deepcopy(dense))
-        optimizer = ert.SGD(model, lr=0.5) if layer is mine else torch.optim.SGD(theirs.parameters(), lr=0.5)
+        optimizer = ert.SGD(mine, lr=0.5) if layer is mine else torch.optim.SGD(theirs.parameters(), lr=0.5)
         replica = nn.parallel.DistributedDataParallel(model)
         for _ in range(3):
             model.zero_grad()

@@ -291,6 +291,7 @@ class TwoTables(Model):
         return self.dense(self.user(ids) + self.item(ids)).square().sum()
 
 
+@pytest.mark.filterwarnings("ignore::embedrock.torch.UntrainedWarning")  # of the dense weights, which nobody steps
 @pytest.mark.parametrize("of", ["layers", "towers"])
 def test_two_optimizers_of_rows_take_turns(of):
     model = TwoTables()

@@ -314,7 +314,7 @@ def test_where_the_learning_rate_stands_is_part_of_the_state() -> None:
     table.update([1], np.ones((1, 4), np.float32))
     with pytest.raises(er.UnknownArgumentError, match="'lr_inside'"):
         table.update([1], np.ones((1, 4), np.float32), lr_inside=True)
-    table.set_rule(er.Momentum(lr=0.1, lr_inside=True))
+    table.set_rule(er.Momentum(lr=0.1, lr_inside=True), reset_state=True)
     assert table.steps == 0
 
 

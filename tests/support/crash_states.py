@@ -253,7 +253,7 @@ class Life:
         """Give the records another layout, which the next commit has, unless the table is abandoned before."""
         rule = self.rng.choice([rule for rule in RULES if rule != self.ram.rule])
         for table in (self.table, self.ram):
-            table.set_rule(rule)
+            table.set_rule(rule, reset_state=True)
         self.train()
 
     def reopen(self, abandoned: bool = False) -> None:

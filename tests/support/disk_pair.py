@@ -146,7 +146,7 @@ class Pair:
         rules = [rule for rule in LAZY if rule.state_width(DIM) <= width]  # as many rows as before must fit
         rule = rules[int(self.rng.integers(len(rules)))]
         for table in (self.table, self.ram):
-            table.set_rule(rule)
+            table.set_rule(rule, reset_state=True)
 
     def read_all(self) -> None:
         """Read more rows at once than the cache holds."""

@@ -66,7 +66,7 @@ def train(table: er.Table, kind: str, seed: int, step: int) -> None:
     """Make step number `step` (from 1 on)."""
     ids, grads = batch(seed, step)
     if step % LAYOUT_STEPS == 0:
-        table.set_rule(KINDS[kind].rule_of(step))
+        table.set_rule(KINDS[kind].rule_of(step), reset_state=True)
     table.update(ids, grads)
 
 

@@ -105,7 +105,7 @@ def test_a_rollback_needs_memory_for_the_records_of_then(tmp_path: Path):
         ids = np.arange(100)
         table.update(ids, grads(ids, 64))
         table.commit()
-        table.set_rule(er.SGD(lr=0.5))
+        table.set_rule(er.SGD(lr=0.5), reset_state=True)
         table.commit()
         memory = table.memory_for(1)
     with er.open(tmp_path / "t", memory=memory) as table:

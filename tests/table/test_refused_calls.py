@@ -124,7 +124,7 @@ def compact(tables: Tables) -> None:
 
 def set_rule(tables: Tables) -> None:
     if not getattr(tables[0].rule, "dense", False):
-        tables[0].set_rule(er.SGD(lr=0.5))
+        tables[0].set_rule(er.SGD(lr=0.5), reset_state=True)
 
 
 ACTS = {

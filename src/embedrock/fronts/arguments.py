@@ -12,10 +12,11 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str]) -> None:
@@ -88,11 +89,12 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: Fi
 
 def zero_rows(table: Table, ids: Sequence[int]) -> None:
     """Make rows zeros, in a table with no rows touched."""
-    rule = table.rule
-    if lags_behind(rule):  # where rows cannot be assigned
-        table.set_rule(None)
-    table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
-    table.set_rule(rule)
+    rows, rule = rows_of(table), table.rule
+    with rows.turn.alone(), held_back():
+        if lags_behind(rule):  # where rows cannot be assigned
+            rows.set_rule(None)
+        table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
+        rows.set_rule(rule)
 
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:

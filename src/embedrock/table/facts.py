@@ -12,6 +12,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.files import Files
 from embedrock.table.rows import Rows
+from embedrock.tiers.disk import memory_for
 from embedrock.tiers.side import Side
 
 F = TypeVar("F", bound="Facts")
@@ -126,6 +127,10 @@ class Facts:
     def last_step(self) -> int | None:
         """The `step` that was given to the last commit."""
         return self._on_disk().store.manifest.step
+
+    def memory_for(self, rows: int) -> int:
+        """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
+        return memory_for(self.spec, rows)
 
     @property
     def uncommitted(self) -> bool:

@@ -88,6 +88,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
     home = InRam(options["memory"], options["directory"], subject)
     rows = Rows(home, options["on_nonfinite"])
     rows.install(spec, home.empty_tier(spec))
+    rows.given_rule = spec.rule
     return rows
 
 
@@ -117,6 +118,7 @@ def _step_by(rows: Rows, rule: Rule, path: str) -> None:
         check_same(describe_spec(rows.spec.with_rule(rule)), describe_spec(rows.spec), path)
     with held_back():
         rows.set_rule(rule)
+    rows.given_rule = rule
 
 
 def check_rule(rule: Any) -> None:

@@ -161,6 +161,7 @@ class Rows:
         version: how often it was changed.
         steps, skipped_steps: made, and left out for NaN or Inf.
         history: what the rule remembers of past steps.
+        given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
     """
 
@@ -171,6 +172,8 @@ class Rows:
         self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
         self.turn, self.version = Turn(), Version()
         self.steps = self.skipped_steps = 0
+        self.given_rule: Rule | None = None
+        self.is_rule_bound = False
         self.side: Side | None = None
         self._tier: Tier | None = None
         self._lease = _Lease()
@@ -527,7 +530,10 @@ class Rows:
                 "also moved rows without records, whose first values would come back. Look up the rows that you need, "
                 "and assign them to a new table."
             )
+        is_as_committed = self.version.is_committed and not self.steps
         self.home.lay_out(self, spec)
+        if is_as_committed:  # no row is another
+            self.version.commit()
 
     @property
     def first_scale(self) -> float:

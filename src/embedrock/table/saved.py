@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from embedrock.errors import ArgumentError
 from embedrock.rules import describe_rule
 from embedrock.table.description import rule_of
 from embedrock.table.rows import Rows
+from embedrock.table.rule_changes import lost_state
 from embedrock.tiers.records import wrong_last_steps
 from embedrock.tiers.tier import Tier
 
@@ -78,8 +80,13 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
             )
         tier.paste_records(ids, records)
     rows.install(spec, tier, history, steps, int(header["skipped_steps"]))
-    if wanted is not None:
-        rows.set_rule(wanted)
+    if wanted is None:
+        rows.given_rule, rows.is_rule_bound = None, False
+        return
+    if lost := lost_state(rows, wanted):
+        what = f"only the weights of a state for {rows.subject} are taken, which steps by {wanted}"
+        warnings.warn(f"{what}: {spec.rule} {lost.replace('would be lost', 'is left out')}.", stacklevel=2)
+    rows.set_rule(wanted)
 
 
 def check_header(header: dict[str, Any], rows: Rows) -> None:
@@ -168,7 +175,7 @@ def load_state(rows: Rows, state: dict[str, Any]) -> None:
     if rule is not None and wanted is not None and not wanted.same_layout(rule):
         raise ArgumentError(
             f"a state for {rows.subject} must be that of its rule {wanted}: got one of {rule}. "
-            "Call set_rule(None) first to take the state's rule."
+            "Call set_rule(None, reset_state=True) first to take the state's rule."
         )
     ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
     history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}

@@ -22,7 +22,7 @@ from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import EXPORT_BATCH_ROWS, Rows
-from embedrock.tiers.disk import memory_for
+from embedrock.table.rule_changes import give_rule
 from embedrock.tiers.tier import Ticket
 
 
@@ -235,10 +235,13 @@ class Table(Facts):
         self._rows.write(plan, checks.assigned(plan, values, self._rows))
 
     @whole
-    def set_rule(self, rule: Rule | None) -> None:
-        """Give the table a rule. If its records must be laid out anew, weights stay and state and step begin anew."""
+    def set_rule(self, rule: Rule | None, *, reset_state: bool = False) -> None:
+        """Give the table a rule. If its records must be laid out anew, weights stay and state and step begin anew.
+
+        State from steps is lost with ``reset_state=True`` only, else it is an `ArgumentError`. Layers of Keras keep it.
+        """
         check_rule(rule)
-        self._checked_rows().set_rule(rule)
+        give_rule(self._checked_rows(), rule, reset_state)
 
     # ---------------------------------------------------------------- whole tables
 
@@ -367,10 +370,6 @@ class Table(Facts):
             tier.begin_bring()
         return tier.bring_ahead(checked)
 
-    def memory_for(self, rows: int) -> int:
-        """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
-        return memory_for(self.spec, rows)
-
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.
 
@@ -402,6 +401,7 @@ class Table(Facts):
             own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init}
             made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
             made.load_state(state)
+            made._rows.given_rule, made._rows.is_rule_bound = rows.given_rule, rows.is_rule_bound
         memo[id(self)] = made
         return made
 

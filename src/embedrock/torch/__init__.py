@@ -21,6 +21,7 @@ from embedrock.torch.optim import (
 from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.saving.release import release
+from embedrock.torch.training.dense_watch import UntrainedWarning
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
 from embedrock.torch.training.vigil import ForgottenGradientsError
@@ -45,6 +46,7 @@ __all__ = [
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
+    "UntrainedWarning",
     "average",
     "dense_parameters",
     "handles",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
+from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bind
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.dense_watch import DenseWatch
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.parameters import dense_parameters, handles
+from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
@@ -48,6 +50,8 @@ class RowOptimizer(torch.optim.Optimizer):
         layers: a model, layers, handles, or param groups: dicts with any of these under "params". Dense
             parameters of a model are left to an optimizer of PyTorch's: see `dense_parameters`.
         lr: learning rate; None: the rule's default.
+        reset_state: begin the rows' optimizer state anew where it is that of another kind of rule, or of other fixed
+            hyperparameters, and let a rule that was given to a table go. The weights stay as they are.
         clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``.
             (`torch.nn.utils.clip_grad_value_` does so too.)
         hyperparameters: further fields of the rule. Like ``lr`` they may differ between param groups and change
@@ -55,17 +59,20 @@ class RowOptimizer(torch.optim.Optimizer):
             a table that has a rule of this kind, and otherwise the rule's defaults.
 
     A table has one optimizer at a time: the one made last. Rows keep their optimizer state if the table's rule was
-    of the same kind (from a checkpoint, say), and start with a fresh one otherwise. The state and the step count
-    stay with the rows, in ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
+    of the same kind (from a checkpoint, say). The state and the step count stay with the rows, in
+    ``model.state_dict()``; ``optimizer.state_dict()`` has the param groups.
 
     Raises:
-        ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work.
+        ArgumentError: no embedding layer among `layers`, or a hyperparameter that cannot work; or a table was given a
+            rule of another kind, or its rows have state of one from steps, and no `reset_state`.
         UnsupportedError: an argument of PyTorch's optimizers that this one does not have, or `dense=True` for a layer
             with `max_norm`.
     """
 
     rule_type: ClassVar[type[Rule]]
     fields: ClassVar[tuple[str, ...]]
+    _resets_state = False
+    _watches: Sequence[DenseWatch] = ()
 
     def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,6 +86,7 @@ class RowOptimizer(torch.optim.Optimizer):
             inspect.Parameter("layers", either),
             *(inspect.Parameter(f.name, either if f.name == "lr" else by_name, default=f.default) for f in fields),
             inspect.Parameter("clip_value", by_name, default=None),
+            inspect.Parameter("reset_state", by_name, default=False),
         ]
         cls.__signature__ = inspect.Signature(parameters)
 
@@ -88,6 +96,7 @@ class RowOptimizer(torch.optim.Optimizer):
         lr: float | Tensor | None = None,
         *,
         clip_value: float | None = None,
+        reset_state: bool = False,
         **hyperparameters: Any,
     ) -> None:
         for name in hyperparameters:
@@ -97,7 +106,9 @@ class RowOptimizer(torch.optim.Optimizer):
         rule = self.rule_type(**_plain(given))
         defaults = {name: getattr(rule, name) for name in self.fields}
         fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as the table has it
+        self._resets_state = reset_state
         super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
+        self._resets_state = False  # of tables that come later, in a param group or a copy
 
     # ------------------------------------------------------------ param groups
 
@@ -117,16 +128,33 @@ class RowOptimizer(torch.optim.Optimizer):
         model = layers if isinstance(layers, nn.Module) else None
         _name_layers(model)
         for handle in found:
-            handle.check_rule(self._rule(group, handle.table.rule))
+            rule = self._rule(group, handle.table.rule)
+            handle.check_rule(rule)
+            if handle.requires_grad:
+                check_may_bind(handle.table, rule, self._described(handle))
         super().add_param_group(group)
         # A model of nothing but rows, such as a layer, does not tell which other optimizers go with this one.
-        self._bind(group, model if model is not None and dense_parameters(model) else None)
+        named = [] if model is None else model.named_parameters()
+        dense = {name: parameter for name, parameter in named if not isinstance(parameter, Handle)}
+        self._bind(group, model if dense else None)
+        if model is not None and dense:
+            self._watches = [*self._watches, DenseWatch(model, f"ert.{type(self).__name__}", dense)]
 
     def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
         for handle in group["params"]:
-            if handle.table.mode == "w":  # a snapshot can be in a model whose other layers train
-                handle.table.set_rule(self._rule(group, handle.table.rule))
+            rule = self._rule(group, handle.table.rule)
+            taker = self._described(handle)
+            # Frozen rows are not stepped, and keep a rule that is there to stay, and their state, until they are.
+            if handle.requires_grad or may_bind(handle.table, rule, taker._replace(resets_state=False)):
+                bind_rule(handle.table, rule, taker)
             handle.vigil.bind(self, model)
+
+    def _described(self, handle: Handle) -> RuleTaker:
+        own = type(handle.table.rule)
+        go_on = f"Make an ert.{own.__name__} of them to go on so."
+        if own is self.rule_type:
+            go_on = f"Leave out {', '.join(sorted(own.FIXED))} to go on so."
+        return RuleTaker(f"ert.{type(self).__name__}", handle.label, go_on, self._resets_state)
 
     def _rule(self, group: dict[str, Any], own: Rule | None = None) -> Rule:
         """Return the rule that a param group asks for, of a table that has the rule `own`."""
@@ -188,7 +216,14 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()
+        if self._watches:
+            self._look_at_dense()
         return loss
+
+    def _look_at_dense(self) -> None:
+        for watch in self._watches:
+            watch.after_step(stacklevel=5)  # of the caller of `step`, which PyTorch wraps twice
+        self._watches = [watch for watch in self._watches if not watch.is_over]
 
     def _due(self, group: dict[str, Any]) -> list[DueStep]:
         """Return the steps of the tables of a param group that have gradients."""
@@ -216,7 +251,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has "
                 "one optimizer at a time: step that one, or make this one anew."
             )
-        if not rule.same_layout(handle.table.rule):
+        is_stepped = handle.requires_grad or handle.grad is not None
+        if is_stepped and not rule.same_layout(handle.table.rule):
             raise ArgumentError(
                 f"the rows of {handle.label} are laid out for {handle.table.rule}, and this {mine} steps by {rule}. "
                 f"Make the {mine} anew."

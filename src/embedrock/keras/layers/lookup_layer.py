@@ -31,7 +31,7 @@ class LookupLayer(RowLayer):
 
     @classmethod
     def from_pretrained(
-        cls, weights: Any, trainable: bool = False, *, dtype: Any = None, rule: Any = None, **options: Any
+        cls, weights: Any, trainable: bool = True, *, dtype: Any = None, rule: Any = None, **options: Any
     ) -> Any:
         """Make a layer whose rows start as those of `weights`, which are not copied: rows are read when needed.
 
@@ -40,7 +40,8 @@ class LookupLayer(RowLayer):
         Args:
             weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which
                 stays on disk. It must not change while the layer is used.
-            trainable: whether rows are trained. Those that were are kept by the table, not written to `weights`.
+            trainable: whether rows are trained, as those of any layer of Keras are (PyTorch's layers freeze them).
+                Those that were are kept by the table, not written to `weights`.
             dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
             rule: how rows are stepped, as in the layer itself.
             options: path, memory and all other arguments of the layer, those of its table among them.

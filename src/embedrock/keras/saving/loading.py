@@ -22,6 +22,7 @@ from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
+from embedrock.keras.training.handle import LOADED
 from embedrock.table.open import open_table
 from embedrock.table.opening import FirstValues
 from embedrock.table.table import Table
@@ -106,7 +107,7 @@ def _references_in(file: Any) -> list[dict[str, Any]]:
 
 def shared_objects() -> dict[Any, Any] | None:
     """Return what all objects of a model that is being saved or loaded share; None where none is."""
-    return global_state.get_global_attribute("shared_objects/id_to_obj_map")
+    return global_state.get_global_attribute(LOADED)
 
 
 def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = None) -> tuple[Table, bool]:

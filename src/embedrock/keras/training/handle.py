@@ -15,10 +15,12 @@ from keras.src.backend.common import global_state  # Keras tells no other way wh
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.rules import Rule
 from embedrock.table.table import Table
 
+LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
 WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
@@ -102,12 +104,35 @@ class Handle:
             )
         self._is_shared = True
 
+    @property
+    def own_rule(self) -> Rule | None:
+        """The rule that steps the rows, of the layers on the table or of the table; None where they follow."""
+        return given_rule(self.table) if self.rule is None else self.rule
+
     def bind(self, owner: Any, rule: Rule) -> None:
-        """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)"""
-        if self.table.mode == "w":
-            self.table.set_rule(rule)
+        """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)
+
+        Of a model that is being loaded they may have another one: then the first step says so.
+        """
+        if rule.same_layout(self.table.rule) or global_state.get_global_attribute(LOADED) is None:
+            bind_rule(self.table, rule, self._taken_by(owner))
         # Of a model and its copy that was loaded, the one that is trained first goes on with the rows.
         self._owners = [each for each in self._owners if each() not in (None, owner)] + [weakref.ref(owner)]
+
+    def check_rule(self, owner: Any, rule: Rule) -> None:
+        """Raise `ArgumentError` where an optimizer was bound and the rows are not laid out for its rule.
+
+        They never are where somebody gave them another one after, or the file of a model meant one.
+        """
+        if not rule.same_layout(self.table.rule):
+            bind_rule(self.table, rule, self._taken_by(owner))
+
+    def _taken_by(self, owner: Any) -> RuleTaker:
+        own = self.table.rule
+        go_on = "" if own is None else f"To go on so, give the layer rule={written(own)}."
+        return RuleTaker(
+            f"erk.optimizer({type(owner).__name__})", self.label, go_on, owner.resets_state, self.rule is not None
+        )
 
     def check_strategy(self) -> None:
         """Raise an error where a strategy was entered that the handle knows nothing of."""

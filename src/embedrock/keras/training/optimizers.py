@@ -30,6 +30,7 @@ class RowOptimizer:
 
     # What all workers of a cluster bring to the step that is being traced; None where there is one process.
     _gathered: Any = None
+    resets_state = False  # rows whose state is that of another rule begin anew
 
     def build(self: Any, variables: Sequence[Any]) -> None:
         """Prepare for variables, and take the rows that some of them stand for."""
@@ -37,11 +38,13 @@ class RowOptimizer:
         if handles:
             self._refuse_for_rows(handles[0])
         for handle in handles:
-            if handle.rule is None:
+            if handle.own_rule is None:
                 check_followed(self, steps.decays(self, handle))
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
         for handle in handles:
             steps.bind(handle, self)
+        if handles:
+            self.resets_state = False  # of tables that come later
 
     def _refuse_for_rows(self: Any, handle: Handle) -> None:
         strategy = handle.strategy
@@ -160,7 +163,7 @@ def _clipped_as(vector: tf.Tensor, shown: tf.Tensor, clipped: tf.Tensor) -> tf.T
     return tf.where(clipped == shown, vector, vector * tf.math.divide_no_nan(clipped, shown))
 
 
-def optimizer(identifier: Any) -> Any:
+def optimizer(identifier: Any, *, reset_state: bool = False) -> Any:
     """Return a Keras optimizer that also steps the rows of Embedrock's layers, by its own rule.
 
     The rows follow its learning rate, schedules, clipping, loss scaling and gradient accumulation. See
@@ -169,6 +172,8 @@ def optimizer(identifier: Any) -> Any:
     Args:
         identifier: a name ("adam"), a config, or an instance, which becomes such an optimizer itself. A
             `keras.optimizers.LossScaleOptimizer` has its inner one changed.
+        reset_state: begin the state of rows anew where it is that of another rule than they will be stepped by; without
+            it that is an error. The weights stay as they are, and so does a rule that a layer or a table was given.
 
     Raises:
         ArgumentError: it is no optimizer, or one that was used already.
@@ -182,6 +187,7 @@ def optimizer(identifier: Any) -> Any:
     made = _get(identifier)
     inner = getattr(made, "inner_optimizer", made)
     if isinstance(inner, RowOptimizer):
+        inner.resets_state |= reset_state
         return made
     if inner.built:
         raise ArgumentError(
@@ -189,6 +195,7 @@ def optimizer(identifier: Any) -> Any:
             f"{len(inner.variables)} variables. Make a new one, or pass it to erk.optimizer before compile."
         )
     object.__setattr__(inner, "__class__", row_class(type(inner)))
+    inner.resets_state = reset_state
     return made
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
+from embedrock.fronts.references import keep_rule
 from embedrock.fronts.steps import Due, step_all
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.following import follow
@@ -76,6 +77,8 @@ def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequ
             Due(handle.table, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
             for handle, grads in zip(handles, summed, strict=True)
         ]
+        for handle, part in zip(handles, due, strict=True):
+            handle.check_rule(optimizer, part.rule)
         step_all(due)
     return np.int64(len(due))
 
@@ -86,9 +89,9 @@ def bind(handle: Handle, optimizer: Any) -> None:
 
 
 def rebind(handle: Handle) -> None:
-    """Give a table that went back to an earlier commit the rule of its optimizer again."""
+    """Give a table that went back to an earlier commit the rule of its optimizer again, where its records allow it."""
     if handle.owner is not None:
-        bind(handle, handle.owner)
+        keep_rule(handle.table, _rule(handle.owner, handle, None))
 
 
 def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
@@ -97,7 +100,7 @@ def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
     Args:
         lr: the optimizer's learning rate; None where only the layout of records counts.
     """
-    own = handle.rule
+    own = handle.own_rule
     with of_step(handle.label):
         if own is None:
             return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))

@@ -1,0 +1,87 @@
+"""Who chose the rule of a table, and what is lost where another one takes its place.
+
+A rule is *given* to a table by its maker (``rule=``, `set_rule`), *bound* to it by an optimizer of a front end, or
+found in its files. An optimizer takes the place of another one. A rule that was given or found stays, and so does the
+state of rows, until somebody says `reset_state`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from embedrock.errors import ArgumentError
+from embedrock.rules import Rule
+from embedrock.table.rows import Rows
+
+
+class RuleTaker(NamedTuple):
+    """An optimizer of a front end that is to step a table, in the words of its error messages.
+
+    Attributes:
+        name: such as "ert.SGD".
+        label: what it calls the rows that it is to step.
+        go_on: how to go on by the rule that the table has: a sentence.
+        resets_state: it was told that state may be lost.
+        is_chosen: it steps by a rule that a layer was given, which goes before one that the table was given.
+    """
+
+    name: str
+    label: str
+    go_on: str
+    resets_state: bool = False
+    is_chosen: bool = False
+
+
+def give_rule(rows: Rows, rule: Rule | None, reset_state: bool) -> None:
+    """Step by a rule that somebody chose: see `Table.set_rule`."""
+    if not reset_state and (lost := lost_state(rows, rule)):
+        raise ArgumentError(
+            f"the rule of {rows.subject} cannot become {rule}: {rows.spec.rule} {lost}. Pass reset_state=True to "
+            "set_rule to begin that state anew, with the weights as they are."
+        )
+    rows.set_rule(rule)
+    rows.given_rule, rows.is_rule_bound = rule, False
+
+
+def bind_rule(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
+    """Step by the rule of an optimizer, which is laid out as the one that the table has, or may take its place.
+
+    Raises:
+        ArgumentError: it may not.
+    """
+    had = rows.spec.rule
+    if not rule.same_layout(had):
+        if not taker.resets_state:
+            check_may_bind(rows, rule, taker)
+        rows.given_rule = None
+    rows.set_rule(rule)
+    rows.is_rule_bound = True
+
+
+def check_may_bind(rows: Rows, rule: Rule, taker: RuleTaker) -> None:
+    """Raise `ArgumentError` where an optimizer would take the place of a rule that was chosen, or has state of rows."""
+    had = rows.spec.rule
+    if had is None or rule.same_layout(had):
+        return
+    origin = "came with its rows" if rows.given_rule is None else "was given to the table"
+    reasons = [] if rows.given_rule is None and rows.is_rule_bound else [origin]
+    lost = lost_state(rows, rule)
+    if lost or (reasons and not taker.is_chosen):
+        reasons += [lost] * bool(lost)
+        raise ArgumentError(
+            f"rows of {taker.label} step by {had}, which {' and '.join(reasons)}: got {taker.name}, which would step "
+            f"them by {rule}. {taker.go_on} To take that instead, with the weights as they are, pass reset_state=True "
+            f"to {taker.name}."
+        )
+
+
+def lost_state(rows: Rows, rule: Rule | None) -> str:
+    """Return what is lost where a rule takes the place of a table's; "" for nothing."""
+    had = rows.spec.rule
+    if had is None or not had.state() or not rows.steps or (rule is not None and rule.same_layout(had)):
+        return ""
+    if rows.first_scale != 1.0:  # which `Rows.set_rule` refuses, whatever else
+        return ""
+    names = ", ".join(column.name for column in had.state())
+    steps = f"{rows.steps:,} {'step' if rows.steps == 1 else 'steps'}"
+    return f"has made {steps}, and the state ({names}) of {rows.tier.count:,} rows would be lost"
