@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from embedrock.errors import ArgumentError
+from embedrock.process import forks
 
 if TYPE_CHECKING:
     from embedrock.initializers import Initializer
@@ -84,12 +84,12 @@ class Spec:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
 
-    @cached_property
+    @forks.cached_property
     def storage(self) -> Storage:
         """How the weights lie in a record."""
         return STORAGES[self.dtype]
 
-    @cached_property
+    @forks.cached_property
     def layout(self) -> Layout:
         """Where weights and state lie in a record."""
         state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
@@ -100,12 +100,12 @@ class Spec:
         gaps = (self.dim * self.storage.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
         return Layout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
-    @cached_property
+    @forks.cached_property
     def key(self) -> np.uint64:
         """The seed as the generator's key."""
         return np.uint64(self.seed % 2**64)
 
-    @cached_property
+    @forks.cached_property
     def first_state(self) -> np.ndarray:
         """Optimizer state of a row that was never stepped: float32 (state_width,)."""
         return np.empty(0, np.float32) if self.rule is None else self.rule.first_state(self.dim)

@@ -145,6 +145,38 @@ def test_no_step_begins_between_the_hooks_and_the_fork(action: str):
     assert run("-c", WINDOW, action) == "0\n"
 
 
+# Whoever has the table needs the lock of `logging`, as imports and compilers do. The hook of `logging` was registered
+# after those of Embedrock, and so runs before them.
+LOGGING = """
+import os, sys, threading
+import embedrock as er
+from embedrock.table.table import rows_of
+import logging
+table, has = er.Table(50, 2, rule=er.SGD(lr=1.0), init=er.Zeros()), threading.Event()
+def log():
+    with rows_of(table).turn.alone():
+        has.set()
+        forking.wait(0.5)
+        logging.getLogger("x")
+forking = threading.Event()
+thread = threading.Thread(target=log)
+thread.start()
+has.wait()
+os.register_at_fork(before=forking.set)
+child = os.fork()
+if child == 0:
+    os._exit(int(rows_of(table).turn.is_torn))
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_thread_that_is_waited_for_may_log():
+    started = time.monotonic()
+    assert run("-W", "error::RuntimeWarning", "-c", LOGGING) == "0\n"
+    assert time.monotonic() - started < PATIENCE
+
+
 # ---------------------------------------------------------------- where forks come from
 
 
@@ -310,6 +342,49 @@ def test_locks_are_let_go_where_their_holder_waits_for_one_of_them(monkeypatch: 
         warnings.simplefilter("error", RuntimeWarning)
         in_child(lambda: (check_rows(first, 1), check_rows(second, 1)))
     thread.join()
+
+
+def test_locks_that_are_made_while_others_are_waited_for_are_waited_for_too():
+    """As where another thread makes the first step of all: with that come the workers, and Numba's compiler."""
+    first, made, has = forks.lock(forks.Rank.TABLE), list[forks.Lock](), threading.Event()
+
+    def work() -> None:
+        made.append(forks.lock(forks.Rank.WORKER))
+        with made[0]:
+            has.set()
+            time.sleep(0.5)
+
+    def begin() -> None:
+        with first:
+            has.set()
+            time.sleep(0.2)
+            has.clear()
+            threading.Thread(target=work).start()
+            has.wait()
+
+    threading.Thread(target=begin).start()
+    has.wait()
+    missed = []
+    forks.in_child(missed.extend)
+    try:
+        in_child(lambda: missed == [] or os._exit(2))
+    finally:
+        forks._in_child.remove(missed.extend)
+
+
+def test_a_property_that_another_thread_computes_is_computed_in_the_child():
+    class Slow:
+        @forks.cached_property
+        def value(self) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                has.set()
+                time.sleep(0.3)
+            return 7
+
+    has = threading.Event()
+    threading.Thread(target=lambda: Slow().value).start()
+    has.wait()
+    in_child(lambda: Slow().value == 7 or os._exit(2))
 
 
 def test_two_threads_fork_at_once():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
+from embedrock.process import forks
 
 # Larger arrays are told apart by as many rows as this, evenly spread: a file of terabytes is not read to save a table.
 DIGEST_BYTES = 64 << 20
@@ -53,7 +53,7 @@ class FromArray(Initializer):
         order = np.argsort(ids)
         out[order] = self.array[ids[order]]
 
-    @cached_property
+    @forks.cached_property
     def digest(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         spread = np.linspace(0, len(self.array) - 1, DIGEST_ROWS).astype(np.int64)
         content = self.array if self.array.nbytes <= DIGEST_BYTES else self.array[spread]

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import resource
@@ -384,7 +383,7 @@ class _Tail:
 class _Bounce(threading.local):
     """Memory of a thread, aligned as direct writes need it."""
 
-    @functools.cached_property
+    @forks.cached_property
     def memory(self) -> memoryview:
         return memoryview(_pages(BOUNCE_BYTES))
 

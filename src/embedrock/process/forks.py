@@ -14,15 +14,17 @@ none of this.
 
 from __future__ import annotations
 
+import functools
+import logging  # noqa: F401  # first, as hooks before a fork run in reverse: it takes its lock when all here are held
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from embedrock.process import interrupts
 
@@ -31,6 +33,7 @@ PATIENCE = 60.0  # seconds that a fork waits for other threads, at most
 SLICE = 1.0
 
 Lock: TypeAlias = Any  # a `threading.RLock`, which is a function for some type checkers
+T = TypeVar("T")
 
 
 class Rank(IntEnum):
@@ -42,6 +45,7 @@ class Rank(IntEnum):
     WORKER = 3  # a thread that makes a call of a kernel
     LOADING = 4  # of kernels
     COMPILER = 5  # Numba's
+    VALUE = 6  # a property that is computed once
 
 
 _ranks: weakref.WeakKeyDictionary[Lock, Rank] = weakref.WeakKeyDictionary()
@@ -62,6 +66,15 @@ def hold(held: Lock, rank: Rank) -> None:
     """Have whoever forks hold a `threading.RLock`, as long as there is somebody who has it."""
     with _adding:
         _ranks[held] = rank
+
+
+def cached_property(function: Callable[[Any], T]) -> functools.cached_property[T]:
+    """Make a `functools.cached_property`. Up to Python 3.11 all objects of its class share one lock."""
+    made = functools.cached_property(function)
+    shared = getattr(made, "lock", None)
+    if shared is not None:
+        hold(shared, Rank.VALUE)
+    return made
 
 
 def in_child(function: Callable[[Set[Lock]], None]) -> Callable[[Set[Lock]], None]:
@@ -112,8 +125,8 @@ def _hold_all(held: dict[Lock, None]) -> bool:
 
 def _hold_in_order(held: dict[Lock, None], seconds: float) -> Lock | None:
     """Hold all locks; return the first one that was not to be had in so many seconds."""
-    for each in _in_order():
-        if each not in held:
+    while missing := _missing(held):  # again: those that were waited for may have made others
+        for each in missing:
             if not each.acquire(timeout=seconds):
                 return each
             held[each] = None
@@ -121,15 +134,16 @@ def _hold_in_order(held: dict[Lock, None], seconds: float) -> Lock | None:
 
 
 def _hold_free(held: dict[Lock, None]) -> None:
-    for each in _in_order():
-        if each not in held and each.acquire(blocking=False):
+    for each in _missing(held):
+        if each.acquire(blocking=False):
             held[each] = None
 
 
-def _in_order() -> Iterator[Lock]:
+def _missing(held: dict[Lock, None]) -> list[Lock]:
+    """Return the locks that are not held, in the order of their ranks."""
     with _adding:
         ranks = list(_ranks.items())
-    return (each for each, _ in sorted(ranks, key=lambda item: item[1]))
+    return [each for each, _ in sorted(ranks, key=lambda item: item[1]) if each not in held]
 
 
 def _let_go(held: dict[Lock, None]) -> None:
@@ -149,7 +163,7 @@ def _after_in_child() -> None:
     if not is_under_way():
         _begin_anew()
     _hold_free(_held[-1])  # which were made, or let go, since
-    missed = {each for each in _in_order() if each not in _held[-1]}
+    missed = set(_missing(_held[-1]))
     for each in missed:
         each._at_fork_reinit()
     with ExitStack() as calls:  # which makes all of them, whatever one raises; Python prints that

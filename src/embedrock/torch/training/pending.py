@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 from torch import Tensor
 
+from embedrock.process import forks
 from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.side import Gradients, RowSide
 
@@ -24,7 +23,7 @@ class Pending:
     def __init__(self, side: RowSide) -> None:
         self.side = side
         self.grads: Gradients | None = None
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Rank.SECTION)
 
     @property
     def shown(self) -> float | Tensor:
