@@ -34,7 +34,7 @@ def test_a_crash_loses_nothing(kind: str, tmp_path: Path):
 def test_no_crash_of_many_lives_loses_anything(kind: str, seed: int, tmp_path: Path):
     states = explore(seed, kind, 1100, tmp_path)
     print(f"crash states: {states:,}, bad: 0")
-    assert states > 20_000 / (LIVES * len(KINDS))
+    assert states > 500
 
 
 # ---------------------------------------------------------------- a checker that finds nothing proves nothing
