@@ -5,6 +5,7 @@ from __future__ import annotations
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average
+from embedrock.torch.freezing import freeze
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
@@ -49,6 +50,7 @@ __all__ = [
     "UntrainedWarning",
     "average",
     "dense_parameters",
+    "freeze",
     "handles",
     "load",
     "num_parameters",

@@ -108,7 +108,8 @@ class RowLayer(nn.Module):
         if torch.jit.is_tracing() or torch.compiler.is_compiling():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace, torch.onnx and torch.export would "
-                "bake this batch's rows into the graph. Trace the rest of the model; torch.compile works."
+                "bake this batch's rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile "
+                "works."
             )
         if not isinstance(handle, Handle):
             raise UnsupportedError(
@@ -117,6 +118,12 @@ class RowLayer(nn.Module):
             )
         handle.check_untouched()
         return handle
+
+    def __prepare_scriptable__(self) -> NoReturn:  # that torch.jit.script calls
+        raise UnsupportedError(
+            f"{self.handle.label} cannot be compiled by torch.jit.script: its rows are not in the model. Script "
+            "ert.freeze(model), which has plain layers."
+        )
 
     def _trains(self, handle: Handle) -> bool:
         """Return whether a forward is followed by gradients of rows, and check that they will be applied."""

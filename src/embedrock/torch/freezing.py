@@ -1,0 +1,157 @@
+"""`freeze`: a model with plain embedding layers in the place of ours, for whatever takes models of PyTorch's only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from embedrock.batch.ids import check_ids
+from embedrock.errors import ArgumentError, MemoryBudgetError
+from embedrock.machine.ram import available_bytes
+from embedrock.table.table import Table
+from embedrock.torch.layers.bag import EmbeddingBag
+from embedrock.torch.layers.row_layer import RowLayer
+
+BATCH_ROWS = 65_536
+Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name
+
+
+class KnownRows(nn.Module):
+    """Rows of some ids, in a plain layer of theirs, and the map to their places there. Rows of other ids are zeros.
+
+    Args:
+        ids: int64 (n,), ascending.
+        rows: an `nn.Embedding` or `nn.EmbeddingBag` of n + 1 rows, the last of them zeros.
+
+    Attributes:
+        ids: as given, a buffer.
+        rows: as given.
+    """
+
+    ids: Tensor
+
+    def __init__(self, ids: Tensor, rows: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self.rows = rows
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  # as that of PyTorch's layers
+        """Return what the plain layer returns for ids."""
+        return self.rows(self.places(input), *args, **kwargs)
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Return where the rows of ids are: int64, n for those that are not known."""
+        wanted = ids.to(torch.int64)
+        at = torch.searchsorted(self.ids, wanted).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[at] == wanted, at, len(self.ids))
+
+
+def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
+    """Return a copy of a model in which plain `nn.Embedding`s and `nn.EmbeddingBag`s have the rows as they are now.
+
+    The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it, and its layers' state dicts are those of
+    PyTorch's layers. Its rows do not train. It takes RAM for all rows of each table, or for those of some ids.
+
+    Args:
+        model: with embedding layers.
+        ids: by layer, or by its name in the model, the ids whose rows are wanted: integers of any shape. Such a layer
+            becomes a `KnownRows`, in which rows of other ids are zeros. Other layers get all of their rows.
+
+    Raises:
+        ArgumentError: `ids` names something else than a layer of the model, is empty, or is needed for open ids.
+        IdError, IdTypeError: ids that lie outside of their table, or are not integers.
+        MemoryBudgetError: the rows do not fit this machine's memory.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.Sequential(ert.Embedding(1000, 4), nn.Linear(4, 1))
+        >>> frozen = ert.freeze(model)
+        >>> frozen
+        Sequential(
+          (0): Embedding(1000, 4)
+          (1): Linear(in_features=4, out_features=1, bias=True)
+        )
+        >>> nn.Embedding(1000, 4).load_state_dict(frozen[0].state_dict())
+        <All keys matched successfully>
+        >>> ert.freeze(ert.Embedding(10**9, 4), {"": [3, 14]})(torch.tensor([14, 15]))[1]
+        tensor([0., 0., 0., 0.])
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    wanted = _by_layer(layers, ids or {})
+    _check_memory(layers, wanted)
+    weights: dict[Table, nn.Parameter] = {}  # of tied layers, once
+    memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
+    return copy.deepcopy(model, memo) if memo else copy.deepcopy(model)
+
+
+def _by_layer(layers: Mapping[str, RowLayer], ids: Ids) -> dict[RowLayer, np.ndarray]:
+    found = {}
+    for key, values in ids.items():
+        layer = layers.get(key) if isinstance(key, str) else key
+        if layer is None or not any(layer is known for known in layers.values()):
+            names = ", ".join(map(repr, layers)) or "none"
+            raise ArgumentError(f"`ids` of ert.freeze must name embedding layers of the model ({names}): got {key!r}.")
+        array = np.unique(check_ids(np.asarray(values), layer.num_embeddings, f"`ids` of {layer.handle.label}"))
+        if not len(array):
+            raise ArgumentError(f"`ids` of ert.freeze for {layer.handle.label} must not be empty.")
+        if layer.padding_idx is not None:
+            array = np.union1d(array, [layer.padding_idx])
+        found[layer] = array
+    for layer in layers.values():
+        if layer.num_embeddings is None and layer not in found:
+            raise ArgumentError(
+                f"{layer.handle.label} has open ids: pass those whose rows are wanted, "
+                "ert.freeze(model, {layer: ids}). Those that were stepped are layer.table.export()[0]."
+            )
+    return found
+
+
+def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.ndarray]) -> None:
+    needed = 0
+    for layer in {layer.table: layer for layer in layers.values()}.values():
+        rows = len(wanted[layer]) if layer in wanted else layer.num_embeddings or 0
+        needed += rows * layer.embedding_dim * layer.dtype.itemsize
+    if needed > (available := available_bytes()):
+        raise MemoryBudgetError(
+            f"all rows of this model take {needed:,} bytes of RAM, and {available:,} are available. Pass the ids whose "
+            "rows are wanted, ert.freeze(model, {layer: ids}). Those that were stepped are layer.table.export()[0]."
+        )
+
+
+def _plain(layer: RowLayer, ids: np.ndarray | None, weights: dict[Table, nn.Parameter]) -> nn.Module:
+    """Return the plain layer that does what a layer does."""
+    if ids is None:
+        if layer.table not in weights:
+            weights[layer.table] = _weight(layer, np.arange(layer.num_embeddings or 0))
+        return _layer(layer, weights[layer.table], layer.padding_idx)
+    padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
+    known = torch.from_numpy(ids).to(layer.handle.device)
+    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=1), padding)).train(layer.training)
+
+
+def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:
+    more: dict[str, Any] = {"padding_idx": padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
+    if isinstance(layer, EmbeddingBag):
+        more |= {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
+    kind = nn.EmbeddingBag if isinstance(layer, EmbeddingBag) else nn.Embedding
+    rows, dim = weight.shape
+    made = kind(rows, dim, _weight=weight.detach(), **more)
+    made.weight = weight
+    return made.train(layer.training)
+
+
+def _weight(layer: RowLayer, ids: np.ndarray, spare: int = 0) -> nn.Parameter:
+    """Return rows of ids, as a lookup returns them, and then some of zeros."""
+    weight = torch.zeros(len(ids) + spare, layer.embedding_dim, dtype=layer.dtype, device="cpu")
+    for start in range(0, len(ids), BATCH_ROWS):
+        rows = torch.from_numpy(layer.table.lookup(ids[start : start + BATCH_ROWS]))
+        if layer.max_norm is not None:
+            rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
+        weight[start : start + len(rows)] = rows.to(layer.dtype)
+    return nn.Parameter(weight.to(layer.handle.device), requires_grad=False)

@@ -1,0 +1,140 @@
+"""Models with plain layers in the place of ours: the same bits, and whatever takes models of PyTorch's takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.torch import freezing
+
+ROWS, DIM = 50, 4
+IDS = torch.tensor([[3, 14, 15], [9, 2, 6]])
+IN_BAGS = torch.tensor([[3, 14], [9, 3]])
+
+
+class Model(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.item = ert.Embedding(ROWS, DIM, padding_idx=9, **arguments)
+        self.tags = ert.EmbeddingBag(ROWS, DIM, mode="mean", padding_idx=3)
+        self.head = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        return self.head(torch.cat([self.item(ids).sum(1), self.tags(tags)], dim=1))
+
+
+def trained(model: nn.Module) -> nn.Module:
+    optimizer = ert.Adam(ert.handles(model), lr=0.1)
+    for _ in range(3):
+        model(IDS, IN_BAGS).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {"max_norm": 0.5}], ids=str)
+def test_all_rows(arguments: dict[str, Any]):
+    model = trained(Model(**arguments).to(arguments.get("dtype")))
+    frozen = ert.freeze(model)
+    assert [type(part) for part in frozen.children()] == [nn.Embedding, nn.EmbeddingBag, nn.Linear]
+    assert torch.equal(frozen(IDS, IN_BAGS), model(IDS, IN_BAGS))
+    plain = nn.Embedding(ROWS, DIM)
+    plain.load_state_dict(frozen.get_submodule("item").state_dict())
+    assert torch.equal(plain(torch.arange(ROWS)), model.get_submodule("item")(torch.arange(ROWS)).float())
+    assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == [
+        "head.weight", "head.bias",
+    ]  # fmt: skip
+    assert not frozen.training
+
+
+def test_the_copy_and_the_model_share_nothing():
+    model = trained(Model())
+    frozen, before = ert.freeze(model), model(IDS, IN_BAGS)
+    trained(model)
+    assert torch.equal(frozen(IDS, IN_BAGS), before)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_rows_of_some_ids(by_name: bool):
+    model = trained(Model())
+    some = {"item": [15, 3, 14, 2, 6, 3], "tags": np.array([14, 9])}
+    frozen = ert.freeze(model, {(k if by_name else model.get_submodule(k)): ids for k, ids in some.items()})
+    assert torch.equal(frozen(IDS, IN_BAGS), model(IDS, IN_BAGS))
+    item = frozen.get_submodule("item")
+    assert isinstance(item, freezing.KnownRows)
+    assert item.ids.tolist() == [2, 3, 6, 9, 14, 15]  # with the padding
+    assert torch.equal(item(torch.tensor([0, 7, 49, 3]))[:3], torch.zeros(3, DIM))
+
+
+def test_open_ids():
+    layer = ert.Embedding(None, DIM)
+    ids = [-(2**63), 5, 2**63 - 1]
+    frozen = ert.freeze(nn.Sequential(layer), {layer: ids})
+    assert torch.equal(frozen(torch.tensor(ids)), layer(torch.tensor(ids)))
+    with pytest.raises(er.ArgumentError, match=r"Embedding\(None, 4\) has open ids: .*table\.export"):
+        ert.freeze(nn.Sequential(layer))
+
+
+def test_tied_layers_stay_tied():
+    table = er.Table(ROWS, DIM)
+    frozen = ert.freeze(nn.ModuleList([ert.Embedding(table), ert.EmbeddingBag(table)]))
+    assert len(list(frozen.parameters())) == 1
+
+
+def test_wrong_ids():
+    model = nn.Sequential(ert.Embedding(ROWS, DIM))
+    for ids, error, text in (
+        ({"1": [1]}, er.ArgumentError, r"must name embedding layers of the model \('0'\): got '1'"),
+        ({ert.Embedding(3, 3): [1]}, er.ArgumentError, "must name embedding layers of the model"),
+        ({"0": np.empty(0, np.int64)}, er.ArgumentError, "must not be empty"),
+        ({"0": [ROWS]}, er.IdError, rf"`ids` of Embedding\(50, 4\) must lie in \[0, {ROWS}\)"),
+        ({"0": [0.5]}, er.IdTypeError, r"Embedding\(50, 4\)"),
+    ):
+        with pytest.raises(error, match=text):
+            ert.freeze(model, ids)
+
+
+def test_more_rows_than_there_is_memory():
+    with pytest.raises(
+        er.MemoryBudgetError, match=r"take 4,000,000,000,000 bytes of RAM, .*ert\.freeze\(model, \{layer"
+    ):
+        ert.freeze(ert.Embedding(10**12, 1))
+
+
+@pytest.mark.parametrize("ids", [None, {"item": IDS, "tags": IN_BAGS}], ids=["all", "some"])
+def test_torch_export(ids: Any):
+    model = trained(Model())
+    program = torch.export.export(ert.freeze(model, ids), (IDS, IN_BAGS))
+    torch.testing.assert_close(program.module()(IDS, IN_BAGS), model(IDS, IN_BAGS))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_torch_jit_script():
+    with pytest.raises(
+        er.UnsupportedError, match=r"Embedding\(50, 4\) cannot be compiled by torch\.jit\.script.*freeze"
+    ):
+        torch.jit.script(Model())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # PyTorch's own
+def test_aot_inductor(tmp_path: Path):
+    model = trained(Model())
+    with torch.no_grad():
+        program = torch.export.export(ert.freeze(model, {"item": IDS}), (IDS, IN_BAGS))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        served = torch._inductor.aoti_load_package(path)
+        torch.testing.assert_close(served(IDS, IN_BAGS), model(IDS, IN_BAGS))
+
+
+def test_onnx(tmp_path: Path):
+    pytest.importorskip("onnxscript")
+    model = trained(Model())
+    torch.onnx.export(ert.freeze(model), (IDS, IN_BAGS), str(tmp_path / "model.onnx"), dynamo=True)
