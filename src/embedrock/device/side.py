@@ -181,6 +181,9 @@ class DeviceSide(ABC):
         """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
         return max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
 
+    def wait(self) -> None:  # noqa: B027  # nothing to do is what it does
+        """Return at once: the device makes steps and reads in their order, and nobody waits for it."""
+
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))

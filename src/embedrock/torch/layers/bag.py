@@ -17,6 +17,7 @@ from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup
+from embedrock.torch.training.spans import span, waited
 
 MODES = ("sum", "mean", "max")
 
@@ -118,12 +119,15 @@ class EmbeddingBag(RowLayer):
         weights = self._flat_weights(input, per_sample_weights, len(ids))
         side = handle.side()
         bounds = side.bounds(bounds, len(ids))
-        plan = side.plan(ids, trains)
+        with span("plan"):
+            plan = side.plan(ids, trains)
         self._renormalize(plan)
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
             return PooledLookup.apply(handle, side, weights, bags, self._options())
-        return side.pool(side.read_rows(bags.plan), weights, bags)[0].to(handle.device, self.dtype)
+        waited(side)
+        with span("read"):
+            return side.pool(side.read_rows(bags.plan), weights, bags)[0].to(handle.device, self.dtype)
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""

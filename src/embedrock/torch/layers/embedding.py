@@ -14,6 +14,7 @@ from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pret
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs
 from embedrock.torch.training.lookup import Lookup, check_ids
+from embedrock.torch.training.spans import span, waited
 
 
 class Embedding(RowLayer):
@@ -134,8 +135,11 @@ class Embedding(RowLayer):
         trains, side = self._trains(handle), handle.side()
         ids = check_ids(input, handle.label)
         if not trains and self.max_norm is None:
-            return side.lookup(ids).to(handle.device, self.dtype)
-        plan = side.plan(ids, trains)
+            waited(side)
+            with span("read"):
+                return side.lookup(ids).to(handle.device, self.dtype)
+        with span("plan"):
+            plan = side.plan(ids, trains)
         self._renormalize(plan)
         if trains:
             return Lookup.apply(handle, side, plan, self._options())

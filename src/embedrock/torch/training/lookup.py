@@ -14,6 +14,7 @@ from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.spans import span, waited
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -82,7 +83,9 @@ class Lookup(torch.autograd.Function):
     def forward(ctx: Any, handle: Handle, side: RowSide, plan: Any, options: Options) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``."""
         ctx.handle, ctx.side, ctx.plan, ctx.options = handle, side, plan, options
-        return side.read(plan).to(handle.device, options.dtype)
+        waited(side)
+        with span("read"):
+            return side.read(plan).to(handle.device, options.dtype)
 
     @staticmethod
     @as_it_is
@@ -91,5 +94,7 @@ class Lookup(torch.autograd.Function):
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # none, but PyTorch's error in a second backward without retain_graph
         options: Options = ctx.options
-        grads = ctx.side.sum(ctx.plan, grad_outputs[0].resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
+        with span("sum"):
+            grads = grad_outputs[0].resolve_neg()
+            grads = ctx.side.sum(ctx.plan, grads, options.padding_idx, options.scale_grad_by_freq)
         return ctx.handle.receive(grads, ctx.next_functions[0][0]), None, None, None

@@ -11,6 +11,7 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import Options, refuse_second_derivative
 from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.spans import span, waited
 
 
 class PooledLookup(torch.autograd.Function):
@@ -19,8 +20,10 @@ class PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, side: RowSide, weights: Tensor | None, bags: Any, options: Options) -> Tensor:
         """Return the bags, (bags, dim), of positions with weights (n,), or None for ones."""
-        rows = side.read_rows(bags.plan)
-        out, trace = side.pool(rows, weights, bags)
+        waited(side)
+        with span("read"):
+            rows = side.read_rows(bags.plan)
+            out, trace = side.pool(rows, weights, bags)
         ctx.handle, ctx.side, ctx.bags, ctx.options, ctx.trace = handle, side, bags, options, trace
         ctx.rows = rows if ctx.needs_input_grad[2] else None
         ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
@@ -34,7 +37,8 @@ class PooledLookup(torch.autograd.Function):
         grads, (weights,), side = grad_outputs[0].resolve_neg(), ctx.saved_tensors, ctx.side
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
-            of_rows = side.unpool(grads, weights, ctx.bags, ctx.trace, ctx.options.scale_grad_by_freq)
+            with span("sum"):
+                of_rows = side.unpool(grads, weights, ctx.bags, ctx.trace, ctx.options.scale_grad_by_freq)
             of_handle = ctx.handle.receive(of_rows, ctx.next_functions[0][0])
         if ctx.needs_input_grad[2]:
             of_weights = side.weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.spans import span
 
 
 class DueStep(NamedTuple):
@@ -35,7 +36,8 @@ def step_all(due: Sequence[DueStep]) -> None:
     kinds: dict[Any, list[DueStep]] = {}
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
-    prepared = [step for judge, parts in kinds.items() for step in judge(parts, len(kinds) == 1)]
-    with held_back():  # or Ctrl-C might come when some of them are stepped
-        for step in prepared:
-            step.step()
+    with span("step"):
+        prepared = [step for judge, parts in kinds.items() for step in judge(parts, len(kinds) == 1)]
+        with held_back():  # or Ctrl-C might come when some of them are stepped
+            for step in prepared:
+                step.step()
