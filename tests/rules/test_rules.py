@@ -67,6 +67,8 @@ def test_hyperparameters_are_checked(kind: Any) -> None:
         kind(lr=-1)
     with pytest.raises(er.ArgumentError, match="got nan"):
         kind(lr=float("nan"))
+    with pytest.raises(er.ArgumentError, match=r"must be a finite number in .*: got 1e\+39"):
+        kind(lr=1e39)  # kernels would step by Inf
     names = ", ".join(field.name for field in dataclasses.fields(kind))
     with pytest.raises(er.UnknownArgumentError, match=rf"{kind.__name__} takes {names}: got 'learning_rate'"):
         kind(learning_rate=0.1)

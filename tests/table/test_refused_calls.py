@@ -333,6 +333,18 @@ def test_each_array_finds_no_memory(name: str, kind: str, monkeypatch: pytest.Mo
     assert refused or not memory.made
 
 
+def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
+    """The step size of so large a rate is Inf as a float32, and NumPy warns of that."""
+    for kind in ("disk, dense", "direct, dense"):
+        table = Run(KINDS[kind]._replace(rule=er.Adam(lr=0.1, dense=True)), update).tables[0]
+        before = state(table)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            with pytest.raises(RuntimeWarning, match="overflow"):
+                table.update(BATCH, gradients(7, len(BATCH)), lr=3e38)
+        assert state(table) == before
+
+
 # ---------------------------------------------------------------- several tables
 
 

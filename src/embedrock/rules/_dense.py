@@ -48,13 +48,15 @@ class DenseHistory(History):
             log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
             self._table, self._log_fade = table, log_fade
 
-    def append(self, rule: Rule) -> None:
+    def draft(self, rule: Rule) -> None:
         self.make_room()
         step = self._steps
         self._table[step], factors = self._numbers_of(rule)
         self._log_fade[step + 1] = self._log_fade[step] + [_log(factor) for factor in factors]
+
+    def append(self) -> None:
+        self._bound(self._table[self._steps : self._steps + 1])
         self._steps += 1
-        self._bound(self._table[step : step + 1])
 
     def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
         """Return what it remembers of the next step: see `Rule.dense_numbers`."""

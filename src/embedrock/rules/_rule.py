@@ -12,6 +12,8 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)  # kernels have float32 numbers
+
 
 class StateColumn(NamedTuple):
     """A part of a record's optimizer state.
@@ -46,11 +48,15 @@ class History(ABC):
         """Steps that it remembers: no row can have been stepped later than the last of them."""
 
     def make_room(self) -> None:  # noqa: B027
-        """Do all that can fail of the next `append`. Nothing changes."""
+        """Make room for the numbers of one more step."""
 
     @abstractmethod
-    def append(self, rule: Any) -> None:
-        """Note the numbers of one more step."""
+    def draft(self, rule: Any) -> None:
+        """Do all that can fail of `append` for one more step by a rule. Nothing changes."""
+
+    @abstractmethod
+    def append(self) -> None:
+        """Note the numbers of one more step, by the rule of the last `draft`."""
 
     @abstractmethod
     def numbers(self) -> Any:
@@ -115,7 +121,7 @@ class Rule(ABC):
     def check_number(self, name: str, value: Any, low: float, below: float = math.inf) -> None:
         """Raise `ArgumentError` unless `value` is a number with ``low <= value < below``."""
         is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-        if not is_number or not low <= value < below:
+        if not is_number or not low <= value < below or value > FLOAT32_MAX:
             raise ArgumentError(
                 f"`{name}` of {type(self).__name__} must be a finite number in [{low:g}, {below:g}): got {value!r}."
             )

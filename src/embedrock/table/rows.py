@@ -480,8 +480,9 @@ class Rows:
         plan = grads.plan
         ready = self._prepared(plan)
         refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), self.tier.records.scratch(len(plan.ids))
+        draft = self._draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
-        numbers = self.count_step(rule)
+        numbers = self._count(draft)
         args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
         self.turn.start(self.tier.records.step, *args)
 
@@ -493,15 +494,22 @@ class Rows:
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""
-        numbers = rule.numbers(self.steps + 1) if self.history is None else self._appended(self.history, rule)
+        return self._count(self._draft(rule))
+
+    def _draft(self, rule: Rule) -> Any:
+        """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""
+        if self.history is None:
+            return rule.numbers(self.steps + 1)
+        self.history.draft(rule)
+        return None
+
+    def _count(self, draft: Any) -> Any:
         self.steps += 1
         self.version.advance()
-        return numbers
-
-    @staticmethod
-    def _appended(history: History, rule: Rule) -> Any:
-        history.append(rule)
-        return history.numbers()
+        if self.history is None:
+            return draft
+        self.history.append()
+        return self.history.numbers()
 
     def skip_step(self) -> None:
         """Count a step that is left out for NaN or Inf."""

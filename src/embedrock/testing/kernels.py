@@ -260,5 +260,6 @@ def step_numbers(rule: Rule, step: int, zeros: int = 0) -> Any:
     if history is None:
         return (still if zeros else rule).numbers(step)
     for left in range(step, 0, -1):
-        history.append(still if left <= zeros else rule)
+        history.draft(still if left <= zeros else rule)
+        history.append()
     return history.numbers()
