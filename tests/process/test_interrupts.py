@@ -1,11 +1,15 @@
-"""Ctrl-C while kernels are loaded for the first time waits until they are whole."""
+"""Ctrl-C waits until what it must not interrupt is whole."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from embedrock.process.interrupts import held_back
 
 # Ctrl-C comes in the middle of the first import of Numba, where it left that half imported for good.
 IMPORT = """
@@ -50,3 +54,37 @@ print(table.lookup([1]).tolist())
 def test_ctrl_c_waits_until_kernels_are_loaded(moment: str):
     result = subprocess.run([sys.executable, "-c", moment + LOOKUP], capture_output=True, text=True, timeout=300)
     assert result.stdout == "interrupted True\n[[0.0, 0.0]]\n", result.stdout + result.stderr
+
+
+def test_ctrl_c_waits_for_the_outermost_and_the_handler_comes_back():
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    def hold() -> None:
+        with held_back():
+            with held_back():
+                signal.raise_signal(signal.SIGINT)
+                reached.append("inner")
+            reached.append("outer")
+        reached.append("end")
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    assert reached == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_thread_holds_nothing_back():
+    inside, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with held_back():
+            inside.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    end.set()
+    thread.join()

@@ -52,7 +52,7 @@ _ranks: weakref.WeakKeyDictionary[Lock, Rank] = weakref.WeakKeyDictionary()
 _adding = threading.Lock()  # to them, or going through them
 _forking = threading.RLock()  # held by who forks
 _held: list[dict[Lock, None]] = []  # by fork, as one may come inside of a hook of another
-_in_child: list[Callable[[Set[Lock]], None]] = [lambda missed: interrupts.begin_child()]
+_in_child: list[Callable[[Set[Lock]], None]] = [lambda missed: interrupts.held_back.begin_child()]
 
 
 def lock(rank: Rank) -> Lock:

@@ -104,6 +104,8 @@ def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], s
             f"{subject} has no rule to step by. Pass rule=er.Adam(lr=1e-3) when you make it, or call "
             "set_rule; in PyTorch, make an optimizer: ert.Adam(model)."
         )
+    if lr is None and not changes:
+        return rule
     with of_step(subject):
         return rule.with_changes({"lr": lr, **changes})
 

@@ -205,7 +205,7 @@ class Rows:
     def _open_tier(self) -> Tier:
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
-        if not self.is_of_this_process:
+        if self._process != os.getpid():
             self.check_process()
             self.home.after_fork(self)
             self._process = os.getpid()
@@ -401,6 +401,8 @@ class Rows:
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, but for `History.first_scale`."""
         values = np.empty((len(ids), self.spec.dim), np.float32)
+        if not len(ids):
+            return values
         self.spec.init.fill(ids, self.spec.key, values)
         return rounded(values, self.spec)
 
