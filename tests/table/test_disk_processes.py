@@ -413,7 +413,8 @@ def written(path: Path) -> Path:
 def test_readers_write_nothing(tmp_path: Path):
     path = written(tmp_path / "table")
     read_in_every_way(path, system=Unwritable())
-    with pytest.raises(OSError, match="Read-only file system") as caught:
+    told = r'Read-only file system: this process may not write to the folder. Open it for reading: .*mode="r"'
+    with pytest.raises(er.ReadOnlyTableError, match=told) as caught:
         er.open(path, system=Unwritable())
     assert caught.value.errno == errno.EROFS
 

@@ -13,6 +13,7 @@ from embedrock.errors import (
     CorruptTableError,
     EmbedrockError,
     MissingFileError,
+    ReadOnlyTableError,
     TableFileError,
     TableLockedError,
 )
@@ -23,6 +24,7 @@ from embedrock.store.manifest import Manifest
 FOLDERS = ("manifest", "base", "delta", "history")
 LOCK = "LOCK"
 LOCK_BYTES = 4096
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -93,6 +95,7 @@ def lock(system: System, folder: str, locked: bool) -> int:
 
     Raises:
         TableLockedError: there is another writer, or no lock.
+        ReadOnlyTableError: this process may not write to the folder.
     """
     path = join(folder, LOCK)
     try:
@@ -105,6 +108,13 @@ def lock(system: System, folder: str, locked: bool) -> int:
             folder,
         ) from error
     except OSError as error:
+        if error.errno in NOT_ALLOWED:
+            raise ReadOnlyTableError(
+                error.errno,
+                f"{error.strerror}: this process may not write to the folder. Open it for reading: er.open(path, "
+                'mode="r")',
+                folder,
+            ) from error
         if error.errno not in NO_LOCKS:
             raise
         if locked:

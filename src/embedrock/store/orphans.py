@@ -18,6 +18,7 @@ _RUNS = re.compile(
 )
 _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
+_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
 
 
 def remove_orphans(system: System, folder: str, uuid: str) -> int:
@@ -33,6 +34,7 @@ def remove_orphans(system: System, folder: str, uuid: str) -> int:
                 removed += 1
     with contextlib.suppress(OSError):
         _remove_empty(system, folder)
+        _remove_remains(system, folder)
     return removed
 
 
@@ -87,14 +89,18 @@ def _listed(system: System, folder: str) -> list[str]:
 
 
 def _remove_empty(system: System, folder: str) -> None:
-    """Remove folders that a compaction made and put nothing in, and releases of commits that are gone."""
+    """Remove folders that a compaction made and put nothing in."""
     for name in _listed(system, folders.join(folder, "base")):
         path = folders.join(folder, f"base/{name}")
         if _COMPACTION.fullmatch(f"base/{name}") and not _listed(system, path):
             with contextlib.suppress(OSError):
                 system.rmdir(path)
+
+
+def _remove_remains(system: System, folder: str) -> None:
+    """Remove releases of commits that are gone, and manifests that were not published."""
     there = set(manifests.numbers(system, folder))
     for name in _listed(system, folders.join(folder, "manifest")):
         found = _RELEASED.fullmatch(name)
-        if found and int(found[1]) not in there:
+        if (found and int(found[1]) not in there) or _UNPUBLISHED.fullmatch(name):
             system.unlink(folders.join(folder, f"manifest/{name}"))
