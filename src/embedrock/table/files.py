@@ -27,7 +27,8 @@ from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
-from embedrock.table.rows import Home, Rows, Version
+from embedrock.table.home import Home, Version
+from embedrock.table.rows import Rows
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.disk import INDEX_SHARE, Disk, place

@@ -8,7 +8,8 @@ from typing import cast
 from embedrock.errors import EmbedrockError, MemoryBudgetError
 from embedrock.process import forks
 from embedrock.spec import Spec
-from embedrock.table.rows import Home, Rows
+from embedrock.table.home import Home
+from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory, place
 
 

@@ -1,12 +1,10 @@
-"""`Rows`: what a `Table`, and every side of it, works on. `Home`: where a table lives."""
+"""`Rows`: what a `Table`, and every side of it, works on."""
 
 from __future__ import annotations
 
 import os
-import weakref
-from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,131 +16,14 @@ from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockErro
 from embedrock.machine.sizes import format_bytes
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
-from embedrock.tiers.memory import Memory
+from embedrock.table.home import Home, Version
+from embedrock.table.lease import Lease, Prepared, Refreshed
 from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
 EXPORT_BATCH_ROWS = 65_536
-
-
-class Version:
-    """How often a table was changed, and how often when it was last committed."""
-
-    def __init__(self) -> None:
-        self.now = self.committed = 0
-
-    def advance(self) -> None:
-        """Note a change."""
-        self.now += 1
-
-    def commit(self) -> None:
-        """Note that a commit has all changes so far."""
-        self.committed = self.now
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether a commit has all changes."""
-        return self.now == self.committed
-
-
-class _Refreshed(NamedTuple):
-    """Rows of a batch that a read brought up to date, where the rule lets rows lag behind.
-
-    The step of the same batch would compute the same again, to the bit: so it takes these.
-
-    Attributes:
-        version: of the table.
-        had_record: bool (unique,), which rows had one.
-        weights, state: float32 (unique, dim) and (unique, state_width).
-    """
-
-    version: int
-    had_record: np.ndarray
-    weights: np.ndarray
-    state: np.ndarray
-
-
-class _Prepared(NamedTuple):
-    """What makes a step of a batch possible, as of a version of the table.
-
-    Attributes:
-        version: of the table.
-        plan: with the slots of then.
-        fresh: float32 (missing, dim), first weights of its rows without records.
-    """
-
-    version: int
-    plan: Plan
-    fresh: np.ndarray
-
-
-class _Lease:
-    """What the last read, or check, of a batch leaves to the step of the same batch.
-
-    A batch is known by its ids: all plans of it, and its gradients, share that array.
-
-    Attributes:
-        refreshed: rows that were brought up to date.
-        prepared: the rows' slots, and room and first weights for new ones.
-    """
-
-    def __init__(self, plan: Plan | None = None) -> None:
-        self._ids = (lambda: None) if plan is None else weakref.ref(plan.ids)
-        self.refreshed: _Refreshed | None = None
-        self.prepared: _Prepared | None = None
-
-    def is_of(self, plan: Plan) -> bool:
-        """Return whether a plan is of that batch."""
-        return self._ids() is plan.ids
-
-
-class Home(ABC):
-    """Where a table lives: it makes the tiers, and knows what else there is to a change.
-
-    Attributes:
-        subject: what error messages call the table.
-    """
-
-    subject: str
-
-    @property
-    @abstractmethod
-    def where(self) -> str:
-        """Where that is, in words."""
-
-    @abstractmethod
-    def lay_out(self, rows: Rows, spec: Spec) -> None:
-        """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
-
-    def lay_out_direct(self, rows: Rows) -> Memory | None:
-        """Make the slot of a row its id, where that can be done in RAM; return the tier then."""
-        return None
-
-    def check_writable(self) -> None:  # noqa: B027  # a table in RAM always is, and has nothing to do here
-        """Raise `ReadOnlyTableError` where the table may not be changed."""
-
-    def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
-        """Raise what went wrong with a commit in the background."""
-
-    @abstractmethod
-    def after_fork(self, rows: Rows) -> None:
-        """Go on in a child process, or raise what keeps the table from being used there."""
-
-    def close(self, rows: Rows, tier: Tier) -> None:  # noqa: B027
-        """Close what is open beside the tier, which nobody uses any more but what runs in the background."""
-
-    def stats(self) -> dict[str, float]:
-        """Return numbers about it."""
-        return {}
-
-    def check_in_ram(self, verb: str) -> None:  # noqa: B027
-        """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
-
-    @abstractmethod
-    def empty_tier(self, spec: Spec) -> Memory:
-        """Return a tier for all records of a state, which replace those that there are; see `check_in_ram`."""
 
 
 class Rows:
@@ -176,14 +57,14 @@ class Rows:
         self.is_rule_bound = False
         self.side: Side | None = None
         self._tier: Tier | None = None
-        self._lease = _Lease()
+        self._lease = Lease()
         self._process = os.getpid()
 
     def install(
         self, spec: Spec, tier: Tier, history: History | None = None, steps: int = 0, skipped_steps: int = 0
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none."""
-        self.spec, self._tier, self._lease = spec, tier, _Lease()
+        self.spec, self._tier, self._lease = spec, tier, Lease()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance()
         self.steps, self.skipped_steps = steps, skipped_steps
@@ -252,7 +133,7 @@ class Rows:
 
     def drop(self) -> Tier | None:
         """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
-        tier, self._tier, self._lease = self._tier, None, _Lease()
+        tier, self._tier, self._lease = self._tier, None, Lease()
         return tier
 
     def close(self) -> None:
@@ -362,12 +243,12 @@ class Rows:
         values, state = self._refreshed_at(self.tier.records, plan.ids, slots)
         # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
         if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
-            self._lease.refreshed = _Refreshed(self.version.now, slots >= 0, values, state)
+            self._lease.refreshed = Refreshed(self.version.now, slots >= 0, values, state)
         return values
 
     def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Return slots, weights and state of rows that the last read brought up to date, if it was of this batch."""
-        lease, self._lease = self._lease, _Lease(plan)
+        lease, self._lease = self._lease, Lease(plan)
         kept = lease.refreshed
         if kept is None or not lease.is_of(plan) or kept.version != self.version.now:
             return None
@@ -421,7 +302,7 @@ class Rows:
             slots, unknown = plan.slots.copy(), plan.slots < 0
             slots[unknown] = tier.find(plan.ids[unknown])
         if not self._lease.is_of(plan):
-            self._lease = _Lease(plan)
+            self._lease = Lease(plan)
             tier.begin_batch()
         return self._with_slots(plan, tier.bring(plan.ids, slots))
 
@@ -444,21 +325,21 @@ class Rows:
         """Return whether `prepare` need neither wait nor move rows for a plan any more."""
         return self._known(plan) is not None
 
-    def _known(self, plan: Plan) -> _Prepared | None:
+    def _known(self, plan: Plan) -> Prepared | None:
         """Return what the last `prepare` found, where it was for this batch and still holds."""
         tier, known = self.tier, self._lease.prepared if self._lease.is_of(plan) else None
         if known is None or known.version != self.version.now or known.plan.epoch != tier.epoch:
             return None
         return known if tier.has_room(known.plan.missing) else None
 
-    def _prepared(self, plan: Plan) -> _Prepared:
+    def _prepared(self, plan: Plan) -> Prepared:
         """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs."""
         self.check_writable()
         known, tier = self._known(plan), self.tier
         if known is None:
             plan = self.located(plan)
             plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
-            known = _Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]))
+            known = Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]))
             self._lease.prepared = known
         tier.preserve(known.plan.slots[known.plan.slots >= 0])
         if self.history is not None:
@@ -469,7 +350,7 @@ class Rows:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
         return self._admit(self._prepared(plan))
 
-    def _admit(self, ready: _Prepared) -> np.ndarray:
+    def _admit(self, ready: Prepared) -> np.ndarray:
         slots, tier = ready.plan.slots, self.tier
         self._lease.prepared = None  # it does not know of the records that are made now
         if ready.plan.missing:
@@ -562,7 +443,7 @@ class Rows:
 
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
-        self._tier, self._lease = tier, _Lease()
+        self._tier, self._lease = tier, Lease()
         self.version.advance()
 
     def attach(self, side: Side | None) -> None:

@@ -1,0 +1,80 @@
+"""`Home`: where a table lives. `Version`: how often its rows were changed, and how often when they were committed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from embedrock.spec import Spec
+from embedrock.tiers.memory import Memory
+from embedrock.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from embedrock.table.rows import Rows
+
+
+class Version:
+    """How often a table was changed, and how often when it was last committed."""
+
+    def __init__(self) -> None:
+        self.now = self.committed = 0
+
+    def advance(self) -> None:
+        """Note a change."""
+        self.now += 1
+
+    def commit(self) -> None:
+        """Note that a commit has all changes so far."""
+        self.committed = self.now
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a commit has all changes."""
+        return self.now == self.committed
+
+
+class Home(ABC):
+    """Where a table lives: it makes the tiers, and knows what else there is to a change.
+
+    Attributes:
+        subject: what error messages call the table.
+    """
+
+    subject: str
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Where that is, in words."""
+
+    @abstractmethod
+    def lay_out(self, rows: Rows, spec: Spec) -> None:
+        """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+
+    def lay_out_direct(self, rows: Rows) -> Memory | None:
+        """Make the slot of a row its id, where that can be done in RAM; return the tier then."""
+        return None
+
+    def check_writable(self) -> None:  # noqa: B027  # a table in RAM always is, and has nothing to do here
+        """Raise `ReadOnlyTableError` where the table may not be changed."""
+
+    def raise_commit_failure(self, rows: Rows) -> None:  # noqa: B027
+        """Raise what went wrong with a commit in the background."""
+
+    @abstractmethod
+    def after_fork(self, rows: Rows) -> None:
+        """Go on in a child process, or raise what keeps the table from being used there."""
+
+    def close(self, rows: Rows, tier: Tier) -> None:  # noqa: B027
+        """Close what is open beside the tier, which nobody uses any more but what runs in the background."""
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it."""
+        return {}
+
+    def check_in_ram(self, verb: str) -> None:  # noqa: B027
+        """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
+
+    @abstractmethod
+    def empty_tier(self, spec: Spec) -> Memory:
+        """Return a tier for all records of a state, which replace those that there are; see `check_in_ram`."""
