@@ -345,6 +345,40 @@ def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
         assert state(table) == before
 
 
+# ---------------------------------------------------------------- several threads
+
+
+@pytest.mark.parametrize("verb", ["make_room", "bring"])
+@pytest.mark.parametrize("kind", ["disk", "disk, dense"])
+def test_what_one_thread_prepared_is_not_taken_by_another_which_had_the_table_meanwhile(
+    kind: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for a commit, to make room, lets others have the table."""
+    run, rest = Run(KINDS[kind], update), Run(KINDS[kind], update)
+    mine, others = np.array([30, 31, 32]), np.array([33, 34, 35])
+    tables = run.tables[0], rest.tables[0]
+    summed = [[table.sum(table.plan(ids), gradients(5, 3)) for ids in (mine, others)] for table in tables]
+    tier = rows_of(tables[0]).tier
+    wait = getattr(tier, verb)
+
+    def meanwhile(*args: Any) -> Any:
+        found = wait(*args)
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, verb, wait)
+            tables[0].read(summed[0][1].plan)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, verb, meanwhile)
+        tables[0].read(summed[0][0].plan)
+        tables[0].check_step(summed[0][0])
+    for table, (_, grads) in zip(tables, summed, strict=True):
+        table.check_step(grads)
+        table.step(grads)
+    assert state(tables[0])[1:] == state(tables[1])[1:]
+    assert run.end() == rest.end()
+
+
 # ---------------------------------------------------------------- several tables
 
 

@@ -243,8 +243,14 @@ class Rows:
         values, state = self._refreshed_at(self.tier.records, plan.ids, slots)
         # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
         if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
-            self._lease.refreshed = Refreshed(self.version.now, slots >= 0, values, state)
+            self._lease_of(plan).refreshed = Refreshed(self.version.now, slots >= 0, values, state)
         return values
+
+    def _lease_of(self, plan: Plan) -> Lease:
+        """Return the lease of a batch; a new one if others had the table while rows were brought, and left theirs."""
+        if not self._lease.is_of(plan):
+            self._lease = Lease(plan)
+        return self._lease
 
     def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Return slots, weights and state of rows that the last read brought up to date, if it was of this batch."""
@@ -340,7 +346,7 @@ class Rows:
             plan = self.located(plan)
             plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
             known = Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]))
-            self._lease.prepared = known
+            self._lease_of(plan).prepared = known
         tier.preserve(known.plan.slots[known.plan.slots >= 0])
         if self.history is not None:
             self.history.make_room()
