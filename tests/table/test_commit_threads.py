@@ -351,7 +351,7 @@ def test_rows_on_their_way_stay_until_they_can_be_found(call: int, monkeypatch: 
     gate.wait()
     writing = both.flags() & WRITING != 0
     assert np.count_nonzero(writing) == rows_in(both, commits.QUIET_BYTES)
-    ids = both.tier.cache.ids[writing].copy()
+    ids = both.tier.cache.ids_in(np.flatnonzero(writing))
     for first in (*range(24, ROWS, 6), *range(24, ROWS, 6)):  # more than there is room for
         both.step(*range(first, first + 6))
     assert (both.tier.cache.find(ids) >= 0).all()

@@ -575,7 +575,7 @@ def test_a_budget_that_is_too_small_for_the_depth_names_one_that_is_not(tmp_path
     with table_of(tmp_path / "t.rock", memory) as table:
         train(table, batches, 4)
         table.commit()
-    with table_of(tmp_path / "t.rock", memory * 9 // 10) as table, pytest.raises(CacheTooSmallError):
+    with table_of(tmp_path / "t.rock", memory * 8 // 10) as table, pytest.raises(CacheTooSmallError):
         list(table.prefetch(batches, 4))
 
 

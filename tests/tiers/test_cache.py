@@ -36,7 +36,7 @@ def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])
     leaving = cache.victims(max(0, len(missing) - cache.free))
-    left = cache.ids[leaving].copy()
+    left = cache.ids_in(leaving).copy()
     cache.remove(leaving)
     cache.insert(missing)
     return left
@@ -45,14 +45,14 @@ def use(cache: Cache | Whole, ids: np.ndarray) -> np.ndarray:
 def content(cache: Cache) -> dict[str, Any]:
     """Everything that a cache knows."""
     parts = {name: value for name, value in vars(cache).items() if name not in ("_policy", "_trials")}
-    trials = {name: value for name, value in vars(cache._trials).items() if name not in ("_policy", "_caches")}
+    trials = {name: value for name, value in vars(cache._trials).items() if name not in ("_policy", "caches")}
     return parts | trials
 
 
 def assert_same(first: Cache, second: Cache) -> None:
     for name, value in content(first).items():
         np.testing.assert_array_equal(value, content(second)[name], err_msg=name)
-    for trials in zip(first._trials._caches, second._trials._caches, strict=True):
+    for trials in zip(first._trials.caches, second._trials.caches, strict=True):
         assert_same(*trials)
 
 
@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
         new = [i for i in ids if i not in self.slots][: self.cache.free]
         slots = self.cache.insert(self._array(new), used)
         assert not self.cache.flags[slots].any()
-        assert (self.cache.ids[slots] == self._array(new)).all()
+        assert (self.cache.ids_in(slots) == self._array(new)).all()
         self.slots.update(zip(new, slots.tolist(), strict=True))
         if used:
             self.current.update(new)
@@ -322,10 +322,34 @@ def test_an_unknown_policy_is_refused() -> None:
 @pytest.mark.parametrize("capacity", [1, 800, 100_000, 1_300_000])
 def test_its_bytes_are_counted(policy: str, capacity: int) -> None:
     def arrays(cache: Cache) -> int:
+        cache._grow(cache.capacity)
         own = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
-        return own - 256 * 8 + sum(map(arrays, cache._trials._caches))
+        return own - 256 * 8 + sum(map(arrays, cache._trials.caches))
 
     assert arrays(Cache(capacity, policy)) == Cache.bytes_for(capacity, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_it_takes_follows_its_rows(policy: str) -> None:
+    cache, used = Cache(10**6, policy), []
+    for start in range(0, 30_000, 1_000):
+        use(cache, np.arange(start, start + 1_000) * 1_000_003)
+        used.append(cache.bytes_used)
+    assert used[0] < 1_000 * 150
+    assert used == sorted(used)
+    assert used[-1] < 30_000 * 150 < Cache.bytes_for(10**6, policy) / 10
+    ids = np.arange(30_000) * 1_000_003
+    assert (cache.ids_in(cache.find(ids)) == ids).all()
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 800, 1_025, 5_000])
+def test_a_full_cache_takes_what_was_said(capacity: int) -> None:
+    cache = Cache(capacity, "clock")
+    cache.insert(np.arange(capacity))
+    assert cache.bytes_used == Cache.bytes_for(capacity, "clock")
+    use(cache, np.arange(capacity, 2 * capacity))
+    assert (cache.find(np.arange(capacity)) < 0).all()
+    assert cache.bytes_used == Cache.bytes_for(capacity, "clock")
 
 
 # ---------------------------------------------------------------- a table that fits
@@ -334,7 +358,7 @@ def test_its_bytes_are_counted(policy: str, capacity: int) -> None:
 def test_whole() -> None:
     cache = Whole(100)
     slots = cache.insert(array(5, 99, 0))
-    assert slots.tolist() == [5, 99, 0] == cache.ids[slots].tolist()
+    assert slots.tolist() == [5, 99, 0] == cache.ids_in(slots).tolist()
     cache.flags[slots] = DIRTY
     cache.touch(slots)
     cache.release_current()

@@ -48,6 +48,7 @@ class DirectSide(DeviceSide):
         self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)
         far = 0
         if self._pinned is not None:
+            tier.arena.expect_all()
             self._pinned.cover(tier.records.bytes.nbytes)
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)

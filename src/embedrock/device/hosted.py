@@ -50,6 +50,8 @@ class HostedSide(DeviceSide):
 
     def __init__(self, rows: Rows, tier: Tier, device: torch.device, near_rows: int) -> None:
         super().__init__(rows, tier, device)
+        if tier.is_direct:  # all of it is pinned
+            tier.arena.expect_all()
         self._pinned = Pinned(tier.records.bytes, device)
         self._host_waits = 0
         where = self._map(FIRST_MAP if near_rows else 0)

@@ -9,11 +9,20 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.machine.arena import reserve
-from embedrock.tiers.directory import ENTRY_BYTES, ID_BYTES, Direct, _find, _look_up
+from embedrock.machine.arena import PAGE, reserve
+from embedrock.tiers.directory import (
+    ENTRY_BYTES,
+    FIRST_ENTRIES,
+    ID_BYTES,
+    Direct,
+    _find,
+    _look_up,
+    new_entries,
+    rehashed,
+)
 
 DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, which belong to the table; the last two keep a row from leaving
-FULLEST = 0.8  # share of the hash table's entries in use
+FULLEST = 0.8  # share of the hash table's entries in use, at most
 SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
 SCORES = 256
 BUCKET_BYTES = 64  # of ghosts, see the kernels
@@ -80,7 +89,6 @@ class Cache:
         policy: a name of `POLICIES`, or one that is not listed there.
 
     Attributes:
-        ids: int64 (capacity,), the id in each slot; meaningless for free slots.
         flags: uint8 (capacity,), the table's: DIRTY, FROZEN, WRITING. Those of a new row are 0.
         count: rows that have a slot.
 
@@ -88,7 +96,7 @@ class Cache:
         >>> cache = Cache(2)
         >>> slots = cache.insert(np.array([7, 9]))
         >>> cache.touch(slots[:1])
-        >>> cache.ids[cache.victims(2)].tolist()
+        >>> cache.ids_in(cache.victims(2)).tolist()
         [9]
     """
 
@@ -96,8 +104,9 @@ class Cache:
         self.capacity, self.count = capacity, 0
         self._policy = _policy(policy)
         subject = "the directory of a cache"
-        self._entries = reserve(_entries_for(capacity) * ENTRY_BYTES, subject).view(np.int64).reshape(-1, 2)
-        self.ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
+        self._most_entries = _entries_for(capacity)
+        self._entries = new_entries(min(FIRST_ENTRIES, self._most_entries))
+        self._ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
         self.flags, self._scores = reserve(capacity, subject), reserve(capacity, subject)
         self._pins = reserve(capacity * 2, subject).view(np.uint16)
         buckets = _buckets_for(capacity, self._policy)
@@ -106,20 +115,36 @@ class Cache:
         self._first_free, self._used, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
         self._trials = _Trials(capacity, self._policy)
-        self._current = NO_SLOTS
+        self._current, self._has_forgotten = NO_SLOTS, False
 
     @staticmethod
     def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
-        """Return the bytes that a cache of `capacity` slots takes, records not included."""
+        """Return the bytes that a cache of `capacity` slots takes once it is full, records not included."""
         policy = _policy(policy)
         ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
         trials = sum(Cache.bytes_for(*trial) for trial in _trials(capacity, policy))
         return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
 
     @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now, records not included."""
+        ghosts = self._ghosts.nbytes if self._has_forgotten else 0
+        own = self._entries.nbytes + self.used_slots * SLOT_BYTES + ghosts
+        return own + sum(cache.bytes_used for cache in self._trials.caches)
+
+    @property
+    def used_slots(self) -> int:
+        """How many slots, from the first on, have or had rows."""
+        return self._used
+
+    @property
     def free(self) -> int:
         """The number of slots without a row."""
         return self.capacity - self.count
+
+    def ids_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return the ids of the rows in slots; meaningless for free ones."""
+        return self._ids[slots]
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
@@ -138,12 +163,13 @@ class Cache:
                 and should be pinned.
         """
         assert len(ids) <= self.free
+        self._grow(self.count + len(ids))
         cpu, launch = kernels.cpu.cache, kernels.cpu.launch
         slots, levels = np.empty(len(ids), np.int64), np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
             launch(cpu.recall, self._ghosts, ids, self._epoch, levels)
-        self._first_free, self._used = cpu.take_slots(self.ids, self._pins, self._first_free, self._used, slots)
-        launch(cpu.enter, self._entries, ids, slots, self.ids)
+        self._first_free, self._used = cpu.take_slots(self._ids, self._pins, self._first_free, self._used, slots)
+        launch(cpu.enter, self._entries, ids, slots, self._ids)
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
         self.count += len(ids)
@@ -155,6 +181,18 @@ class Cache:
                 raise
         return slots
 
+    def _grow(self, count: int) -> None:
+        """Make the hash table large enough for `count` rows.
+
+        It is never fuller than a full cache's. So it has grown for the last time when half of the rows are there, and
+        what it takes twice meanwhile is less than what the other half will.
+        """
+        entries = len(self._entries)
+        while count * self._most_entries > self.capacity * entries:
+            entries *= 2
+        if entries > len(self._entries):
+            self._entries = rehashed(self._entries, entries)
+
     def remove(self, slots: np.ndarray) -> None:
         """Free slots (without repeats) that hold rows without pins; rows of the current batch may be among them."""
         cpu, launch = kernels.cpu.cache, kernels.cpu.launch
@@ -163,12 +201,13 @@ class Cache:
             self.unpin(self._current[mine])
             self._current = self._current[~mine]
             assert not self._pins[slots].any()
-        levels, ids = np.empty(len(slots), np.uint8), self.ids[slots]
+        levels, ids = np.empty(len(slots), np.uint8), self._ids[slots]
         launch(cpu.forget, self._scores, self._histogram, slots, levels)
         if len(self._ghosts):
             launch(cpu.remember, self._ghosts, ids, levels, self._epoch)
+            self._has_forgotten |= len(slots) > 0
         launch(cpu.erase, self._entries, ids)
-        self._first_free = launch(cpu.give_slots, self.ids, self._pins, self._first_free, slots)
+        self._first_free = launch(cpu.give_slots, self._ids, self._pins, self._first_free, slots)
         self.flags[slots] = 0  # nobody may take a free slot for a row that has changed
         self.count -= len(slots)
 
@@ -193,7 +232,7 @@ class Cache:
         args = self._scores, slots, policy.rises, policy.chances, self._random
         self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
         self._touches += len(slots)
-        self._trials.see(self.ids, slots)
+        self._trials.see(self._ids, slots)
         if self._touches >= self._trials.epoch * self.capacity:
             self._touches, self._epoch = 0, self._epoch + 1
             cpu.age(self._scores[: self._used], self._histogram)
@@ -237,7 +276,7 @@ class Cache:
             slots = np.flatnonzero(pins != kernels.cpu.cache.FREE) + start
             for first in range(0, len(slots), size):
                 part = slots[first : first + size]
-                yield self.ids[part], part
+                yield self._ids[part], part
 
 
 class _Trials:
@@ -246,16 +285,16 @@ class _Trials:
     def __init__(self, capacity: int, policy: Policy) -> None:
         self.epoch = policy.epochs[0] if policy.epochs else np.inf
         self._policy = policy
-        self._caches = [Cache(*trial) for trial in _trials(capacity, policy)]
-        if self._caches:
-            slots = self._caches[0].capacity
-            self._share, self._misses = -(-capacity // slots), np.zeros(len(self._caches))
+        self.caches = [Cache(*trial) for trial in _trials(capacity, policy)]
+        if self.caches:
+            slots = self.caches[0].capacity
+            self._share, self._misses = -(-capacity // slots), np.zeros(len(self.caches))
             self._ids, self._waiting, self._seen = np.empty(slots // 8, np.int64), 0, 0
 
     def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
         """Take a sample of the ids in slots that are used now."""
         done = 0
-        while self._caches and done < len(slots):
+        while self.caches and done < len(slots):
             args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
             seen, more = kernels.cpu.launch(kernels.cpu.cache.sample, *args)
             done, self._waiting = done + seen, self._waiting + more
@@ -264,9 +303,9 @@ class _Trials:
                 self._waiting = 0
 
     def _try(self, ids: np.ndarray) -> None:
-        self._misses += [_feed(cache, ids) for cache in self._caches]
+        self._misses += [_feed(cache, ids) for cache in self.caches]
         self._seen += len(ids)
-        if self._seen >= self._caches[0].capacity:
+        if self._seen >= self.caches[0].capacity:
             doubts = 1 + DOUBT * np.arange(len(self._misses))
             self.epoch = self._policy.epochs[int(np.argmin(self._misses * doubts))]
             self._misses, self._seen = self._misses * 0.75, 0
@@ -299,13 +338,26 @@ class Whole:
 
     def __init__(self, rows: int) -> None:
         self.capacity, self._rows = rows, _Rows(rows)
-        subject = "the directory of a cache"
-        self.flags, self.ids = reserve(rows, subject), reserve(rows * ID_BYTES, subject).view(np.int64)
+        self.flags = reserve(rows, "the directory of a cache", scattered=True)
 
     @staticmethod
     def bytes_for(rows: int) -> int:
         """Return the bytes that it takes, records not included."""
-        return Direct.bytes_for(rows) + rows * (1 + ID_BYTES)
+        return Direct.bytes_for(rows) + rows
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now, records not included."""
+        return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
+
+    @property
+    def used_slots(self) -> int:
+        """How many slots, from the first on, may have rows."""
+        return self.capacity
+
+    def ids_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return the ids of the rows in slots."""
+        return slots
 
     @property
     def count(self) -> int:
@@ -329,7 +381,7 @@ class Whole:
         """Return new slots for ids (without repeats) that have none."""
         slots = np.full(len(ids), -1, np.int64)
         self._rows.insert(ids, slots)
-        self.ids[slots], self.flags[slots] = slots, 0
+        self.flags[slots] = 0
         return slots
 
     def remove(self, slots: np.ndarray) -> None:

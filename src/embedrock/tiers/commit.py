@@ -114,7 +114,7 @@ class Commit:
         flags = self._tier.cache.flags
         frozen = slots[(flags[slots] & FROZEN) != 0]
         if frozen.size:
-            ids = self._tier.cache.ids[frozen]
+            ids = self._tier.cache.ids_in(frozen)
             sealed = self._tier.store.seal(self._tier.records.bytes, frozen, ids)
             with self._writing:
                 locations = self._tier.store.append_sealed(self._freeze.log, sealed, ids)
@@ -186,7 +186,7 @@ class Commit:
         """Yield the slots of frozen rows, some at a time, in about the order of their ids. They stay where they are."""
         for start, flags in self._parts():
             slots = start + np.flatnonzero(flags & FROZEN)
-            yield slots[_rough_order(self._tier.cache.ids[slots])]
+            yield slots[_rough_order(self._tier.cache.ids_in(slots))]
 
     def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
         """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
@@ -254,7 +254,7 @@ class Commit:
         with tier.turn.ahead():
             tier.turn.settle()
             slots = slots[(flags[slots] & FROZEN) != 0]
-            ids = tier.cache.ids[slots]
+            ids = tier.cache.ids_in(slots)
             sealed = tier.store.seal(tier.records.bytes, slots, ids)
             flags[slots] ^= FROZEN | WRITING
         return _Piece(slots, ids, sealed)

@@ -100,7 +100,7 @@ class Hashed(Directory):
 
     def __init__(self, capacity: int) -> None:
         self.count = 0
-        self._entries = np.zeros((FIRST_ENTRIES, 2), np.int64)
+        self._entries = new_entries(FIRST_ENTRIES)
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
 
     @staticmethod
@@ -124,9 +124,7 @@ class Hashed(Directory):
         cpu = kernels.cpu
         needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
         if needed > len(self._entries):
-            entries = np.zeros((needed, 2), np.int64)
-            cpu.directory.rehash(self._entries, entries)
-            self._entries = entries
+            self._entries = rehashed(self._entries, needed)
         args = self._entries, ids, slots, self.count, self._slot_ids
         self.count = cpu.launch(cpu.directory.insert_hashed, *args)
 
@@ -144,6 +142,18 @@ class Hashed(Directory):
         for start in range(0, self.count, size):
             slots = np.arange(start, min(start + size, self.count))
             yield self._slot_ids[slots], slots
+
+
+def new_entries(count: int) -> np.ndarray:
+    """Return an empty hash table of so many entries, a power of two."""
+    return reserve(count * ENTRY_BYTES, "the directory of a table").view(np.int64).reshape(-1, 2)
+
+
+def rehashed(entries: np.ndarray, count: int) -> np.ndarray:
+    """Return a hash table of so many entries, a power of two, with what is in `entries`."""
+    larger = new_entries(count)
+    kernels.cpu.directory.rehash(entries, larger)
+    return larger
 
 
 def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -154,8 +154,12 @@ class Disk(Tier):
         return self._count
 
     @property
+    def resident_rows(self) -> int:
+        return self.cache.count
+
+    @property
     def bytes_used(self) -> int:
-        cache = self.cache.count * self.spec.record_bytes + self.cache.bytes_for(self.placement.slots)
+        cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
         return cache + self.store.overlay.nbytes + self.store.base.nbytes
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -167,6 +171,7 @@ class Disk(Tier):
         return slots
 
     def begin_batch(self) -> None:
+        super().begin_batch()
         self._is_known = False
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -332,8 +337,8 @@ class Disk(Tier):
     def _evict(self, victims: np.ndarray) -> None:
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
-            dirty = dirty[np.argsort(self.cache.ids[dirty])]
-            self.store.append(self.records.bytes, dirty, self.cache.ids[dirty])
+            dirty = dirty[np.argsort(self.cache.ids_in(dirty))]
+            self.store.append(self.records.bytes, dirty, self.cache.ids_in(dirty))
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()

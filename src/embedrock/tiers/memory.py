@@ -83,10 +83,9 @@ class Memory(Tier):
 
     @property
     def bytes_used(self) -> int:
-        # A direct table is counted whole.
-        return self._bytes_with(0)
+        return self.record_bytes_in(self.count) + self.directory.bytes_with(0)
 
-    def _bytes_with(self, more: int) -> int:
+    def _bytes_with(self, more: int) -> int:  # a direct table is counted whole
         rows = self.spec.rows if self.placement.direct else self.directory.count + more
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
 
@@ -160,3 +159,4 @@ class Memory(Tier):
         slots = np.full(len(ids), -1, np.int64)
         self.directory.insert(ids, slots)
         self.records.bytes[slots] = records
+        self.arena.densify(self.count * self.spec.record_bytes)

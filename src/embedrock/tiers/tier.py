@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.machine.arena import reserve
+from embedrock.machine.arena import Arena
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
@@ -54,6 +54,7 @@ class Tier(ABC):
         subject: the table, for error messages.
 
     Attributes:
+        arena: the memory of its records.
         records: what can be read and stepped in place.
         history: what the rule remembers of past steps, to which records may refer.
         epoch: changes when slots do.
@@ -66,7 +67,8 @@ class Tier(ABC):
 
     def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
-        self.records = Records(spec, reserve(placement.slots * spec.record_bytes, subject))
+        self.arena = Arena(placement.slots * spec.record_bytes, subject, scattered=placement.direct)
+        self.records = Records(spec, self.arena.memory)
         self.history: History | None = None
         self.new_epoch()
 
@@ -79,12 +81,18 @@ class Tier(ABC):
     def count(self) -> int:
         """Rows that have records."""
 
+    @property
+    def resident_rows(self) -> int:
+        """Rows whose records are in RAM."""
+        return self.count
+
     @abstractmethod
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where there is none. Ids may repeat."""
 
-    def begin_batch(self) -> None:  # noqa: B027  # most tiers need not, as with other verbs that do nothing here
+    def begin_batch(self) -> None:
         """Note that the next call of `bring` is for another batch than the one before."""
+        self.arena.densify(self.resident_rows * self.spec.record_bytes)
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return slots for those of `ids` (without repeats) that have records; `slots` are as found, and stay."""
@@ -121,7 +129,7 @@ class Tier(ABC):
             first_state: (state_width,) float32.
         """
 
-    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027
+    def preserve(self, slots: np.ndarray) -> None:  # noqa: B027  # most tiers need not, as with other verbs below
         """Save what others still need of the records in `slots`, which may change afterwards. It may fail."""
 
     def changing(self, slots: np.ndarray) -> None:  # noqa: B027
@@ -168,6 +176,11 @@ class Tier(ABC):
     def used_slots(self) -> int:
         """How many slots, from the first on, may have records."""
         return self.placement.slots
+
+    def record_bytes_in(self, slots: int) -> int:
+        """Return the RAM that records take, the first `slots` of which may exist: whole pages where slots are ids."""
+        taken = self.arena.resident_bytes if self.is_direct else slots * self.spec.record_bytes
+        return min(taken, self.records.bytes.nbytes)
 
     @property
     @abstractmethod
