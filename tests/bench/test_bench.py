@@ -34,7 +34,7 @@ from embedrock.bench.harness.targets import Race, Target, Verdict, faster, forma
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
 from embedrock.bench.step import benches, contenders
 from embedrock.bench.step.contenders import StepContender
-from embedrock.machine.ram import available_bytes
+from embedrock.machine.ram import available_bytes, memory_limit
 from embedrock.terminal.arguments import count
 from slow import slow
 
@@ -218,6 +218,16 @@ CGROUPS = {
 def test_available_ram_respects_every_cgroup(tmp_path, name):
     files, gigabytes = CGROUPS[name]
     assert available_bytes(fake_root(tmp_path, files)) == gigabytes * GIB
+
+
+LIMITS = {"v2, limit of a parent": 3, "v2, page cache can go": 5, "v1": 6}  # GiB
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_ram_of_a_process_is_no_more_than_any_of_its_cgroups_allows(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 8 * GIB // 4096}.__getitem__)
+    assert memory_limit(tmp_path) == 8 * GIB
+    assert memory_limit(fake_root(tmp_path, CGROUPS[name][0])) == LIMITS[name] * GIB
 
 
 def test_available_ram_without_proc(tmp_path):

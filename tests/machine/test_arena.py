@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import embedrock as er
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine import arena
 from embedrock.machine.arena import HUGE_PAGE, PAGE, Arena, reserve
@@ -105,6 +107,23 @@ def test_memory_of_which_all_will_be_used_has_huge_pages_at_once() -> None:
     whole.expect_all()
     whole.memory[::PAGE] = 1
     assert huge_bytes(whole) >= 7 * HUGE_PAGE
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("path", [None, "t.rock"], ids=["ram", "disk"])
+def test_a_direct_table_whose_rows_are_all_touched_lies_in_huge_pages(tmp_path: Path, path: str | None) -> None:
+    place: dict[str, Any] = {"directory": "direct"} if path is None else {"path": tmp_path / path}
+    with er.Table(100_000, 16, rule=er.Adam(), seed=0, **place) as table:  # 18.3 MiB
+        ids, arena = np.random.default_rng(0).permutation(100_000), table._rows.tier.arena
+        grads = np.ones((1000, 16), np.float32)
+        table.update(ids[:1000], grads)
+        assert table.stats()["direct"] == 1
+        assert huge_bytes(arena) == 0
+        for part in ids.reshape(100, 1000):
+            table.update(part, grads)
+        if path is not None:
+            table.commit()
+        assert huge_bytes(arena) >= 7 * HUGE_PAGE
 
 
 def test_its_pages_are_looked_at_only_when_its_use_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
-from embedrock.machine.ram import available_bytes
-from embedrock.machine.sizes import memory_limit
+from embedrock.machine.ram import available_bytes, memory_limit
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of

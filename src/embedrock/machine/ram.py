@@ -1,11 +1,10 @@
-"""How much RAM is left."""
+"""How much RAM this process may use, and how much is left."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-
-from embedrock.machine.sizes import memory_limit
 
 ROOT = Path("/")
 # How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
@@ -13,6 +12,16 @@ _CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Return the bytes of RAM that this process may use.
+
+    The machine's, or the limit of this process's cgroup or of any above it, whichever is least.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in _cgroups(root))
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def available_bytes(root: Path = ROOT) -> int:
@@ -29,21 +38,25 @@ def _machine_available(root: Path) -> int:
 
 
 def _cgroups_available(root: Path) -> Iterator[int]:
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield from _chain_available(root / "sys/fs/cgroup/memory", path, version=1)
-        elif not controllers:
-            yield from _chain_available(root / "sys/fs/cgroup", path, version=2)
-
-
-def _chain_available(base: Path, path: str, version: int) -> Iterator[int]:
-    limit_file, use_file, cache_key = _CGROUP_FILES[version]
-    relative = PurePosixPath(path.lstrip("/"))
-    for folder in (base / relative, *(base / parent for parent in relative.parents)):
+    for folder, (limit_file, use_file, cache_key) in _cgroups(root):
         limit, used = read_text(folder / limit_file), read_text(folder / use_file)
         if limit.isdigit() and used.isdigit():
             yield int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Go through this process's cgroups, and those above them: the folder of each, and what its files are called."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, version = root / "sys/fs/cgroup/memory", 1
+        elif not controllers:
+            base, version = root / "sys/fs/cgroup", 2
+        else:
+            continue
+        relative = PurePosixPath(path.lstrip("/"))
+        for folder in (relative, *relative.parents):
+            yield base / folder, _CGROUP_FILES[version]
 
 
 def named_number(path: Path, name: str) -> int | None:

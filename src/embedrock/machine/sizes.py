@@ -1,11 +1,9 @@
-"""Sizes in bytes: parsing ("512MiB"), printing, and how much memory this process may use."""
+"""Sizes in bytes: parsing ("512MiB") and printing."""
 
 from __future__ import annotations
 
 import operator
-import os
 import re
-from pathlib import Path
 
 from embedrock.errors import ArgumentError
 
@@ -22,7 +20,6 @@ UNITS = {
     "TIB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def parse_bytes(size: int | str, subject: str = "memory") -> int:
@@ -79,16 +76,3 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def memory_limit() -> int:
-    """Return the bytes of RAM that this process may use: the machine's, or its cgroup's limit."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit

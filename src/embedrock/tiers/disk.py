@@ -13,7 +13,8 @@ import numpy as np
 
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
-from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.machine.ram import memory_limit
+from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve

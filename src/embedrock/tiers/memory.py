@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
-from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.machine.ram import memory_limit
+from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
 from embedrock.tiers.tier import Placement, Tier

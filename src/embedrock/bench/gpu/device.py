@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from embedrock.bench.harness.contenders import import_torch
 from embedrock.errors import UnsupportedError
-from embedrock.machine.ram import available_bytes
-from embedrock.machine.sizes import memory_limit
+from embedrock.machine.ram import available_bytes, memory_limit
 
 INTERPRETER = "TRITON_INTERPRET"  # the variable that Triton reads when it is imported
 

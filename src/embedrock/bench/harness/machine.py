@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 from importlib import metadata
 
-from embedrock.machine.ram import ROOT, available_bytes, named_number, read_text
-from embedrock.machine.sizes import memory_limit
+from embedrock.machine.ram import ROOT, available_bytes, memory_limit, named_number, read_text
 
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
 

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.keras.serving.first_values import STORAGES, first_values, is_drawable
-from embedrock.machine.sizes import format_bytes, memory_limit, parse_bytes
+from embedrock.machine.ram import memory_limit
+from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.table.rows import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table
 
