@@ -124,7 +124,7 @@ class YieldingLock:
 
 @contextmanager
 def yielding(seed: int) -> Iterator[None]:
-    """Have stores that are opened meanwhile let other threads go on wherever they let their lock go."""
+    """Let stores that are opened meanwhile let other threads go on wherever they let their lock go."""
     yields = Yields(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stores, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))

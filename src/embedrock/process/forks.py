@@ -63,7 +63,7 @@ def lock(rank: Rank) -> Lock:
 
 
 def hold(held: Lock, rank: Rank) -> None:
-    """Have whoever forks hold a `threading.RLock`, as long as there is somebody who has it."""
+    """Let whoever forks hold a `threading.RLock`, as long as there is somebody who has it."""
     with _adding:
         _ranks[held] = rank
 
@@ -78,7 +78,7 @@ def cached_property(function: Callable[[Any], T]) -> functools.cached_property[T
 
 
 def in_child(function: Callable[[Set[Lock]], None]) -> Callable[[Set[Lock]], None]:
-    """Have a function called in every child, when it has just been forked.
+    """Register a function that every child calls when it has just been forked.
 
     Args:
         function: is given the locks that could not be held: another thread may have been in the middle of what they
