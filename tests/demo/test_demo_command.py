@@ -18,7 +18,7 @@ from embedrock.bench.harness.processes import child_environment
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.kernels.cpu.machine_code import user_cache_folder
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 
 USAGE = 2  # argparse's exit status
@@ -134,6 +134,7 @@ def test_tables_on_disk_are_removed_at_the_end(cache: Path, capsys: pytest.Captu
 def test_killed_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, out = tmp_path / "demo", tmp_path / "out.json"
     options = ["--steps", "600", "--path", str(folder), "--memory", "1MiB", *SMALL]
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # PyTorch's sums of losses depend on it
     with start(*options, folder=tmp_path) as process:
         wait_for(folder / "checkpoints", "*.pt")
         process.kill()
