@@ -81,7 +81,8 @@ def test_the_trial_notices(harm: str, text: str, monkeypatch: pytest.MonkeyPatch
         return True
 
     monkeypatch.setattr(mutation_trials, "try_case", try_case)
-    monkeypatch.setattr(mutation_trials, "LONGEST_SECONDS", 0.5)
+    if "took more" in text:  # a busy machine is slow with all others
+        monkeypatch.setattr(mutation_trials, "LONGEST_SECONDS", 0.5)
     (failure,) = run("sealed", range(6))
     assert (failure.kind, failure.seed) == ("sealed", 3)
     assert text in failure.text
