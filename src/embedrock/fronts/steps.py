@@ -22,7 +22,8 @@ class Due(NamedTuple):
 
 def step_all(due: Sequence[Due]) -> None:
     """Step tables, each once, by its gradients: raises what `judge` raises, before anything was stepped."""
-    step_judged(judge(due))
+    with held_back():
+        step_judged(judge(due))
 
 
 def judge(due: Sequence[Due]) -> list[Due]:
@@ -55,8 +56,9 @@ def _stepped(due: Sequence[Due]) -> bool:
     with held_back(), together(rows.turn for rows, _ in parts):
         if not all(rows.is_prepared(plan) for rows, plan in parts):
             return False
-        for rows, plan in parts:
-            rows.prepare(plan)
+        if len(parts) > 1:  # that of one table prepares it before it changes anything
+            for rows, plan in parts:
+                rows.prepare(plan)
         for part in due:
             part.table.step_by(part.rule, part.grads)
         return True

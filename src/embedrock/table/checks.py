@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -106,17 +104,15 @@ def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], s
         )
     if lr is None and not changes:
         return rule
-    with of_step(subject):
-        return rule.with_changes({"lr": lr, **changes})
-
-
-@contextmanager
-def of_step(subject: str) -> Iterator[None]:
-    """Add to an error of a rule whose rows it was to step: a learning rate that a schedule made NaN, say."""
     try:
-        yield
+        return rule.with_changes({"lr": lr, **changes})
     except (ArgumentError, UnknownArgumentError) as error:
-        raise type(error)(f"{error} The step of {subject} was refused, and nothing has changed.") from error
+        raise of_step(error, subject) from error
+
+
+def of_step(error: ArgumentError | UnknownArgumentError, subject: str) -> ArgumentError | UnknownArgumentError:
+    """Add to an error of a rule whose rows it was to step: a learning rate that a schedule made NaN, say."""
+    return type(error)(f"{error} The step of {subject} was refused, and nothing has changed.")
 
 
 def check_layout(rule: Rule, own: Rule | None, subject: str) -> None:

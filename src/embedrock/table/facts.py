@@ -143,7 +143,10 @@ def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F,
 
     @functools.wraps(method)
     def locked(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._rows.turn.alone():
+        turn = self._rows.turn  # as `Turn.alone`, without a generator
+        turn.queue()
+        with turn.lock:
+            turn.settle()
             return method(self, *args, **kwargs)
 
     return locked

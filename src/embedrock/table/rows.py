@@ -77,13 +77,6 @@ class Rows:
             ClosedTableError: the table is closed.
             EmbedrockError: this is a child of the process that has it; as `ReadOnlyTableError` where that writes it.
         """
-        return self._open_tier()
-
-    def check_open(self) -> None:
-        """Raise what `tier` would raise."""
-        self._open_tier()
-
-    def _open_tier(self) -> Tier:
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
         if self._process != os.getpid():
@@ -96,6 +89,10 @@ class Rows:
                 f"{self.turn.failure!r}. Make a new Table and load the last state that you saved."
             )
         return self._tier
+
+    def check_open(self) -> None:
+        """Raise what `tier` would raise."""
+        self.tier  # noqa: B018
 
     def check_process(self) -> None:
         """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
@@ -123,7 +120,7 @@ class Rows:
 
     def check_writable(self) -> None:
         """Raise what keeps the table from being changed: `ReadOnlyTableError`, or what `tier` raises."""
-        self.check_open()
+        self.tier  # noqa: B018
         self.home.check_writable()
 
     def check_commit(self) -> None:
@@ -345,9 +342,11 @@ class Rows:
         if known is None:
             plan = self.located(plan)
             plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
-            known = Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]))
+            new = plan.ids[plan.slots < 0] if plan.missing else plan.ids[:0]
+            known = Prepared(self.version.now, plan, self.first_values(new))
             self._lease_of(plan).prepared = known
-        tier.preserve(known.plan.slots[known.plan.slots >= 0])
+        slots = known.plan.slots
+        tier.preserve(slots[slots >= 0] if known.plan.missing else slots)
         if self.history is not None:
             self.history.make_room()
         return known
@@ -368,12 +367,13 @@ class Rows:
         """Make one step by gradients that are finite, in the background."""
         plan = grads.plan
         ready = self._prepared(plan)
-        refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), self.tier.records.scratch(len(plan.ids))
+        records = self.tier.records
+        refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), records.scratch(len(plan.ids))
         draft = self._draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self._count(draft)
         args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
-        self.turn.start(self.tier.records.step, *args)
+        self.turn.start(records.step, *args)
 
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""

@@ -213,9 +213,10 @@ class Table(Facts):
 
         The step then finds everything prepared.
         """
-        self._check_commit()
+        rows = self._checked_rows()
+        rows.check_commit()
         checks.check_gradients(grads, self.dim, self.subject)
-        self._rows.prepare(grads.plan)
+        rows.prepare(grads.plan)
 
     @exclusive
     def _check_commit(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from embedrock import kernels
@@ -67,12 +68,16 @@ class Turn:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Give the caller the table alone, with no step running."""
-        if not self.lock._is_owned():
-            with self._next:
-                pass
+        self.queue()
         with self.lock:
             self.settle()
             yield
+
+    def queue(self) -> None:
+        """Let those who are `ahead` have the lock first."""
+        if not self.lock._is_owned():
+            with self._next:
+                pass
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -114,16 +119,25 @@ class Turn:
             self._changed.notify_all()
 
 
-@contextmanager
-def together(turns: Iterable[Turn]) -> Iterator[None]:
-    """Give the caller the locks of several tables, in one order everywhere: so callers never wait for each other.
+class together:
+    """Within it, the caller has the locks of several tables, taken in one order: so callers never wait for each other.
 
-    A step may be running still. The caller must not let one of the locks go (`wait_for`).
+    A step may be running still. The caller holds Ctrl-C back, and must not let one of the locks go (`wait_for`).
     """
-    with ExitStack() as stack:
-        for turn in sorted(set(turns), key=lambda turn: turn.number):
-            stack.enter_context(turn.lock)
-        yield
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._locks = [turn.lock for turn in sorted(set(turns), key=_number)]
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
+
+
+_number = operator.attrgetter("number")
 
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from embedrock import rules
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bind
 from embedrock.rules import Rule
@@ -234,8 +234,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 if (grads := handle.gradients()) is not None:
                     handle.pending.side.prepare(grads)  # raises ReadOnlyTableError
                 continue
-            with of_step(handle.label):
+            try:
                 rule = self._rule(group, handle.table.rule)
+            except (ArgumentError, UnknownArgumentError) as error:
+                raise of_step(error, handle.label) from error
             self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()

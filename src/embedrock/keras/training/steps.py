@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.fronts.references import keep_rule
 from embedrock.fronts.steps import Due, step_all
 from embedrock.keras.training import host_calls
@@ -101,10 +101,12 @@ def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
         lr: the optimizer's learning rate; None where only the layout of records counts.
     """
     own = handle.own_rule
-    with of_step(handle.label):
+    try:
         if own is None:
             return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))
         return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+    except (ArgumentError, UnknownArgumentError) as error:
+        raise of_step(error, handle.label) from error
 
 
 def decays(optimizer: Any, handle: Handle) -> bool:

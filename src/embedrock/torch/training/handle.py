@@ -162,16 +162,17 @@ class Handle(nn.Parameter):
         Raises:
             ArgumentError: ``handle.grad`` was set by hand, while no gradients of rows are pending.
         """
-        self._check_origin(self.grad)
-        self.pending.follow(self.grad)
-        if self.grad is None or self.pending.grads is not None:
+        grad = self.grad
+        self._check_origin(grad)
+        self.pending.follow(grad)
+        if grad is None or self.pending.grads is not None:
             return self.pending.grads
-        if (value := self.grad.item()) != 0.0:
+        if (value := grad.item()) != 0.0:
             raise ArgumentError(
                 f"`handle.grad` of {self.label} is {value}, but no gradients of its rows are pending: it was set "
                 "by hand. Gradients of rows come from backward() only; they cannot be copied from another model."
             )
-        if type(self.grad) is not HandleGradient:
+        if type(grad) is not HandleGradient:
             return None  # from no backward: torch.distributed.checkpoint does so to have optimizers make their state
         # Zeroed in place: PyTorch's optimizers make a step then, and so does ours, one that touches no row.
         side, nothing = self.pending.side, torch.empty(0, self.table.dim, device=self.device)
@@ -186,8 +187,9 @@ class Handle(nn.Parameter):
 
     def announce(self, grads: Gradients) -> None:
         """Announce a step to the followers, before it is made."""
-        for follower in self.followers:
-            follower.note(grads)
+        if self.followers:  # hardly ever, and going through a WeakSet takes longer
+            for follower in self.followers:
+                follower.note(grads)
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""

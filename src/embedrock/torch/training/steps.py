@@ -36,8 +36,7 @@ def step_all(due: Sequence[DueStep]) -> None:
     kinds: dict[Any, list[DueStep]] = {}
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
-    with span("step"):
+    with span("step"), held_back():  # or Ctrl-C might come when some of them are stepped
         prepared = [step for judge, parts in kinds.items() for step in judge(parts, len(kinds) == 1)]
-        with held_back():  # or Ctrl-C might come when some of them are stepped
-            for step in prepared:
-                step.step()
+        for step in prepared:
+            step.step()
