@@ -198,8 +198,9 @@ def test_repr_is_that_of_torch_and_says_where_the_rows_are(tmp_path: Path):
     arguments = {"padding_idx": 2, "max_norm": 1.5, "norm_type": 1.0, "scale_grad_by_freq": True}
     layers = ert.Embedding(7, 3, memory="1MiB"), ert.Embedding(7, 3, memory="1MiB", **arguments)
     theirs = nn.Embedding(7, 3), nn.Embedding(7, 3, **arguments)
-    for mine, its, rows in zip(layers, theirs, ("0 rows", "1 row"), strict=True):  # that of padding is written
-        assert repr(mine) == f"{repr(its)[:-1]}; {rows} touched, in RAM, 113 B of 1.0 MiB)"
+    took = "0 rows touched, in RAM, 1 B", "1 row touched, in RAM, 113 B"  # that of padding is written
+    for mine, its, rows in zip(layers, theirs, took, strict=True):
+        assert repr(mine) == f"{repr(its)[:-1]}; {rows} of 1.0 MiB)"
     model = nn.Sequential(ert.Embedding(10**9, 3, path=tmp_path / "users.rock", memory="1MiB"))
     with er.open(tmp_path / "users.rock", mode="r", memory="1MiB") as snapshot:
         assert "users.rock' (read only) behind" in repr(snapshot)
