@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where a shell started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads() -> Iterator[None]:
+    """Give the next test in this process as many threads as this one had, whatever this one set."""
+    yield
+    threads = sys.modules.get("embedrock.kernels.cpu.threads")
+    if threads is not None and threads.get_threads() != threads._default_threads():
+        threads.set_threads(threads._default_threads())
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,7 @@ from embedrock.store import folder as folders
 from embedrock.store import store as stores
 from embedrock.store.store import Store
 from embedrock.table.facts import Facts
+from embedrock.table.files import Files
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
 
@@ -77,12 +78,18 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
 
     And ask the last commit only whether it names a file: that is right as long as none is published in between.
     """
-    forget, published = Store.forget, threading.Event()
+    forget, compact = Store.forget, Files.compact_in_background
+    reached, published = threading.Event(), threading.Event()
+
+    def at_the_gap(self: Files, rows: int | None) -> None:
+        compact(self, rows)
+        assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 
     def late(self: Store, runs: Any) -> None:
         if threading.current_thread().name == "embedrock-compact" and not published.is_set():
             lock = cast(YieldingLock, self.lock)
             folded, until = {run.path for run in runs}, time.monotonic() + 60
+            reached.set()
             with lock.let_go():
                 while folded & folders.files_of(self.manifest) and time.monotonic() < until:
                     time.sleep(0.001)
@@ -90,6 +97,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
         forget(self, runs)
 
     patch.setattr(Store, "forget", late)
+    patch.setattr(Files, "compact_in_background", at_the_gap)
     ask_the_last_commit_only(patch)
 
 
