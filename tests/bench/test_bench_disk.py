@@ -188,10 +188,10 @@ def test_write_rate_leaves_nothing(tmp_path: Path):
 # ---------------------------------------------------------------- contenders
 
 
-def test_recipes_are_sparse_adam(tmp_path: Path):
+def test_recipes_are_sparse_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     job = Job(TINY, tmp_path, MIB)
-    os.environ.setdefault("EMBEDROCK_THREADS", "1")
+    monkeypatch.setenv("EMBEDROCK_THREADS", "1")
     trained = {}
     for name in ("memmap", "torch-from-file", "memmap-records"):
         contender = BY_NAME[name]
