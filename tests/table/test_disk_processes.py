@@ -25,6 +25,7 @@ import embedrock as er
 from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem
 from embedrock.store.verify import verify
+from forked import in_child
 from same_tables import check_same
 
 # From Python 3.12 on, it warns where a process with threads forks.
@@ -254,21 +255,6 @@ def test_a_reader_changes_nothing(change: Callable[[er.Table], object], tmp_path
 
 
 # ---------------------------------------------------------------- forks
-
-
-def in_child(function: Callable[[], object]) -> None:
-    """Fork, call a function in the child, and fail unless it returns in time."""
-    number = os.fork()
-    if number == 0:
-        signal.alarm(20)
-        try:
-            function()
-        except BaseException as error:
-            os.write(2, f"in the child: {error!r}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(number, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_forked_reader_reopens_by_itself(tmp_path: Path):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from embedrock.kernels.cpu import threads as pool
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.table.table import rows_of
+from forked import child, ended, in_child
 from slow import slow
 
 # From Python 3.12 on, it warns where a process with threads forks.
@@ -46,30 +47,6 @@ def make() -> er.Table:
 def check_rows(table: er.Table, steps: int) -> None:
     """Fail unless all rows have made so many steps."""
     np.testing.assert_array_equal(table.lookup(IDS), -steps * ONES)
-
-
-def child(function: Callable[[], object]) -> int:
-    """Fork, and return the number of a child that calls a function; its exit code is 0 where that returns in time."""
-    number = os.fork()
-    if number == 0:
-        signal.alarm(30)
-        try:
-            function()
-        except BaseException as error:
-            os.write(2, f"in the child: {error!r}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return number
-
-
-def ended(number: int) -> int:
-    """Return a child's exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-
-def in_child(function: Callable[[], object]) -> None:
-    """Call a function in a forked child, and fail unless it returns in time."""
-    assert ended(child(function)) == 0
 
 
 def run(*arguments: object) -> str:
