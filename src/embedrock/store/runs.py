@@ -162,7 +162,9 @@ class Run:
 
     def marks(self, first: int, count: int) -> np.ndarray:
         """Return the marks, uint32, of so many records from one on."""
-        return (self.salt + self.step * np.arange(first, first + count, dtype=np.uint64)).astype(np.uint32)
+        marks, salt, step = np.empty(count, np.uint32), np.uint32([self.salt]), np.uint32([self.step])
+        kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salt, step, marks)
+        return marks
 
     def index(self) -> np.ndarray:
         """Return the ids int64 (count,), or the bitmap uint64, or nothing where all ids of the range are there.
