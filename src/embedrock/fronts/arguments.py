@@ -61,7 +61,7 @@ def open_table(
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
     table = make_table(rows, dim, options, first)
     padding = resolve_padding(padding_idx, table.rows)
-    if padding is not None and not table.stats()["rows_touched"]:
+    if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
 
@@ -82,7 +82,7 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: Fi
     """
     given = table_options(options)
     table = Table.over(*make_rows(rows, dim, given, first), given)
-    if table.is_on_disk and table.stats()["rows_touched"]:
+    if table.is_on_disk and rows_of(table).tier.count:
         tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
     return table
 
