@@ -162,8 +162,9 @@ class Run:
 
     def marks(self, first: int, count: int) -> np.ndarray:
         """Return the marks, uint32, of so many records from one on."""
-        marks, salt, step = np.empty(count, np.uint32), np.uint32([self.salt]), np.uint32([self.step])
-        kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salt, step, marks)
+        marks = np.empty(count, np.uint32)
+        salts, steps = (np.array([of_run], np.uint32) for of_run in (self.salt, self.step))
+        kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salts, steps, marks)
         return marks
 
     def index(self) -> np.ndarray:
