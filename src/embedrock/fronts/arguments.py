@@ -12,7 +12,6 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
-from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
@@ -90,7 +89,7 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: Fi
 def zero_rows(table: Table, ids: Sequence[int]) -> None:
     """Make rows zeros, in a table with no rows touched."""
     rows, rule = rows_of(table), table.rule
-    with rows.turn.alone(), held_back():
+    with rows.turn.whole():
         if lags_behind(rule):  # where rows cannot be assigned
             rows.set_rule(None)
         table.assign(ids, np.zeros((len(ids), table.dim), np.float32))

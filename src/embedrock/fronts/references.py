@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -174,5 +173,5 @@ def go_to(table: Table, state: Mapping[str, Any]) -> None:
 def keep_rule(table: Table, wanted: Rule | None) -> None:
     """Give a table the rule that an optimizer wants, where its records allow it."""
     if wanted is not None and (table.rule is None or wanted.same_layout(table.rule)):
-        with (rows := rows_of(table)).turn.alone(), held_back():
+        with (rows := rows_of(table)).turn.whole():
             rows.set_rule(wanted)  # otherwise the optimizer says, at its next step, that it must be made anew

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 from embedrock.errors import ArgumentError
-from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table import rule_changes
 from embedrock.table.rule_changes import RuleTaker
@@ -39,7 +38,7 @@ def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
         ArgumentError: a rule that was chosen, or state of rows, would be lost.
     """
     if table.mode == "w":
-        with (rows := rows_of(table)).turn.alone(), held_back():
+        with (rows := rows_of(table)).turn.whole():
             rows.check()
             rule_changes.bind_rule(rows, rule, taker)
 

@@ -405,7 +405,7 @@ class Disk(Tier):
             found = self.store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
-        with held_back(), self.turn.alone():
+        with self.turn.whole():
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # it is done, or bound by its own ticket, or brought again

@@ -73,6 +73,12 @@ class Turn:
             self.settle()
             yield
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Give the caller the table alone, with Ctrl-C held back: what it changes, it changes whole."""
+        with held_back(), self.alone():
+            yield
+
     def queue(self) -> None:
         """Let those who are `ahead` have the lock first."""
         if not self.lock._is_owned():

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import CorruptTableError
-from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.table import saved
 from embedrock.table.description import rule_of
@@ -50,7 +49,7 @@ def read_rows(table: Table, folder: str) -> None:
     history = {name: _array(Path(folder, HISTORY.format(name))) for name in names}
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")
     batches = _batches(Path(folder), spec, content["count"])
-    with rows.turn.alone(), held_back():
+    with rows.turn.whole():
         saved.load(rows, saved.Saved(content, history, batches), lambda ids: repeated)
 
 
