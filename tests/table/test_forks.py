@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -410,12 +411,15 @@ def test_ctrl_c_waits_in_a_child_of_the_thread_that_holds_it_back():
 
 
 def test_locks_of_tables_that_are_gone_are_not_kept():
+    make().close()
+    before = weakref.WeakSet(forks._ranks)
+    tables = [make() for _ in range(5)]
+    made = weakref.WeakSet(forks._ranks) - before
+    assert len(made) >= 5
+    while tables:
+        tables.pop().close()
     gc.collect()
-    before = len(forks._ranks)
-    for _ in range(5):
-        make().close()
-    gc.collect()
-    assert len(forks._ranks) == before
+    assert not made
 
 
 class OnGpu:
