@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 from typing import Any
 
@@ -333,14 +335,52 @@ def test_subclassed_model_is_loaded(tmp_path, on_disk):
     model.items.table.close()
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_pickle(tmp_path, on_disk):
-    model = make_model(path=tmp_path / "t.rock" if on_disk else None)
+def test_pickle_in_ram():
+    model = make_model()
     train(model)
     assert_same(model, pickle.loads(pickle.dumps(model)))
-    if on_disk:
-        assert names_in(table_of(model)) == []
-        table_of(model).close()
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, copy.deepcopy])
+def test_commits_of_what_has_no_file_stay(tmp_path, save):
+    model = make_model(path=tmp_path / "t.rock", keep=2)
+    train(model)
+    saved = save(model)
+    assert names_in(table_of(model)) == ["keras_state-1"]
+    save(model)
+    assert names_in(table_of(model)) == ["keras_state-1"]  # nothing has changed: the same commit will do
+    before = outputs(model)
+    for _ in range(4):
+        train(model)
+        table_of(model).commit()
+    assert names_in(table_of(model)) == ["keras_state-1"]
+    table_of(model).close()
+    if save is pickle.dumps:
+        np.testing.assert_array_equal(outputs(pickle.loads(saved)), before)
+
+
+def test_it_is_told_when_pickles_keep_many_commits(tmp_path):
+    model = make_model(path=tmp_path / "t.rock")
+    for number in range(16):
+        table_of(model).assign([1], np.full((1, DIM), float(number)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pickle.dumps(model)
+        told = [each.message for each in caught if each.category is erk.HeldCommitsWarning]
+        assert len(told) == (number == 15)
+    assert "keeps 16 commits because states refer to them" in str(told[0])
+    assert "lists them as keras_state-<number>" in str(told[0])
+
+
+def test_it_is_told_that_nothing_keeps_the_commit_of_a_snapshot(tmp_path):
+    model = make_model(path=tmp_path / "t.rock")
+    train(model)
+    table_of(model).commit()
+    with er.open(tmp_path / "t.rock", mode="r") as snapshot:
+        frozen = keras.Sequential([erk.Embedding(snapshot)])
+        frozen(IDS)
+        with pytest.warns(erk.HeldCommitsWarning, match=r"refers to commit 1 of .*its writer drops .*with a name"):
+            frozen.save(tmp_path / "m.keras")
 
 
 def test_saved_again_in_the_same_place_a_file_lets_go_of_what_it_kept(place, tmp_path):
@@ -629,7 +669,7 @@ def test_first_values_in_ram_are_refused(tmp_path):
 def test_snapshot_is_saved_as_such(place, tmp_path):
     with er.Table(ROWS, DIM, path=place["path"]) as table:
         table.assign([1], np.full((1, DIM), 9.0))
-        table.commit()
+        table.commit(name="served")
     reader = er.open(place["path"], mode="r")
     model = keras.Sequential([keras.Input((3,), dtype="int64"), erk.Embedding(reader)])
     model.save(tmp_path / "m.keras")

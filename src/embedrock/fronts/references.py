@@ -60,19 +60,19 @@ def kept_by(checkpoint: str) -> Iterator[None]:
         _keeper.reset(token)
 
 
-def lasting_reference_to(table: Table, holder: str) -> dict[str, Any]:
+def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now, whose commit nothing but a release drops.
 
     It is the last commit, if that is held already and is what the table is now, or else a new one. Its name begins
-    with `holder`, which says in a list of commits who needs it.
+    with `holder`, which says in a list of commits who needs it. `step` is that of the training, for what is not
+    committed yet.
     """
     if table.mode == "r":
         _warn_if_fleeting(table)
     elif _keeper.get() is None:
         names = [commit["name"] or "" for commit in table.commits()]
         if table.uncommitted or not names[-1].startswith(f"{holder}-"):
-            step = None if table.uncommitted else table.last_step
-            table.commit(step=step, name=f"{holder}-{table.last_commit + 1}")
+            table.commit(step=step if table.uncommitted else table.last_step, name=f"{holder}-{table.last_commit + 1}")
             _warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
     return reference_to(table)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.keras.export import export
 from embedrock.keras.layers.bag import EmbeddingBag
 from embedrock.keras.layers.collection import EmbeddingCollection, fuse
@@ -21,6 +22,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingCollection",
     "ForgottenGradientsError",
+    "HeldCommitsWarning",
     "RowOptimizer",
     "TableCheckpoint",
     "TableStats",

@@ -1,7 +1,8 @@
 """References to tables on disk: what files have of their rows, which is only the commit that is meant.
 
 The table commits, and the file gets {path, uuid, commit, step}. The commit bears the name of the file, so that
-retention keeps it for as long as the file needs it.
+retention keeps it for as long as the file needs it. What has no file that is known here (a pickle, a copy) keeps its
+commit until that is released.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from contextvars import ContextVar
 from typing import Any
 
 from embedrock.errors import ArgumentError
-from embedrock.fronts.references import Remedies, check_state, go_to, reference_to, tell_resumed
+from embedrock.fronts.references import (
+    Remedies,
+    check_state,
+    go_to,
+    lasting_reference_to,
+    reference_to,
+    tell_resumed,
+)
 from embedrock.keras.saving.destination import Destination
 from embedrock.keras.training.steps import rebind
 from embedrock.table.table import Table
 
+HOLDER = "keras_state"  # of commits that something refers to of which no file is known
 KEPT_PER_FILE = 2  # the newer one, and that of a copy such as BackupAndRestore(double_checkpoint=True) makes
 
 REMEDIES = Remedies(
@@ -53,20 +62,19 @@ def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
 
 
 def reference_of(layer: Any, destination: Destination | None) -> dict[str, Any]:
-    """Return the reference to a table on disk as it is now, whose commit the file will keep."""
+    """Return the reference to a table on disk as it is now, whose commit stays for as long as it is needed."""
     table, made = layer.table, _made.get()
     if made is not None and table in made:
         return {"path": str(table.path), "uuid": table.uuid, "commit": made[table], "step": iterations_of(layer)}
-    if table.mode == "w" and destination is not None:
-        names = [commit["name"] for commit in table.commits()]
-        if table.uncommitted or not destination.owns(names[-1]):
-            names.append(destination.new_name())
-            table.commit(step=iterations_of(layer), name=names[-1])
-        own = [name for name in names if destination.owns(name)]
-        for name in own[:-KEPT_PER_FILE] + [name for name in names if destination.is_over(name)]:
-            table.release(name)
-    elif table.uncommitted:
-        table.commit(step=iterations_of(layer))
+    if table.mode == "r" or destination is None:
+        return lasting_reference_to(table, HOLDER, iterations_of(layer))
+    names = [commit["name"] for commit in table.commits()]
+    if table.uncommitted or not destination.owns(names[-1]):
+        names.append(destination.new_name())
+        table.commit(step=iterations_of(layer), name=names[-1])
+    own = [name for name in names if destination.owns(name)]
+    for name in own[:-KEPT_PER_FILE] + [name for name in names if destination.is_over(name)]:
+        table.release(name)
     return reference_to(table)
 
 
