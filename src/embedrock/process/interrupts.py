@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from types import FrameType
 from typing import Any, ClassVar
+
+# What `signal`'s functions call, once they have made enums of handlers: that is most of their time, and this runs at
+# every step.
+_signal: Any = importlib.import_module("_signal")
 
 
 class held_back:
@@ -18,12 +23,12 @@ class held_back:
 
     def __enter__(self) -> None:
         if held_back._outermost is None and threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(signal.SIGINT)
             if callable(handler):  # not one that was installed outside of Python
                 self._handler: Any = handler
                 self._caught: tuple[int, FrameType | None] | None = None
                 self._thread = threading.get_ident()
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._note)
                 held_back._outermost = self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -32,7 +37,7 @@ class held_back:
     def __exit__(self, *error: object) -> None:
         if held_back._outermost is self:
             held_back._outermost = None
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(signal.SIGINT, self._handler)
             if self._caught is not None:
                 self._handler(*self._caught)
 
@@ -42,4 +47,4 @@ class held_back:
         holder = held_back._outermost
         if holder is not None and holder._thread != threading.get_ident():
             held_back._outermost = None
-            signal.signal(signal.SIGINT, holder._handler)
+            _signal.signal(signal.SIGINT, holder._handler)
