@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,7 +46,13 @@ def as_many_threads() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what imports made out of garbage collections: with TensorFlow's and torch's, each takes over a second."""
+    """Step few rows as many are, in the background. Keep what imports made out of garbage collections.
+
+    With TensorFlow's and torch's, each collection takes over a second.
+    """
+    rows: Any = sys.modules.get("embedrock.table.rows")
+    if rows is not None:
+        rows.STEP_HERE_BYTES = 0
     gc.collect()
     gc.freeze()
 

@@ -579,6 +579,20 @@ def test_a_closed_table_loads_no_state(table: er.Table) -> None:
         table.load_state(state)
 
 
+@pytest.mark.parametrize(("rule", "may_be"), [(er.Adam(), True), (er.Adam(dense=True), False)])
+def test_a_step_of_few_rows_is_made_at_once(monkeypatch: pytest.MonkeyPatch, rule: er.Rule, may_be: bool) -> None:
+    er.set_threads(2)
+    tables = [er.Table(50, 4, rule=rule, seed=1) for _ in range(2)]
+    ids = np.arange(50)
+    for step in range(3):
+        grads = np.random.default_rng(step).standard_normal((50, 4), np.float32)
+        for table, most in zip(tables, (0, 50 * tables[0].spec.record_bytes), strict=True):
+            monkeypatch.setattr("embedrock.table.rows.STEP_HERE_BYTES", most)
+            table.update(ids[step:], grads[step:])
+            assert (rows_of(table).turn.running is None) == (may_be and most > 0)
+    np.testing.assert_array_equal(tables[0].lookup(ids), tables[1].lookup(ids))
+
+
 def test_a_failed_background_step_is_not_forgotten(table: er.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("no room")

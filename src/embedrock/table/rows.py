@@ -24,6 +24,7 @@ from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
 EXPORT_BATCH_ROWS = 65_536
+STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
 
 
 class Rows:
@@ -373,7 +374,8 @@ class Rows:
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self._count(draft)
         args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
-        self.turn.start(records.step, *args)
+        here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
+        self.turn.start(records.step, *args, here=here)
 
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""

@@ -57,10 +57,13 @@ class Turn:
             finally:
                 self.running = None
 
-    def start(self, function: Callable[..., object], *args: Any) -> None:
-        """Make a step in the background by calling ``function(*args)``, which may happen here and now."""
+    def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
+        """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""
         try:
-            self.running = kernels.cpu.threads.start(function, *args)
+            if here:
+                function(*args)
+            else:
+                self.running = kernels.cpu.threads.start(function, *args)
         except BaseException as error:
             self.failure = error
             raise
