@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import embedrock
 from embedrock.kernels.cpu import machine_code
+from embedrock.process import platform
 
 PROGRAM = """
 import numpy as np
@@ -50,7 +52,7 @@ def test_clones_share_code_until_any_kernel_file_changes(tmp_path: Path) -> None
 def test_code_lies_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "NAME", "Linux")
     assert machine_code.user_cache_folder() == tmp_path / "embedrock"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
     assert machine_code.user_cache_folder() == tmp_path / "named"
@@ -86,7 +88,7 @@ def test_code_is_kept_where_there_are_no_locks_or_somebody_elses(
     def refuse(*arguments: object) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(machine_code.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with machine_code._alone(tmp_path):
         pass
     monkeypatch.setattr("builtins.open", refuse)

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.reference.storage import unmix
-from embedrock.store import overlay as overlays
 from embedrock.store.overlay import Overlay
 
 PAGE = 4096
@@ -169,7 +168,7 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
         def resize(self, newsize: int) -> None:
             raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(overlays.mmap, "mmap", Refusing)
+    monkeypatch.setattr(mmap, "mmap", Refusing)
     overlay, ids = Overlay(), np.arange(1000)
     with pytest.raises(
         MemoryBudgetError, match=r"index of 217 rows .* needs 20\.0 KiB, and the system refused"

@@ -9,6 +9,7 @@ from typing import Any
 
 from embedrock.cli.formats import FileError, fail
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.process import platform
 
 MAX_BYTES = 1 << 20
 RESTART = "Begin anew: --restart."
@@ -59,7 +60,7 @@ class Journal:
         with open(new, "w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            platform.sync(file.fileno())
         os.replace(new, self.path)
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 

@@ -24,7 +24,7 @@ from embedrock.store.store import Store
 from embedrock.store.verify import Verification, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
-from embedrock.terminal.arguments import count, number
+from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.tables import format_facts, format_table
 
 DAMAGED = 3  # exit status of `verify` where it found damage
@@ -48,7 +48,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
 def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str, **options: Any) -> ArgumentParser:
     description = text[0].upper() + text[1:] + "."
     parser = subparsers.add_parser(name, help=text, description=options.pop("description", description), **options)
-    parser.add_argument("table", metavar="TABLE", help="folder of the table")
+    parser.add_argument("table", type=_table, metavar="TABLE", help="folder of the table")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, parser=parser)
     return parser
@@ -56,7 +56,7 @@ def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str,
 
 def _add_export(subparsers: Any) -> None:
     parser = _add(subparsers, "export", _export, "write the rows of a table to a file")
-    parser.add_argument("file", metavar="FILE", help="to write; what it is called says its format")
+    parser.add_argument("file", type=file, metavar="FILE", help="to write; what it is called says its format")
     parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
     parser.add_argument("--all", action="store_true", help="rows without a record too, with their first values")
     parser.add_argument("--words", metavar="FILE", help="a word per row, for text; '': ids (default: TABLE.words.txt)")
@@ -66,8 +66,8 @@ def _add_export(subparsers: Any) -> None:
 def _add_import(subparsers: Any) -> None:
     text = "Make a table of a file, or overwrite rows of one. What was cut off is continued by the same command."
     parser = subparsers.add_parser("import", help="make a table of a file, or fill one", description=text)
-    parser.add_argument("source", metavar="FILE", help="to read")
-    parser.add_argument("table", metavar="TABLE", help="folder of the table")
+    parser.add_argument("source", type=file, metavar="FILE", help="to read")
+    parser.add_argument("table", type=_table, metavar="TABLE", help="folder of the table")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--into", action="store_true", help="overwrite rows of a table that is there")
     ids = f"name of the array or column of ids, or a .npy file of them; {ROW_NUMBERS}; or, for text, word"
@@ -294,6 +294,14 @@ def _tell(arguments: Namespace, told: dict[str, Any], text: str) -> int:
 
 
 # ---------------------------------------------------------------- options
+
+
+def _table(text: str) -> str:
+    try:
+        OS_SYSTEM.check_usable("a table")
+    except er.UnsupportedError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return place(text)
 
 
 def _commit(text: str) -> int:

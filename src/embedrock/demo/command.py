@@ -18,7 +18,7 @@ import embedrock as er
 from embedrock.bench.harness.workload import MAX_ROWS
 from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, DemoOptions, LogOptions
 from embedrock.errors import EmbedrockError
-from embedrock.terminal.arguments import count, size, writable_file
+from embedrock.terminal.arguments import count, place, size, writable_file
 
 DESCRIPTION = """
 Train a recommender whose embeddings are Embedrock tables.
@@ -58,7 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_option(parser, "users", type=_rows, metavar="N", text="users, such as 20M")
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
     text = "folder of the tables, which is kept (default: one in the user's cache, removed at the end)"
-    parser.add_argument("--path", type=Path, metavar="FOLDER", help=f"{text}, only without --data")
+    parser.add_argument(
+        "--path", type=lambda text: Path(place(text)), metavar="FOLDER", help=f"{text}, only without --data"
+    )
     text = "RAM of the tables, such as 512MiB (default: a tenth of what the rows trained take)"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=f"{text}, only without --data")
     parser.add_argument("--in-ram", action="store_true", help="no disk: tables in RAM, only without --data")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.process import platform
 from embedrock.table.table import Table
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
@@ -87,7 +88,7 @@ class Checkpoint(NamedTuple):
     def publish(self) -> None:
         """Make it exist: its draft is written, and its commits are durable."""
         with self.draft.open("rb+") as file:
-            os.fsync(file.fileno())
+            platform.sync(file.fileno())
         self.draft.rename(self.file)
         OS_SYSTEM.fsync_folder(str(self.folder))
 

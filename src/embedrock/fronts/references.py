@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.machine.paths import local_path
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -151,8 +152,12 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
         ArgumentError: `relocate` has a path that no reference has.
     """
     if not isinstance(relocate, Mapping):
-        return relocate or (lambda path: path)
-    by_place = {os.path.abspath(old): os.fspath(new) for old, new in relocate.items()}
+        where = relocate or (lambda path: path)
+        return lambda path: local_path(where(path), f"what `relocate` of {function} returns")
+    by_place = {
+        os.path.abspath(old): local_path(new, f"a new path in `relocate` of {function}")
+        for old, new in relocate.items()
+    }
     if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
         raise ArgumentError(
             f"`relocate` of {function} must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "

@@ -15,6 +15,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, serving
 from embedrock.keras.training.handle import handle_behind
+from embedrock.machine.paths import local_path
 from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"
@@ -69,11 +70,11 @@ def export(
         raise ArgumentError(f"`model` of erk.export must be a Keras model that is built: got {got}.")
     if dependency is not None:
         _check_dependency(dependency, {"input_signature": input_signature, "whole_bytes": whole_bytes})
-        with _appearing(Path(folder)) as draft:
+        with _appearing(folder) as draft:
             draft.mkdir()
             return model.save(draft / MODEL_FILE)
     signature = _signature_of(model) if input_signature is None else list(input_signature)
-    with _appearing(Path(folder)) as draft:
+    with _appearing(folder) as draft:
         limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
         tables = {table: ServingTable(table, limit) for table in _tables(model)}
         with serving(tables):
@@ -150,8 +151,9 @@ def _spec(given: Any) -> Any:
 
 
 @contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
+def _appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a folder that gets its name once all is in it."""
+    folder = Path(local_path(path, "`folder` of erk.export"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArgumentError(
             f"`folder` of erk.export must be a new folder, or an empty one: got {str(folder)!r}. Remove it, or give "

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
 from contextlib import suppress
 
 import numpy as np
 
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
+from embedrock.process import platform
 
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 _COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and later
 PAGE, HUGE_PAGE = mmap.PAGESIZE, 2 << 20
 FIRST_LOOK = 1024  # pages are looked at once so small a part of the memory is in use ...
@@ -55,7 +52,7 @@ class Arena:
         self._map = _map(nbytes, subject)
         self.memory = np.frombuffer(self._map, np.uint8, nbytes)
         self._start = -self.memory.ctypes.data % HUGE_PAGE  # of the first huge page
-        self._is_small = np.ones(max(0, nbytes - self._start) // HUGE_PAGE if _HAS_HUGE_PAGES else 0, bool)
+        self._is_small = np.ones(max(0, nbytes - self._start) // HUGE_PAGE if platform.HAS_HUGE_PAGES else 0, bool)
         self._next_look = max(LEAST_LOOK_BYTES, nbytes // FIRST_LOOK)
         self._waiting: list[int] = []  # huge pages to make, the last one first
         if self._is_small.size:
@@ -106,11 +103,7 @@ class Arena:
 
     def _resident(self, start: int, stop: int) -> np.ndarray:
         """Return which pages from byte `start` to `stop` are in RAM: uint8, 1 for those that are."""
-        pages = np.empty(-(-(stop - start) // PAGE), np.uint8)
-        address, size = ctypes.c_void_p(self.memory.ctypes.data + start), ctypes.c_size_t(stop - start)
-        if ctypes.CDLL(None, use_errno=True).mincore(address, size, ctypes.c_void_p(pages.ctypes.data)):
-            raise OSError(ctypes.get_errno(), "mincore")
-        return np.bitwise_and(pages, 1, out=pages)
+        return platform.resident_pages(self.memory.ctypes.data + start, stop - start)
 
 
 def reserve(nbytes: int, subject: str, scattered: bool = False) -> np.ndarray:
@@ -120,7 +113,7 @@ def reserve(nbytes: int, subject: str, scattered: bool = False) -> np.ndarray:
 
 def _map(nbytes: int, subject: str) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return platform.private_memory(max(nbytes, 1), sparse=True)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryBudgetError(
             f"{subject} needs {format_bytes(nbytes)} of address space, and the system refused: {error}. "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+from embedrock.process import platform
 
 ROOT = Path("/")
 # How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
@@ -19,9 +20,8 @@ def memory_limit(root: Path = ROOT) -> int:
 
     The machine's, or the limit of this process's cgroup or of any above it, whichever is least.
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (read_text(folder / limit_file) for folder, (limit_file, _, _) in _cgroups(root))
-    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
+    return min([platform.physical_memory(), *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def available_bytes(root: Path = ROOT) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from embedrock import kernels
 from embedrock.errors import ArgumentError
 from embedrock.process import forks
+from embedrock.process.platform import NAME
 
 Pieces = tuple[npt.NDArray[Any], ...]  # the arguments of the kernel `read_pieces`, each of one item per read but `out`
 
@@ -59,7 +60,7 @@ class Linux:
 
     def __init__(self, at_once: int) -> None:
         self._at_once, self._disappointments = at_once, 0
-        self._calls = kernels.cpu.aio.CALLS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+        self._calls = kernels.cpu.aio.CALLS.get(platform.machine(), ()) if NAME == "Linux" else ()
         self._contexts: SimpleQueue[Pieces] = SimpleQueue()
         self.works = bool(self._calls)
 

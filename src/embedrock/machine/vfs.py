@@ -9,12 +9,8 @@ again after an error, and say which file it was and how many bytes were missing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
-import mmap
 import os
-import resource
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Set
@@ -26,11 +22,11 @@ import numpy.typing as npt
 from embedrock.errors import CorruptTableError
 from embedrock.machine import readers
 from embedrock.machine.sizes import format_bytes
-from embedrock.process import forks
+from embedrock.process import forks, platform
+from embedrock.process.platform import O_DIRECT, O_NONBLOCK
 
 DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page cache
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
 BOUNCE_BYTES = 4 << 20  # ... and at most
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -52,6 +48,10 @@ def retried(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 class System(ABC):
     """The system calls that tables need. Each raises `OSError` as the system does, and may be interrupted."""
+
+    def check_usable(self, subject: str) -> None:
+        """Raise `UnsupportedError` where there are no such calls, saying that `subject` cannot be on disk."""
+        return None
 
     @abstractmethod
     def open(self, path: str, flags: int) -> int:
@@ -353,23 +353,6 @@ DIRTY_BYTES = 32 << 20  # ... and an append waits when so many have not reached 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
-def _find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-    function.restype = ctypes.c_int
-
-    def sync_file_range(fd: int, start: int, end: int, flags: int) -> None:
-        while function(fd, start, end - start, flags):
-            code = ctypes.get_errno()
-            if code != errno.EINTR:
-                raise OSError(code, os.strerror(code))
-
-    return sync_file_range
-
-
 class _Tail:
     """What of a growing file has not been written back yet: [done, started) is on its way, [started, ...) is not."""
 
@@ -385,12 +368,7 @@ class _Bounce(threading.local):
 
     @forks.cached_property
     def memory(self) -> memoryview:
-        return memoryview(_pages(BOUNCE_BYTES))
-
-
-def _pages(nbytes: int) -> mmap.mmap:
-    # Private: by default children would share it.
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(platform.private_memory(BOUNCE_BYTES))
 
 
 class OSSystem(System):
@@ -402,10 +380,13 @@ class OSSystem(System):
         self._bounce = _Bounce()
         self._paths: dict[int, str] = {}
         self._tails: dict[int, _Tail] = {}
-        self._sync_file_range = _find_sync_file_range()
+        self._sync_file_range = platform.find_sync_file_range()
+
+    def check_usable(self, subject: str) -> None:
+        platform.check_files(subject)
 
     def open(self, path: str, flags: int) -> int:
-        flags |= getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file would block for ever; files do not care
+        flags |= O_NONBLOCK  # a pipe in the place of a file would block for ever; files do not care
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:
@@ -413,8 +394,8 @@ class OSSystem(System):
                 raise
             fd = os.open(path, flags & ~O_DIRECT, 0o666)
         self._paths[fd] = path
-        _allow_more_than(fd)
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
+        platform.allow_more_files_than(fd)
+        if platform.is_direct(fd):
             self._direct.add(fd)
         return fd
 
@@ -427,14 +408,14 @@ class OSSystem(System):
         if fd in _locks:
             _locks.discard(fd)  # its number is soon that of another file
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was just forked may have the descriptor still
+                platform.unlock(fd)  # a child that was just forked may have the descriptor still
         os.close(fd)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
         if fd not in self._direct:
             return os.pread(fd, size, offset)
         skipped = offset % BLOCK
-        with _pages(max(-(-(skipped + size) // BLOCK), 1) * BLOCK) as memory:
+        with platform.private_memory(max(-(-(skipped + size) // BLOCK), 1) * BLOCK) as memory:
             got = self._read_again(fd, memoryview(memory), offset - skipped)
             return memory[skipped : min(got, skipped + size)]
 
@@ -468,8 +449,8 @@ class OSSystem(System):
     def _open_writer(self, fd: int) -> int:
         """Return another descriptor of the same file, which writes directly, or -1."""
         with contextlib.suppress(OSError, KeyError):
-            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT | os.O_NONBLOCK)
-            _allow_more_than(writer)
+            writer = os.open(self._paths[fd], os.O_WRONLY | O_DIRECT | O_NONBLOCK)
+            platform.allow_more_files_than(writer)
             if os.path.samestat(os.fstat(fd), os.fstat(writer)):
                 return writer
             os.close(writer)  # the file was moved, and another is in its place
@@ -487,17 +468,13 @@ class OSSystem(System):
         if tail is not None and tail.failure is not None:
             self._tails[fd] = tail
             raise tail.failure
-        os.fdatasync(fd)
+        platform.sync(fd)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        platform.sync_folder(path)
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
@@ -528,7 +505,7 @@ class OSSystem(System):
     def lock(self, path: str, text: str) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            platform.lock(fd, wait=False)
             # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.
             os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
         except BaseException:
@@ -556,7 +533,7 @@ class OSSystem(System):
         done, is_refused = 0, False
         while done < len(memory):
             try:
-                found = done + os.preadv(fd, [memory[done:]], offset + done)
+                found = done + platform.read_into(fd, memory[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and not is_refused:
                     is_refused = True
@@ -571,7 +548,7 @@ class OSSystem(System):
 
     def _give_up_direct(self, fd: int) -> None:
         """Go on through the page cache: some file systems take O_DIRECT at open, and refuse to read."""
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
+        platform.give_up_direct(fd)
         self._direct.discard(fd)
 
     def behind(self, fd: int, start: int, end: int) -> None:
@@ -594,26 +571,13 @@ class OSSystem(System):
         if self._sync_file_range is not None:
             self._sync_file_range(fd, tail.done, end, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
         else:
-            os.fdatasync(fd)
-        _forget_pages(fd, tail.done, end)
+            platform.sync(fd)
+        platform.forget_pages(fd, tail.done, end)
         tail.done = end
 
     def drop(self, fd: int) -> None:
         self._give_up_writer(fd)
-        _forget_pages(fd, 0, 0)
-
-
-def _allow_more_than(fd: int) -> None:
-    """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    more = soft * 4 if hard == resource.RLIM_INFINITY else min(soft * 4, hard)
-    if fd >= soft // 2 and more > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-
-
-def _forget_pages(fd: int, start: int, end: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+        platform.forget_pages(fd, 0, 0)
 
 
 _locks: set[int] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
+from embedrock.process import platform
 
 ENTRY_BYTES = 16
 PAGE = 4096
@@ -39,7 +39,7 @@ class Overlay:
     def __init__(self) -> None:
         self.count = 0
         self._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
-        self._memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = platform.private_memory(PAGE)
         self._map()
         self._homes = self._rebuild(len(self._entries), 0)
 
@@ -53,7 +53,7 @@ class Overlay:
     def _resize(self, total: int) -> None:
         del self._entries  # memory with a view of it cannot be resized
         try:
-            self._memory.resize(total * ENTRY_BYTES)
+            self._memory = platform.resized(self._memory, total * ENTRY_BYTES)
         except OSError as error:
             raise MemoryBudgetError(
                 f"the index of {self.count} rows that are not compacted yet needs {format_bytes(total * ENTRY_BYTES)}, "

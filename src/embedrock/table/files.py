@@ -14,6 +14,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.initializers import Initializer
+from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import NO_SPACE, System
 from embedrock.process import forks
@@ -76,6 +77,7 @@ class Opening(NamedTuple):
 
         Raises:
             ArgumentError: a value that cannot work.
+            UnsupportedError: there are no tables on disk here.
         """
         if self.mode not in MODES:
             raise ArgumentError(f"`mode` must be one of {', '.join(map(repr, MODES))}: got {self.mode!r}.")
@@ -93,10 +95,9 @@ class Opening(NamedTuple):
                 )
         if self.policy not in POLICIES:
             raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {self.policy!r}.")
-        path = os.fspath(self.path)
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise ArgumentError(f"`path` must be the name of a folder: got {self.path!r}.")
-        return self._replace(path=os.path.abspath(path))
+        path = os.path.abspath(local_path(self.path))
+        self.system.check_usable(f"table {self.name or path!r}")
+        return self._replace(path=path)
 
 
 class Files(Home):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
 
 def _opening(options: Mapping[str, Any], at: int | None = None) -> Opening:
     own = {name: options[name] for name in Opening._fields if name in options}
-    own |= {"path": os.fspath(options["path"]), "keep": index(options["keep"]), "at": index(at)}
+    own |= {"path": options["path"], "keep": index(options["keep"]), "at": index(at)}
     return Opening(**own).checked()
 
 

@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from embedrock.errors import ArgumentError
+from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import parse_bytes
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
@@ -47,6 +48,19 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ArgumentError:
         raise ArgumentTypeError(f'must be a size such as "512MiB": got {text!r}') from None
+
+
+def place(text: str, kind: str = "folder") -> str:
+    """Read the name of a file or folder on this machine, whether it is there or not."""
+    try:
+        return local_path(text, "it", kind)
+    except ArgumentError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def file(text: str) -> str:
+    """Read the name of a file on this machine, whether it is there or not."""
+    return place(text, "file")
 
 
 def folder(text: str) -> Path:

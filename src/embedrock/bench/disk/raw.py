@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.machine.vfs import BLOCK, O_DIRECT, OS_SYSTEM
+from embedrock.machine.vfs import BLOCK, OS_SYSTEM
+from embedrock.process.platform import O_DIRECT
 
 DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight
 REQUESTS = 8192  # of one call of our own reader

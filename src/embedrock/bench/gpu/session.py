@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,11 @@ from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.runner import Racer, Result
+from embedrock.process.platform import usable_cores
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time
 WARM_UP_PASSES = 4  # over all batches: rows get records, a cache fills, and counts who is used often
 SETTLE_STEPS = 4  # untimed, at the start of a turn
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
-import sys
 import threading
 from collections.abc import Callable
 from importlib import metadata
 
 from embedrock.machine.ram import ROOT, available_bytes, memory_limit, named_number, read_text
+from embedrock.process import platform as system
 
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
 
@@ -19,7 +18,7 @@ def machine_facts() -> dict[str, object]:
     """Return what a reader needs to judge a measurement, as plain JSON values."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": system.usable_cores(),
         "ram_bytes": memory_limit(),
         "ram_available_bytes": available_bytes(),
         "load_average": os.getloadavg()[0],
@@ -41,8 +40,7 @@ def peak_rss_bytes() -> int:
     # Not getrusage where there is better: it starts from what the parent held when it made this process.
     if (kilobytes := named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
         return kilobytes * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return system.peak_rss_bytes()
 
 
 class RamGrowth:

@@ -11,6 +11,7 @@ import numpy as np
 
 from embedrock.cli.formats._arrays import Array
 from embedrock.cli.formats._sink import Sink
+from embedrock.process import platform
 
 
 class Region:
@@ -44,7 +45,7 @@ class Region:
     def sync(self) -> None:
         """Make durable what was written."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        platform.sync(self._file.fileno())
 
     def end(self) -> None:
         """Give the file its final size, in case it was longer."""

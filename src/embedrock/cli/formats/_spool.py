@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from pathlib import Path
 
 from embedrock.cli.formats._regions import Regions
 from embedrock.cli.formats._sink import PART, Output, part_of, publish
 from embedrock.cli.formats.npy import npy_region
+from embedrock.process import platform
 
 
 class Spool(Regions):
@@ -27,7 +27,7 @@ class Spool(Regions):
         part = part_of(self.output.path)
         self._pack(part)
         with open(part, "rb") as file:
-            os.fsync(file.fileno())
+            platform.sync(file.fileno())
         made = publish(part, self.output.path)
         for region in self._regions():
             region.path.unlink()

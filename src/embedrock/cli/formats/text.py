@@ -16,6 +16,7 @@ from embedrock.cli.formats._arrays import file_size
 from embedrock.cli.formats._sink import Output, Sink, part_of, publish
 from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
 from embedrock.cli.formats.vocabulary import Vocabulary, keep_lines
+from embedrock.process import platform
 
 MAX_LINE_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 20
@@ -220,7 +221,7 @@ class GloveSink(Sink):
 
     def sync(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())
+        platform.sync(self._file.fileno())
 
     def finish(self) -> list[Path]:
         self.sync()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from embedrock.cli.formats._source import fail
+from embedrock.process import platform
 
 BLOCK_BYTES = 1 << 20
 END = ord("\n")
@@ -70,7 +70,7 @@ class VocabularyWriter:
     def sync(self) -> None:
         """Make durable what was written."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        platform.sync(self._file.fileno())
 
     def close(self) -> None:
         """Let go of the file."""

@@ -17,6 +17,7 @@ from embedrock.fronts.references import go_to
 from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import Handle, handle_behind
 from embedrock.keras.workers.exchange import Workers
+from embedrock.machine.paths import local_path
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"
@@ -91,7 +92,8 @@ class TableCheckpoint(keras.callbacks.Callback):
         super().__init__()
         _check_count("every", every, "epoch")
         _check_count("keep", keep, None)
-        self.folder, self.every, self.keep, self.resume = Path(folder), every, keep, resume
+        self.folder = Path(local_path(folder, "`folder` of erk.TableCheckpoint"))
+        self.every, self.keep, self.resume = every, keep, resume
         self.step: int | None = None
         self.epoch = self.batch = 0
         self._seen, self._is_due = 0, False

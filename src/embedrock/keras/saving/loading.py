@@ -23,6 +23,7 @@ from embedrock.initializers import FromArray, Initializer
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
+from embedrock.machine.paths import local_path
 from embedrock.table.open import open_table
 from embedrock.table.opening import FirstValues
 from embedrock.table.table import Table
@@ -73,6 +74,7 @@ def load_model(
     """
     if mode not in ("w", "r"):
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
+    filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
     found = {state["path"]: state["commit"] for state in references_in(filepath)}
     token = _loading.set(_Loading(mode, relocation("erk.load_model", relocate, list(found)), found))
     try:

@@ -24,6 +24,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
+from embedrock.machine.paths import local_path
 from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
@@ -84,14 +85,15 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
         ArgumentError: the table there is one of another number of workers.
     """
     shard = current_shard()
-    made_by = _workers_of(os.fspath(path))
+    path = local_path(path, f"`path` of {label}")
+    made_by = _workers_of(path)
     if made_by not in (None, shard.workers):
         raise ArgumentError(
-            f"the table of {label} at {os.fspath(path)!r} must be opened by as many workers as made it, {made_by}: "
+            f"the table of {label} at {path!r} must be opened by as many workers as made it, {made_by}: "
             f"got {shard.workers}. Start {made_by}; which worker has which rows depends on their number."
         )
     if shard.workers == 1:
-        return os.fspath(path)
+        return path
     _make_folder(Path(path))
     return os.path.join(path, f"shard-{shard.rank}-of-{shard.workers}")
 

@@ -21,10 +21,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from embedrock.process import platform
 
 SOURCES = Path(__file__).resolve().parents[1]
 PREFIX = "kernels-"
@@ -44,11 +41,7 @@ def user_cache_folder() -> Path:
     """Return the folder for what may be made anew: NUMBA_CACHE_DIR, or where the system keeps such things."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "embedrock"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "embedrock"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock"
+    return platform.user_cache_folder() / "embedrock"
 
 
 @functools.cache
@@ -131,6 +124,5 @@ def _alone(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned the cache meanwhile
             file = held.enter_context(open(folder / "LOCK", "w"))
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            platform.lock(file.fileno(), wait=True)
         yield

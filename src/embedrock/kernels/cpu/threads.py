@@ -19,7 +19,7 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from embedrock.errors import ArgumentError, EmbedrockError
-from embedrock.process import forks
+from embedrock.process import forks, platform
 
 
 class Call:
@@ -126,10 +126,7 @@ class _Pool:
 def _default_threads() -> int:
     text = os.environ.get("EMBEDROCK_THREADS")
     if text is None:
-        return max(
-            1,
-            min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16),
-        )
+        return min(platform.usable_cores(), 16)
     if not text.isdigit() or int(text) < 1:
         raise ArgumentError(
             f"the environment variable EMBEDROCK_THREADS must be a positive whole number: got {text!r}. "

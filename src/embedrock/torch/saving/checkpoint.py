@@ -21,6 +21,7 @@ from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
 from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
+from embedrock.machine.paths import local_path
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
@@ -66,7 +67,7 @@ def save(
         >>> ert.load(model, "checkpoints")
         1000
     """
-    folder, tables = Path(folder), _tables_on_disk(model)
+    folder, tables = Path(local_path(folder, "`folder` of ert.save")), _tables_on_disk(model)
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
     parts = _named(optimizer)
@@ -134,7 +135,7 @@ def load(
         CorruptTableError: its file is damaged.
         ArgumentError: it is that of another model, or of other tables.
     """
-    folder, parts = Path(folder), _named(optimizer)
+    folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
     found = checkpoints(folder, ENDINGS)
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")

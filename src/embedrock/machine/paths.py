@@ -1,0 +1,49 @@
+"""Paths that users give: of files and folders on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from embedrock.errors import ArgumentError
+
+# Two letters at least: one is a drive of Windows. `pathlib` makes one slash of two.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
+_STORES = {"s3", "s3a", "s3n", "gs", "gcs", "hdfs", "abfs", "abfss", "wasb", "wasbs", "az", "azure", "oss", "cos", "r2"}
+
+
+def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
+    """Return a path as a string, if it is one of this machine.
+
+    Args:
+        path: a string, or an `os.PathLike` of one.
+        what: what error messages call it.
+        kind: what is there, or shall be: a folder or a file.
+
+    Raises:
+        ArgumentError: it is an address (``s3://...``), of which the system would make a folder ``s3:``, or no path.
+
+    Example:
+        >>> local_path("users.rock")
+        'users.rock'
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"{what} must be the name of a {kind}: got {path!r}.")
+    found = _ADDRESS.match(text)
+    if found and (found[2] or not os.path.exists(f"{found[1]}:")):
+        raise ArgumentError(
+            f"{what} must be a {kind} on a disk of this machine: got {text!r}, {_advice(found[1], text)}"
+        )
+    return text
+
+
+def _advice(scheme: str, text: str) -> str:
+    """Return what an address is, and what to do instead."""
+    if scheme.lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
+        own = unquote(urlsplit(text).path)
+        return f"the address of a local path. Pass the path itself: {own!r}."
+    kind = "in a remote store" if scheme.lower() in _STORES else "of another machine or service"
+    return f"an address {kind}. Copy it to a local disk, or mount the store ({scheme}), and pass that path."

@@ -1,0 +1,255 @@
+"""What Python has of the system on Linux, macOS and Windows, and what stands in for the rest: all that differs is here.
+
+It asks for what it needs by name, not which system this is. So a call that a later Python brings is used there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import UnsupportedError
+
+fcntl: ModuleType | Any
+resource: ModuleType | Any
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows
+    fcntl = resource = None
+
+NAME = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
+O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if NAME == "Linux" else 0)
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # what file systems of networks say to it
+_NEEDED_BY_FILES = ("pread", "pwrite", "statvfs")
+
+
+# ---------------------------------------------------------------- files
+
+
+def check_files(subject: str) -> None:
+    """Raise `UnsupportedError` where Python lacks what tables on disk cannot do without.
+
+    Args:
+        subject: what was to be on disk, for the error's text.
+    """
+    missing = [f"os.{name}" for name in _NEEDED_BY_FILES if not hasattr(os, name)]
+    missing += ["fcntl.flock"] if fcntl is None else []
+    if missing:
+        raise UnsupportedError(
+            f"{subject} cannot be on disk: that takes {', '.join(missing)}, which Python does not have on {NAME}. "
+            "Leave path= out for a table in RAM, or run this on Linux, in WSL for example, or on macOS."
+        )
+
+
+def lock(fd: int, wait: bool) -> None:
+    """Lock an open file for this process alone.
+
+    Raises:
+        BlockingIOError: another has it, and this one does not `wait`.
+        OSError: there are no locks, here or in the file system.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOLCK, f"Python has no fcntl.flock on {NAME}")
+    fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def unlock(fd: int) -> None:
+    """Let others lock a file."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def sync(fd: int) -> None:
+    """Return once what was written to a file would survive a loss of power."""
+    _flush(fd, getattr(os, "fdatasync", os.fsync))
+
+
+def sync_folder(path: str) -> None:
+    """Return once the entries of a folder would survive a loss of power. Windows opens no folders, and is not asked."""
+    if not O_DIRECTORY:
+        return
+    fd = os.open(path, os.O_RDONLY | O_DIRECTORY)
+    try:
+        _flush(fd, os.fsync)
+    finally:
+        os.close(fd)
+
+
+def _flush(fd: int, otherwise: Callable[[int], None]) -> None:
+    """Call F_FULLFSYNC where there is such a thing: on macOS, `os.fsync` returns before the disk empties its cache."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        return otherwise(fd)
+    try:
+        fcntl.fcntl(fd, full)
+    except OSError as error:
+        if error.errno not in _NO_FULL_SYNC:
+            raise
+        otherwise(fd)
+
+
+def is_direct(fd: int) -> bool:
+    """Return whether a file is read and written past the page cache."""
+    return bool(O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+
+
+def give_up_direct(fd: int) -> None:
+    """Read and write a file through the page cache from now on."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
+
+
+def read_into(fd: int, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from a file, or some of it; return how many bytes."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [memory], offset)
+    data = os.pread(fd, len(memory), offset)
+    memory[: len(data)] = data
+    return len(data)
+
+
+def forget_pages(fd: int, start: int, end: int) -> None:
+    """Say that what the page cache has of a part of a file is not worth keeping; up to 0: to its end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def allow_more_files_than(fd: int) -> None:
+    """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = soft * 4 if hard == resource.RLIM_INFINITY else min(soft * 4, hard)
+    if fd >= soft // 2 and more > soft:
+        with contextlib.suppress(ValueError, OSError):  # macOS has another limit, which it tells nobody
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
+def find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
+    """Return Linux' `sync_file_range` of (descriptor, start, end, flags), None elsewhere."""
+    function = _from_libc("sync_file_range")
+    if function is None:
+        return None
+    function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    function.restype = ctypes.c_int
+
+    def sync_file_range(fd: int, start: int, end: int, flags: int) -> None:
+        while function(fd, start, end - start, flags):
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    return sync_file_range
+
+
+def user_cache_folder() -> Path:
+    """Return the user's folder for what programs may make anew."""
+    if NAME == "Windows":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if NAME == "macOS":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+# ---------------------------------------------------------------- memory and processors
+
+
+def private_memory(nbytes: int, sparse: bool = False) -> mmap.mmap:
+    """Return zeroed memory of this process's own, which by default a child would share.
+
+    Args:
+        nbytes: how much.
+        sparse: most of it may never be used, so that the system should promise no RAM for it, where it has the choice.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, nbytes, flags=flags | _NORESERVE if sparse else flags)
+
+
+def resized(memory: mmap.mmap, nbytes: int) -> mmap.mmap:
+    """Return memory of another size with the same bytes: the same object where the system can, else a copy."""
+    try:
+        memory.resize(nbytes)
+        return memory
+    except (SystemError, AttributeError):  # no mremap: macOS
+        pass
+    made, kept = private_memory(nbytes), min(nbytes, len(memory))
+    made[:kept] = memory[:kept]
+    memory.close()
+    return made
+
+
+def resident_pages(address: int, nbytes: int) -> np.ndarray:
+    """Return which pages from an address on are in RAM: uint8, 1 for those that are. All, where the system is mute."""
+    pages = np.ones(-(-nbytes // mmap.PAGESIZE), np.uint8)
+    mincore = _from_libc("mincore")
+    if mincore is None:
+        return pages
+    if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return np.bitwise_and(pages, 1, out=pages)
+
+
+def physical_memory() -> int:
+    """Return the bytes of RAM that the machine has."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    status = _WindowsMemory(size=ctypes.sizeof(_WindowsMemory))
+    if not getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # noqa: B009  # not on Linux
+        raise OSError("GlobalMemoryStatusEx failed")
+    return status.physical
+
+
+class _WindowsMemory(ctypes.Structure):
+    """MEMORYSTATUSEX."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("physical", ctypes.c_uint64),
+        ("free", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Return the most RAM that this process ever held, or the one that it was forked from before.
+
+    Raises:
+        UnsupportedError: Python cannot tell, on Windows.
+    """
+    if resource is None:
+        raise UnsupportedError(
+            f"the RAM that a process has held cannot be told: Python has no resource.getrusage on {NAME}. Run this on "
+            "Linux, in WSL for example, or on macOS."
+        )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if NAME == "macOS" else 1024)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _from_libc(name: str) -> Any:
+    """Return a function of the C library, None where there is none of that name."""
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library of all libraries
+        return None
