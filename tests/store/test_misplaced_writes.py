@@ -11,7 +11,7 @@ from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES
 from embedrock.testing import FaultFS
-from embedrock.tiers.disk import memory_for
+from embedrock.tiers.placing import memory_for
 
 ROWS, DIM = 2048, 4  # records of 16 bytes, 20 with their seal: every fifth block of a run begins with one
 STRIDE = 4 * DIM + CRC_BYTES

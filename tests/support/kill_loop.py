@@ -33,7 +33,7 @@ import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
-from embedrock.tiers.disk import memory_for
+from embedrock.tiers.placing import memory_for
 from small_pieces import SIZES
 from table_files import files_of
 

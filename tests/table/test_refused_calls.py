@@ -27,7 +27,8 @@ from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
 from embedrock.tiers.cache import Cache
 from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import Disk, memory_for
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import memory_for
 from slow import slow
 from table_files import files_of
 

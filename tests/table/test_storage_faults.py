@@ -26,7 +26,7 @@ from embedrock.store.verify import verify
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS
 from embedrock.testing.faultfs import CHANGES, applies
-from embedrock.tiers.disk import memory_for
+from embedrock.tiers.placing import memory_for
 from slow import slow
 from table_files import files_of
 

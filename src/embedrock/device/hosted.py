@@ -52,6 +52,7 @@ class HostedSide(DeviceSide):
         super().__init__(rows, tier, device)
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
+        tier.stay()
         self._pinned = Pinned(tier.records.bytes, device)
         self._host_waits = 0
         where = self._map(FIRST_MAP if near_rows else 0)

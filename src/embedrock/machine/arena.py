@@ -80,6 +80,16 @@ class Arena:
         if self._is_small.any():
             self._allow(0, len(self._is_small))
 
+    def give_back(self, start: int, stop: int) -> int:
+        """Let the whole pages from byte `start` to `stop` go, with what is in them; return where the next one begins.
+
+        Where the system cannot, they stay, and take RAM as long as the memory does.
+        """
+        start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        return max(start, stop)
+
     @property
     def resident_bytes(self) -> int:
         """RAM that it takes, in whole pages, as the system says, also those that were only read. 24 GiB: 20 ms."""

@@ -12,7 +12,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.files import Files
 from embedrock.table.rows import Rows
-from embedrock.tiers.disk import memory_for
+from embedrock.tiers.placing import memory_for
 from embedrock.tiers.side import Side
 
 F = TypeVar("F", bound="Facts")

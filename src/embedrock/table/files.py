@@ -30,9 +30,11 @@ from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.home import Home, Version
 from embedrock.table.rows import Rows
+from embedrock.tiers.budget import budget_of
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit
-from embedrock.tiers.disk import INDEX_SHARE, Disk, place
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import INDEX_SHARE, check_budget, most_for
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
@@ -52,7 +54,7 @@ class Opening(NamedTuple):
 
     Attributes:
         path: their folder.
-        memory: budget of RAM, None for half of the machine's.
+        memory: budget of RAM, None for a share of half of the machine's.
         policy: of eviction.
         keep: commits that retention keeps.
         lock: refuse to write where the file system has no locks.
@@ -109,12 +111,14 @@ class Files(Home):
 
     Attributes:
         subject: what error messages call the table.
+        budget: the RAM that its tiers may take.
         compactions_failed: in the background.
     """
 
     def __init__(self, store: Store, opening: Opening) -> None:
         self.store, self.opening = store, opening
         self.subject = f"table {opening.name or opening.path!r}"
+        self.budget = budget_of(opening.memory)
         self._compaction: threading.Thread | None = None
         self._stopping = threading.Event()
         self._commit: Commit | None = None
@@ -164,14 +168,15 @@ class Files(Home):
         self.check_writable()
         self._be_quiet(rows)
         self.stop_compaction()
-        made = self._tier(spec, rows.turn, self.store.emptied(spec.record_bytes))
+        store, before = self.store.emptied(spec.record_bytes), _disk(rows)
         try:
-            rows.laid_out(spec, made)
+            made = rows.laid_out(spec, self._tier(spec, rows.turn, store))
         except BaseException:
-            made.store.give_up()
+            store.give_up()
+            self.budget.join(before, most_for(before.spec))
             raise
         self.store.give_up()
-        self.store = made.store
+        self.store = store
         rows.install(spec, made)
 
     def check_in_ram(self, verb: str) -> NoReturn:
@@ -202,8 +207,7 @@ class Files(Home):
 
     def _tier(self, spec: Spec, turn: Turn, store: Store) -> Disk:
         """Return a new, empty cache over files."""
-        placement = place(spec, self.opening.memory, self.subject)
-        return Disk(spec, store, placement, self.opening.policy, turn, self.subject)
+        return Disk(spec, store, self.budget, self.opening.policy, turn, self.subject)
 
     def history(self, spec: Spec) -> History | None:
         """Return the history of the table's rule as of the last commit."""
@@ -308,7 +312,7 @@ class Files(Home):
         manifest = self.manifest(commit)
         spec = read_spec(manifest.spec, rows.spec.init, self.opening.path)
         manifest.check_spec(spec.rows, spec.record_bytes, self.opening.path)
-        place(spec, self.opening.memory, self.subject)  # or it raises, before anything has changed
+        check_budget(spec, self.budget, self.subject)  # before anything has changed
         self.stop_compaction()
         self.store.rollback(manifest, now(), self.opening.keep)
         try:
@@ -453,6 +457,7 @@ class Files(Home):
             self._commit.join()
         self.stop_compaction()
         self.store.close()
+        self.budget.leave()
 
 
 def open_files(opening: Opening, init: Initializer | None) -> tuple[Files, Spec]:
@@ -477,7 +482,7 @@ def open_or_make_files(opening: Opening, spec: Spec, given: dict[str, Any]) -> t
     """
     if opening.mode == "r" or folders.holds_table(opening.system, opening.path):
         return _open_given(opening, spec, given)
-    place(spec, opening.memory, f"table {opening.path!r}")  # what cannot be opened is not made
+    check_budget(spec, budget_of(opening.memory), f"table {opening.path!r}")  # what cannot be opened is not made
     manifest = Manifest(
         uuid=uuids.uuid4().hex,
         commit=0,

@@ -299,15 +299,15 @@ class Rows:
         """
         # Slots never move within an epoch, so only rows that had none are looked for again.
         tier, slots = self.tier, plan.slots
+        if not self._lease.is_of(plan):
+            self._lease = Lease(plan)
+            tier.begin_batch()  # which may begin an epoch
         if plan.epoch != tier.epoch:
             check_range(plan.ids, self.spec.rows, self.subject)
             slots = tier.find(plan.ids)
         elif plan.missing:
             slots, unknown = plan.slots.copy(), plan.slots < 0
             slots[unknown] = tier.find(plan.ids[unknown])
-        if not self._lease.is_of(plan):
-            self._lease = Lease(plan)
-            tier.begin_batch()
         return self._with_slots(plan, tier.bring(plan.ids, slots))
 
     def _with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:

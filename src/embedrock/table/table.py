@@ -41,8 +41,8 @@ class Table(Facts):
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM, or
-            half of it for a table on disk.
+        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM; half
+            of it for all tables on disk of this process that were not told, together.
         directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched,
             and hot rows lie together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory`
             only so.

@@ -162,23 +162,38 @@ class Cache:
             used: whether they belong to the current batch: this is a touch, too. Else they are there for later,
                 and should be pinned.
         """
-        assert len(ids) <= self.free
-        self._grow(self.count + len(ids))
-        cpu, launch = kernels.cpu.cache, kernels.cpu.launch
-        slots, levels = np.empty(len(ids), np.int64), np.zeros(len(ids), np.uint8)
+        levels = np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
-            launch(cpu.recall, self._ghosts, ids, self._epoch, levels)
-        self._first_free, self._used = cpu.take_slots(self._ids, self._pins, self._first_free, self._used, slots)
-        launch(cpu.enter, self._entries, ids, slots, self._ids)
-        cpu.score(self._scores, self._histogram, slots, levels)
-        self.flags[slots] = 0
-        self.count += len(ids)
+            kernels.cpu.launch(kernels.cpu.cache.recall, self._ghosts, ids, self._epoch, levels)
+        slots = self._enter(ids, levels)
         if used:
             try:
                 self._use(slots)
             except BaseException:  # nobody would fill them in
                 self.remove(slots)
                 raise
+        return slots
+
+    def take_over(self, other: Cache | Whole, slots: np.ndarray) -> np.ndarray:
+        """Return new slots for the rows in `slots` of another cache, with the same flags and scores, without pins."""
+        made = self._enter(other.ids_in(slots), other.scores_in(slots))
+        self.flags[made] = other.flags[slots]
+        return made
+
+    def scores_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return how much the rows in slots are worth to keep, uint8."""
+        return self._scores[slots]
+
+    def _enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """Give new slots to ids (without repeats) that have none, with their scores."""
+        assert len(ids) <= self.free
+        self._grow(self.count + len(ids))
+        cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
+        self._first_free, self._used = cpu.take_slots(self._ids, self._pins, self._first_free, self._used, slots)
+        launch(cpu.enter, self._entries, ids, slots, self._ids)
+        cpu.score(self._scores, self._histogram, slots, levels)
+        self.flags[slots] = 0
+        self.count += len(ids)
         return slots
 
     def _grow(self, count: int) -> None:
@@ -389,9 +404,19 @@ class Whole:
         self._rows.remove(slots)
         self.flags[slots] = 0
 
+    def take_over(self, other: Cache | Whole, slots: np.ndarray) -> np.ndarray:
+        """Return new slots for the rows in `slots` of another cache, with the same flags."""
+        made = self.insert(other.ids_in(slots))
+        self.flags[made] = other.flags[slots]
+        return made
+
+    def scores_in(self, slots: np.ndarray) -> np.ndarray:
+        """Return zeros: nobody counts uses here."""
+        return np.zeros(len(slots), np.uint8)
+
     def victims(self, count: int) -> np.ndarray:
-        """Return no slots: all rows may stay."""
-        return np.empty(0, np.int64)
+        """Return `count` slots whose rows leave first, should another cache take the place of this one."""
+        return next((slots for _, slots in self.batches(count)), NO_SLOTS)
 
     def flagged(self, flag: int) -> np.ndarray:
         """Return the slots that have a flag, ascending."""

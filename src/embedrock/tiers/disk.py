@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
@@ -12,81 +11,23 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, CacheTooSmallError, MemoryBudgetError
-from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.errors import CacheTooSmallError
+from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
-from embedrock.store.manifest import MAX_RECORD_BYTES
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
+from embedrock.tiers.budget import Budget
 from embedrock.tiers.cache import DIRTY, Cache, Whole
+from embedrock.tiers.placing import memory_for, most_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
 
-DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many, where no budget is given
-BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
-INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
-# A compaction rewrites nearly all of a large table, so there should be room for many rows before one is made: it is
-# room for 8 million with a budget of 1 GiB.
-OVERLAY_SIXTEENTHS = 3  # of the budget, at most, are kept for the overlay ...
-OVERLAY_ROW_BYTES = 24  # ... and no more than all rows need ...
-LEAST_OVERLAY_BYTES = 1 << 20  # ... but it may always take so much
-BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
-
-
-def place(spec: Spec, memory: int | str | None, subject: str) -> Placement:
-    """Decide how a table of `spec` uses `memory` (None: half of the machine's RAM).
-
-    Raises:
-        ArgumentError: a row is too large for a file.
-        MemoryBudgetError: it holds no cache that is of use.
-    """
-    if spec.record_bytes >= MAX_RECORD_BYTES:
-        raise ArgumentError(
-            f"a row of {subject} takes {spec.record_bytes} bytes, and on disk it must take less than "
-            f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
-        )
-    budget = memory_limit() // DEFAULT_SHARE if memory is None else parse_bytes(memory)
-    overlay, buffers = budget * OVERLAY_SIXTEENTHS // 16, min(BUFFER_BYTES, budget // BUFFER_SHARE)
-    if spec.rows is not None:
-        overlay = min(overlay, spec.rows * OVERLAY_ROW_BYTES)
-    rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
-    room = budget - overlay - buffers - index
-    if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
-        return Placement(budget, rows, True, overlay)
-    slots = _slots_in(room, spec.record_bytes)
-    if slots < 1:
-        raise MemoryBudgetError(
-            f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
-            f"memory={format_bytes(budget)}. Raise memory= to {memory_for(spec, 1)} bytes or more."
-        )
-    return Placement(budget, slots, False, overlay)
-
-
-def _slots_in(nbytes: int, record_bytes: int) -> int:
-    """Return how many records a cache of `nbytes` holds, directory included."""
-    low, high = 0, max(0, nbytes) // record_bytes + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = middle * record_bytes + Cache.bytes_for(middle) <= nbytes
-        low, high = (middle, high) if fits else (low, middle)
-    return low
-
-
-def memory_for(spec: Spec, slots: int) -> int:
-    """Return a budget in bytes whose cache holds at least so many rows."""
-    used = slots * spec.record_bytes + Cache.bytes_for(slots)
-    rest = 1 - OVERLAY_SIXTEENTHS / 16 - 1 / BUFFER_SHARE
-    return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + 16
-
-
-def _index_bytes(spec: Spec) -> int:
-    """Return the most RAM that tells which rows lie in base chunks: a bit for each row, and ranks."""
-    return 0 if spec.rows is None else spec.rows // 8 + spec.rows // 128
+LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
+MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
 
 
 class CommitUnderWay(Protocol):
@@ -119,7 +60,7 @@ class Disk(Tier):
     Args:
         spec: of the table.
         store: its files.
-        placement: how it uses RAM.
+        budget: how much RAM it may take.
         policy: of eviction, a name in `embedrock.tiers.cache.POLICIES`.
         turn: who has the table.
         subject: the table, for error messages.
@@ -131,19 +72,20 @@ class Disk(Tier):
         self,
         spec: Spec,
         store: Store,
-        placement: Placement,
+        budget: Budget,
         policy: str,
         turn: Turn,
         subject: str,
     ) -> None:
-        super().__init__(spec, placement, subject)
-        self.store, self.turn = store, turn
-        store.overlay_bytes = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES)
-        self.cache = Whole(placement.slots) if placement.direct else Cache(placement.slots, policy)
+        self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
+        budget.join(self, most_for(spec))
+        super().__init__(spec, place(spec, budget.nbytes, subject, budget.note), subject)
+        self.cache = self._new_cache(self.placement)
+        self._follow_placement()
+        self._stays = False
         self.commit: CommitUnderWay | None = None
         self.brings = 0  # calls of bring_ahead under way
         self._users = 0
-        self.batch_rows = max(1, placement.slots // 4)
         self._count = store.manifest.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = 0
@@ -159,6 +101,10 @@ class Disk(Tier):
         return self.cache.count
 
     @property
+    def budget_bytes(self) -> int:
+        return self.budget.nbytes
+
+    @property
     def bytes_used(self) -> int:
         cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
         return cache + self.store.overlay.nbytes + self.store.base.nbytes
@@ -172,6 +118,7 @@ class Disk(Tier):
         return slots
 
     def begin_batch(self) -> None:
+        self.adapt()
         super().begin_batch()
         self._is_known = False
 
@@ -185,6 +132,7 @@ class Disk(Tier):
             while (brought := self._bring(ids, slots)) is None:
                 slots = self.cache.find(ids)
             self.cache.touch(brought[brought >= 0])
+            self.budget.let_go()
             self._count_batch(len(ids) - missing, missing)
             return brought
 
@@ -199,13 +147,13 @@ class Disk(Tier):
         found = self.store.located(ids[missing])
         if not found.ids.size:
             return slots
-        here = slots[slots >= 0]
-        self.cache.pin(here)
+        here, cache = slots[slots >= 0], self.cache
+        cache.pin(here)
         try:
             if self._make_free(len(found.ids)):
                 return None
         finally:
-            self.cache.unpin(here)
+            cache.unpin(here)
         slots = slots.copy()
         slots[missing[found.positions]] = self._fill(found)
         return slots
@@ -245,6 +193,7 @@ class Disk(Tier):
         slots = self.bring(ids, slots)
         while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
             slots = self.bring(ids, self.cache.find(ids))
+        self.budget.hold(functools.partial(memory_for, self.spec, len(ids)))
         return slots
 
     def has_room(self, rows: int) -> bool:
@@ -265,6 +214,7 @@ class Disk(Tier):
 
     def changing(self, slots: np.ndarray) -> None:
         self.cache.flags[slots] |= DIRTY
+        self.budget.let_go()
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
@@ -292,6 +242,7 @@ class Disk(Tier):
         return copies, known
 
     def stats(self) -> dict[str, float]:
+        self.adapt()
         store = self.store
         return {
             "hits": self._hits,
@@ -310,9 +261,15 @@ class Disk(Tier):
     # ---------------------------------------------------------------- the cache
 
     def _make_free(self, count: int) -> bool:
-        """See to it that `count` slots are free; return whether others may have had the table meanwhile."""
-        waited = False
+        """See to it that `count` slots are free; return whether rows may have other slots now.
+
+        They may where others had the table meanwhile, or where the cache was made anew in another size.
+        """
+        waited = self.adapt()
         while (needed := count - self.cache.free) > 0:
+            if self._may_move and self.budget.grow():
+                waited |= self.adapt()
+                continue
             crowded = self._crowds(needed)
             victims = self.cache.victims(needed)
             if crowded and (self.commit is None or self.commit.is_done):
@@ -320,19 +277,22 @@ class Disk(Tier):
             elif len(victims) == needed and not crowded:
                 self._evict(victims)
             elif self.commit is None or self.commit.is_done:
-                self._refuse(count)
+                in_use = self.cache.count - len(victims)
+                least = memory_for(self.spec, in_use + count)
+                if not (self._may_move and self.budget.need(least, self)):
+                    self._refuse(count, in_use, least)
+                self.adapt()
+                waited = True
             else:
                 self.commit.wait()  # rows that it has not written yet cannot leave
                 waited = True
         return waited
 
-    def _refuse(self, count: int) -> NoReturn:
-        least = memory_for(self.spec, self.cache.capacity - self.cache.free + count)
+    def _refuse(self, count: int, in_use: int, least: int) -> NoReturn:
         raise CacheTooSmallError(
             f"the cache of {self.subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
-            f"{self.cache.capacity - self.cache.free} are in use by unfinished ones. memory={format_bytes(least)} "
-            f"({least} bytes; now {format_bytes(self.placement.budget_bytes)}) is enough: raise memory=, or use "
-            "smaller batches or a smaller depth of prefetch."
+            f"{in_use} are in use by unfinished ones. memory={format_bytes(least)} ({least} bytes; now "
+            f"{self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
         )
 
     def _evict(self, victims: np.ndarray) -> None:
@@ -343,6 +303,77 @@ class Disk(Tier):
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()
+
+    # ---------------------------------------------------------------- its size
+
+    def _new_cache(self, placement: Placement) -> Whole | Cache:
+        return Whole(placement.slots) if placement.direct else Cache(placement.slots, self._policy)
+
+    def _follow_placement(self) -> None:
+        self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.batch_rows = max(1, self.placement.slots // 4)
+
+    def stay(self) -> None:
+        self._stays = True
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether the cache may be made anew: those who know slots or addresses by heart keep it as it is."""
+        return not self._stays and (self.commit is None or self.commit.is_done)
+
+    def adapt(self) -> bool:
+        """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
+        is_excessive = self.budget.nbytes > self.budget.due
+        if (not is_excessive and self.placement.budget_bytes == self.budget.nbytes) or not self._may_move:
+            return False
+        if is_excessive:
+            self.budget.shrink_to(self._reduced_to(self.budget.due))
+        placement = place(self.spec, self.budget.nbytes, self.subject)
+        if placement != self.placement:
+            self._move_to(placement)
+        return True
+
+    def give_up_excess(self, waits: bool) -> None:
+        """Give up what is over the budget that is due. The caller has the table.
+
+        Args:
+            waits: also for a commit under way, whose rows cannot leave.
+        """
+        if waits and self.commit is not None:
+            self.commit.wait()
+        if self.cache.count:
+            self.adapt()
+        else:  # the cache is made anew when the table is used
+            self.budget.shrink_to(self.budget.due)
+            self.new_epoch()
+
+    def _reduced_to(self, nbytes: int) -> int:
+        """Let rows leave that have no room in so many bytes; return the bytes that those need that cannot."""
+        slots = place(self.spec, nbytes, self.subject).slots
+        self.cache.release_current()
+        while (excess := self.cache.count - slots) > 0:
+            victims = self.cache.victims(min(excess, MOVED_ROWS))
+            if not victims.size:
+                return max(nbytes, memory_for(self.spec, self.cache.count))
+            if self._crowds(len(victims)):
+                relieve(self.store, self.spec.rows, functools.partial(self._crowds, len(victims)))
+            self._evict(victims)
+        return nbytes
+
+    def _move_to(self, placement: Placement) -> None:
+        """Move all rows to another cache. RAM is given back on the way, so both together take little more than one."""
+        cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
+        self.new_epoch()
+        done = 0
+        try:
+            for _, slots in self.cache.batches(MOVED_ROWS):  # they ascend
+                records.bytes[cache.take_over(self.cache, slots)] = self.records.bytes[slots]
+                done = self.arena.give_back(done, (int(slots[-1]) + 1) * self.spec.record_bytes)
+        except BaseException as error:
+            self.turn.failure = error
+            raise
+        self.cache, self.arena, self.records, self.placement = cache, arena, records, placement
+        self._follow_placement()
 
     def _crowds(self, more: int) -> bool:
         """Return whether the index of rows in logs would take more than its part of the budget."""
@@ -419,26 +450,26 @@ class Disk(Tier):
                 ticket.hold(made)
             return found.ids[(slots < 0) & ~good]
 
-    def release(self, held: list[np.ndarray]) -> None:
+    def release(self, held: list[tuple[Whole | Cache, np.ndarray]]) -> None:
         """Let the rows of a ticket go."""
         with held_back(), self.turn.lock:
-            for slots in held:
-                self.cache.unpin(slots)
+            for cache, slots in held:
+                cache.unpin(slots)
             held.clear()
 
 
 class _Pins(Ticket):
-    """Rows that stay in the cache until it is released."""
+    """Rows that stay in the cache until it is released; where that is made anew, they may have to be brought again."""
 
     def __init__(self, tier: Disk) -> None:
         self._tier = tier
-        self._slots: list[np.ndarray] = []
+        self._held: list[tuple[Whole | Cache, np.ndarray]] = []
 
     def hold(self, slots: np.ndarray) -> None:
         """Keep the rows in `slots`, each of which is held once by a ticket."""
         if slots.size:
             self._tier.cache.pin(slots)
-            self._slots.append(slots)
+            self._held.append((self._tier.cache, slots))
 
     def release(self) -> None:
-        self._tier.release(self._slots)
+        self._tier.release(self._held)

@@ -67,10 +67,18 @@ class Tier(ABC):
 
     def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
-        self.arena = Arena(placement.slots * spec.record_bytes, subject, scattered=placement.direct)
-        self.records = Records(spec, self.arena.memory)
+        self.arena, self.records = self._allocated(placement)
         self.history: History | None = None
         self.new_epoch()
+
+    def _allocated(self, placement: Placement) -> tuple[Arena, Records]:
+        """Return memory for so many records, and the records in it."""
+        nbytes = placement.slots * self.spec.record_bytes
+        arena = Arena(nbytes, self.subject, scattered=placement.direct)
+        return arena, Records(self.spec, arena.memory)
+
+    def stay(self) -> None:  # noqa: B027  # most tiers never move their records
+        """Keep `records` at their address from now on, as others know it."""
 
     def new_epoch(self) -> None:
         """Make all slots that were found before invalid."""

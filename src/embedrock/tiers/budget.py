@@ -1,0 +1,303 @@
+"""`Budget`: the RAM that a table on disk may take. `Share`: that of a table which was not told, as it shares a default.
+
+The tables on disk of a process that were opened without `memory=` have half of the machine's RAM together (`Pool`).
+They share it evenly, but what a table can never need the others have, and a batch that needs more than its table's
+share gets it from theirs, unless they need it for batches that are under way. What is in force never adds up to more
+than the whole: a table grows only into what others have given up.
+
+A table gives up what is over its share at its own next batch. Who opens a table, or needs room, does that for tables
+that nobody is using at the moment, so that one which is never used again keeps nothing from the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from embedrock.machine.ram import memory_limit
+from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.process import forks
+from embedrock.process.interrupts import held_back
+from embedrock.tiers.turn import Turn
+
+DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many is what tables without a budget have together
+GROWTH = 1.25  # a cache that will not be whole is made larger by this at least, as its rows move then
+
+
+class Budget:
+    """The most RAM that a table on disk may take: a number that it was given.
+
+    Attributes:
+        nbytes: that is in force: what the table may grow to now.
+        due: that it should be, and becomes with the next batch or so.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.due = nbytes
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.nbytes)}{self.note}"
+
+    @property
+    def note(self) -> str:
+        """Why it is so much, for error messages."""
+        return ""
+
+    def offer(self, most: int) -> int:
+        """Return the budget of a tier that could make use of `most` bytes, should it `join`."""
+        return self.nbytes
+
+    def join(self, tier: Resizable, most: int) -> None:
+        """Begin, or go on, with a tier that could make use of `most` bytes."""
+
+    def grow(self) -> bool:
+        """Take what is due and free, where it is so much that a larger cache is worth its making; return whether."""
+        return False
+
+    def shrink_to(self, nbytes: int) -> None:
+        """Give up what is over so many bytes."""
+
+    def need(self, nbytes: int, tier: Resizable) -> bool:
+        """Ask for so many bytes, as a batch needs them; return whether they are in force now.
+
+        The caller has the table, and others may have it meanwhile.
+        """
+        return False
+
+    def hold(self, nbytes: Callable[[], int]) -> None:
+        """Keep so many bytes, for a step that was prepared, from those who `need` some."""
+
+    def let_go(self) -> None:
+        """Keep no more than is due from others: the batch is done."""
+
+    def leave(self) -> None:
+        """Give all of it back."""
+
+
+class Resizable(Protocol):
+    """A tier as budgets see it."""
+
+    turn: Turn
+
+    def give_up_excess(self, waits: bool) -> None:
+        """Give up what is over the budget that is due. The caller has the table.
+
+        Args:
+            waits: also for a commit under way, whose rows cannot leave.
+        """
+        ...
+
+
+class Claim(NamedTuple):
+    """What a table asks of the whole: at least this, at most that."""
+
+    least: int
+    most: int
+
+
+def dues(claims: Sequence[Claim], total: int) -> list[int]:
+    """Share `total` evenly: each gets the same, but no less than its `least`, and no more than its `most`.
+
+    Example:
+        >>> dues([Claim(0, 10), Claim(0, 100), Claim(60, 100)], 120)
+        [10, 50, 60]
+    """
+    low, high = 0, total + 1
+    while high - low > 1:
+        level = (low + high) // 2
+        low, high = (level, high) if sum(_given(claim, level) for claim in claims) <= total else (low, level)
+    return [_given(claim, low) for claim in claims]
+
+
+def _given(claim: Claim, level: int) -> int:
+    return min(claim.most, max(claim.least, level))
+
+
+class Pool:
+    """What tables on disk that were given no budget have together.
+
+    Attributes:
+        lock: held wherever shares change; who has it waits for nobody.
+        total: bytes.
+        shares: of the tables that are open.
+    """
+
+    def __init__(self) -> None:
+        self.lock = forks.lock(forks.Rank.SECTION)
+        self.total = 0
+        self.shares: list[Share] = []
+
+    def offer(self, share: Share, most: int) -> int:
+        """Return what would be due to a table that could make use of `most` bytes."""
+        with self.lock:
+            self._measure()
+            others = [each.claim for each in self.shares if each is not share]
+            return dues([*others, Claim(share.least, most)], self.total)[-1]
+
+    def enter(self, share: Share) -> None:
+        """Let a table take part, as its claim says."""
+        with self.lock:
+            self._measure()
+            if share not in self.shares:
+                share.nbytes = 0
+                self.shares.append(share)
+            self.divide()
+
+    def divide(self) -> None:
+        """Compute what is due to each."""
+        shares = list(self.shares)
+        for share, due in zip(shares, dues([share.claim for share in shares], self.total), strict=True):
+            share.due = due
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody may grow into."""
+        return self.total - sum(share.nbytes for share in list(self.shares))
+
+    def excessive(self, but: Share) -> list[Share]:
+        """Return the shares of which more is in force than is due."""
+        return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
+
+    def _measure(self) -> None:
+        self.total = memory_limit() // DEFAULT_SHARE
+
+
+POOL = Pool()
+
+
+class Share(Budget):
+    """A table's part of the default.
+
+    Attributes:
+        least: what a batch that is under way needs.
+        most: that it could make use of.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(0)
+        self.pool, self.least, self.most = pool, 0, 0
+        self._tier: weakref.ref[Resizable] | None = None
+
+    @property
+    def claim(self) -> Claim:
+        """What it asks of the whole."""
+        return Claim(self.least, self.most)
+
+    @property
+    def note(self) -> str:
+        whole, others = format_bytes(self.pool.total), len([each for each in self.pool.shares if each is not self])
+        return f", its share of the {whole} that it has with {others} other tables without memory="
+
+    def offer(self, most: int) -> int:
+        return self.pool.offer(self, most)
+
+    def join(self, tier: Resizable, most: int) -> None:
+        pool, self._tier, self.most = self.pool, weakref.ref(tier), most
+        pool.enter(self)
+        self._relieve(waits=not tier.turn.lock._is_owned())
+        with pool.lock:
+            self.nbytes = min(self.due, self.nbytes + pool.free)
+
+    def grow(self) -> bool:
+        worth = int(GROWTH * self.nbytes)
+        worth = min(worth, self.due) if self.due == self.most else worth
+        return self.nbytes < worth <= self.due and self._grow_to(worth)
+
+    def _grow_to(self, least: int) -> bool:
+        """Take what is due and free, if it is so much at least; return whether."""
+        self._relieve(waits=False)
+        with self.pool.lock:
+            there = min(self.due, self.nbytes + self.pool.free)
+            if there >= least:
+                self.nbytes = there
+            return there >= least
+
+    def shrink_to(self, nbytes: int) -> None:
+        with self.pool.lock:
+            self.nbytes = min(self.nbytes, nbytes)
+
+    def need(self, nbytes: int, tier: Resizable) -> bool:
+        with self.pool.lock:
+            claims = [share.claim for share in self.pool.shares if share is not self]
+            if nbytes <= self.nbytes or sum(dues([*claims, Claim(nbytes, nbytes)], self.pool.total)) > self.pool.total:
+                return False
+            self.least, self.most = nbytes, max(self.most, nbytes)
+            self.pool.divide()
+        if not self._grow_to(nbytes) and self.pool.excessive(self):
+            self._wait_for_others(tier)
+        return self._grow_to(nbytes)
+
+    def _wait_for_others(self, tier: Resizable) -> None:
+        """Let others have the table while a thread waits for those that have too much."""
+        done = threading.Event()
+
+        def relieve() -> None:
+            try:
+                self._relieve(waits=True)
+            finally:
+                done.set()
+                with tier.turn.ahead():
+                    tier.turn.notify()
+
+        try:
+            threading.Thread(target=relieve, name="embedrock-share", daemon=True).start()
+        except RuntimeError:  # the system allows no more threads
+            return
+        tier.turn.wait_for(done.is_set)
+
+    def hold(self, nbytes: Callable[[], int]) -> None:
+        self.least = nbytes()
+
+    def let_go(self) -> None:
+        self.least = 0  # what is due stays until others ask for more
+
+    def leave(self) -> None:
+        with self.pool.lock:
+            self.pool.shares = [share for share in self.pool.shares if share is not self]
+            self.nbytes = 0
+            self.pool.divide()
+
+    # ---------------------------------------------------------------- what others do to it
+
+    def _relieve(self, waits: bool) -> None:
+        """Have others give up what is over their share."""
+        for share in self.pool.excessive(self):
+            share._give_up_excess(waits)
+
+    def _give_up_excess(self, waits: bool) -> None:
+        tier = None if self._tier is None else self._tier()
+        if tier is None or tier.turn.lock._is_owned():  # this thread is in the middle of a call of it
+            return
+        with held_back():
+            if waits:
+                with tier.turn.ahead():
+                    self._shrink(tier, waits)
+            elif tier.turn.lock.acquire(blocking=False):
+                try:
+                    self._shrink(tier, waits)
+                finally:
+                    tier.turn.lock.release()
+
+    def _shrink(self, tier: Resizable, waits: bool) -> None:
+        # What goes wrong is raised by the table's own next call, and it keeps what it has.
+        with suppress(Exception):
+            tier.turn.settle()
+            tier.give_up_excess(waits)
+
+
+def budget_of(memory: int | str | None) -> Budget:
+    """Return the budget of a table that was given `memory`.
+
+    Raises:
+        ArgumentError: it is no size.
+    """
+    return Share(POOL) if memory is None else Budget(parse_bytes(memory))
+
+
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
+    # Writers cannot be used in a child, and a reader takes part once it is used.
+    POOL.shares = []

@@ -1,0 +1,87 @@
+"""How a table on disk uses its budget: so many slots, and room for what tells where rows are in the files."""
+
+from __future__ import annotations
+
+import math
+
+from embedrock.errors import ArgumentError, MemoryBudgetError
+from embedrock.machine.sizes import format_bytes
+from embedrock.spec import Spec
+from embedrock.store.manifest import MAX_RECORD_BYTES
+from embedrock.tiers.budget import Budget
+from embedrock.tiers.cache import Cache, Whole
+from embedrock.tiers.tier import Placement
+
+BUFFER_BYTES = 16 << 20  # staging of reads and commits, at most
+INDEX_SHARE = 4  # one part in so many of the budget, at most, is kept for the index of compacted rows
+# A compaction rewrites nearly all of a large table, so there should be room for many rows before one is made: it is
+# room for 8 million with a budget of 1 GiB.
+OVERLAY_SIXTEENTHS = 3  # of the budget, at most, are kept for the overlay ...
+OVERLAY_ROW_BYTES = 24  # ... and no more than all rows need
+UNBOUNDED = 1 << 62  # of bytes, more than any budget
+BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
+
+
+def place(spec: Spec, budget: int, subject: str, note: str = "") -> Placement:
+    """Decide how a table of `spec` uses so many bytes; `note` says in an error why it is so many.
+
+    Raises:
+        ArgumentError: a row is too large for a file.
+        MemoryBudgetError: it holds no cache that is of use.
+    """
+    if spec.record_bytes >= MAX_RECORD_BYTES:
+        raise ArgumentError(
+            f"a row of {subject} takes {spec.record_bytes} bytes, and on disk it must take less than "
+            f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
+        )
+    overlay, buffers = budget * OVERLAY_SIXTEENTHS // 16, min(BUFFER_BYTES, budget // BUFFER_SHARE)
+    if spec.rows is not None:
+        overlay = min(overlay, spec.rows * OVERLAY_ROW_BYTES)
+    rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
+    room = budget - overlay - buffers - index
+    if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
+        return Placement(budget, rows, True, overlay)
+    slots = _slots_in(room, spec.record_bytes)
+    if slots < 1:
+        raise MemoryBudgetError(
+            f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
+            f"memory={format_bytes(budget)}{note}. Raise memory= to {memory_for(spec, 1)} bytes or more."
+        )
+    return Placement(budget, slots, False, overlay)
+
+
+def _slots_in(nbytes: int, record_bytes: int) -> int:
+    """Return how many records a cache of `nbytes` holds, directory included."""
+    low, high = 0, max(0, nbytes) // record_bytes + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = middle * record_bytes + Cache.bytes_for(middle) <= nbytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def memory_for(spec: Spec, slots: int) -> int:
+    """Return a budget in bytes whose cache holds at least so many rows."""
+    used = slots * spec.record_bytes + Cache.bytes_for(slots)
+    rest = 1 - OVERLAY_SIXTEENTHS / 16 - 1 / BUFFER_SHARE
+    return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + 16
+
+
+def most_for(spec: Spec) -> int:
+    """Return a budget in bytes of which a table makes full use, with a slot for each row: more is of no use to it."""
+    if spec.rows is None:
+        return UNBOUNDED
+    whole = spec.rows * spec.record_bytes + Whole.bytes_for(spec.rows)
+    shares = OVERLAY_SIXTEENTHS / 16 + 1 / BUFFER_SHARE + 1 / INDEX_SHARE  # of the budget, each also has a most
+    rest = spec.rows * OVERLAY_ROW_BYTES + BUFFER_BYTES + _index_bytes(spec)
+    return min(whole + rest, math.ceil(whole / (1 - shares)) + 16)
+
+
+def check_budget(spec: Spec, budget: Budget, subject: str) -> None:
+    """Raise what `place` would raise for a table with a tier of `spec`."""
+    place(spec, budget.offer(most_for(spec)), subject, budget.note)
+
+
+def _index_bytes(spec: Spec) -> int:
+    """Return the most RAM that tells which rows lie in base chunks: a bit for each row, and ranks."""
+    return 0 if spec.rows is None else spec.rows // 8 + spec.rows // 128

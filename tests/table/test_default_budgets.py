@@ -1,0 +1,324 @@
+"""Tables on disk without `memory=`: together they take no more than one default, and that changes no bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.errors import CacheTooSmallError, MemoryBudgetError
+from embedrock.table.table import rows_of
+from embedrock.tiers import budget
+from embedrock.tiers.disk import Disk
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::embedrock.table.files.UncommittedWarning"),
+]
+
+MIB, DIM = 1 << 20, 16
+DEFAULT = 4 * MIB
+ROWS, RULE = 10**6, er.Adam(lr=0.1)
+Maker = Callable[..., er.Table]
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> budget.Pool:
+    """Give tables a default of their own, of `DEFAULT` bytes."""
+    pool = budget.Pool()
+    monkeypatch.setattr(budget, "POOL", pool)
+    monkeypatch.setattr(budget, "memory_limit", lambda: DEFAULT * budget.DEFAULT_SHARE)
+    return pool
+
+
+@pytest.fixture
+def made(tmp_path: Path, pool: budget.Pool) -> Iterator[Maker]:
+    """Return what makes tables on disk that are closed in the end."""
+    tables: list[er.Table] = []
+
+    def make(name: str, rows: int | None = ROWS, **options: Any) -> er.Table:
+        tables.append(er.Table(rows, DIM, path=tmp_path / f"{name}.rock", rule=RULE, seed=0, **options))
+        return tables[-1]
+
+    yield make
+    for table in tables:
+        table.close()
+    assert not pool.shares
+
+
+def tier_of(table: er.Table) -> Disk:
+    tier = rows_of(table).tier
+    assert isinstance(tier, Disk)
+    return tier
+
+
+def held(table: er.Table) -> int:
+    """Return the bytes that the records and the directory of a table's cache may take, as they were allocated."""
+    tier = tier_of(table)
+    return len(tier.arena.memory) + type(tier.cache).bytes_for(tier.cache.capacity)
+
+
+def train(table: er.Table, twin: er.Table, rng: np.random.Generator, count: int) -> None:
+    ids = rng.integers(0, ROWS, count)
+    grads = rng.standard_normal((count, DIM), dtype=np.float32)
+    for each in (table, twin):
+        each.update(ids, grads)
+
+
+def twin_of(table: er.Table) -> er.Table:
+    return er.Table(table.rows, DIM, rule=RULE, seed=0)
+
+
+def assert_same(table: er.Table, twin: er.Table) -> None:
+    (ids, weights), (expected_ids, expected) = table.export(), twin.export()
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(weights.view(np.uint32), expected.view(np.uint32))
+
+
+def test_tables_opened_one_after_the_other_share_one_default(made: Maker, pool: budget.Pool):
+    rng, tables, twins = np.random.default_rng(0), list[er.Table](), list[er.Table]()
+    for number in range(6):
+        tables.append(made(f"t{number}"))
+        twins.append(twin_of(tables[-1]))
+        for table, twin in zip(tables, twins, strict=True):
+            train(table, twin, rng, 500)
+            assert sum(each.stats()["budget_bytes"] for each in tables) <= DEFAULT
+            # Those of the others that were not used since may still be allocated larger: their pages are gone.
+            assert held(table) <= DEFAULT // len(tables)
+    for _ in range(8):
+        for table, twin in zip(tables, twins, strict=True):
+            train(table, twin, rng, 1000)
+    assert sum(map(held, tables)) <= DEFAULT
+    shares = {table.stats()["budget_bytes"] for table in tables}
+    assert shares == {DEFAULT // 6}, "an even share, also of the first one, and of the last"
+    for table, twin in zip(tables, twins, strict=True):
+        assert table.stats()["evictions"] > 0
+        assert_same(table, twin)
+        assert "KiB of 682.7 KiB" in repr(table)
+
+
+def test_who_is_not_used_any_more_makes_room_with_all_its_rows(made: Maker):
+    rng, first = np.random.default_rng(0), made("first")
+    twin = twin_of(first)
+    for _ in range(12):
+        train(first, twin, rng, 1000)
+    rows = tier_of(first).cache.count
+    second, third = made("second"), made("third")
+    assert held(first) <= DEFAULT // 2
+    assert 0 < tier_of(first).cache.count < rows
+    for table in (second, third):
+        train(table, twin_of(table), rng, 2000)
+    assert sum(map(held, (first, second, third))) <= DEFAULT
+    assert_same(first, twin)
+
+
+def test_the_most_used_rows_stay_when_a_cache_is_made_smaller_or_larger(made: Maker):
+    first, hot = made("first"), np.arange(500)
+    twin = twin_of(first)
+    for start in range(1000, 12_000, 1000):
+        for each in (first, twin):
+            each.update(np.concatenate([hot, np.arange(start, start + 1000)]), np.ones((1500, DIM), np.float32))
+    second = made("second")
+    assert (tier_of(first).cache.find(hot) >= 0).all()
+    second.close()
+    for start in range(20_000, 32_000, 1000):
+        for each in (first, twin):
+            each.update(np.concatenate([hot, np.arange(start, start + 1000)]), np.ones((1500, DIM), np.float32))
+    assert held(first) > DEFAULT // 2, "a table that is closed gives its share back"
+    assert (tier_of(first).cache.find(hot) >= 0).all()
+    assert_same(first, twin)
+
+
+def test_small_tables_are_kept_whole_and_large_ones_have_the_rest(made: Maker):
+    small = [made(f"s{number}", rows=100) for number in range(5)]
+    large = made("large")
+    assert all(table.stats()["direct"] for table in small)
+    assert large.stats()["budget_bytes"] > 0.9 * DEFAULT
+    others = [made(f"l{number}", rows=None) for number in range(12)]
+    assert all(table.stats()["direct"] for table in small)
+    assert sum(table.stats()["budget_bytes"] for table in (*small, large, *others)) <= DEFAULT
+
+
+def test_a_table_that_was_whole_goes_on_in_a_cache(made: Maker):
+    rng, table = np.random.default_rng(0), made("whole", rows=10_000)
+    twin = twin_of(table)
+    for _ in range(5):
+        ids = rng.integers(0, 10_000, 3000)
+        for each in (table, twin):
+            each.update(ids, np.ones((3000, DIM), np.float32))
+    assert table.stats()["direct"]
+    others = [made(f"o{number}", rows=None) for number in range(3)]
+    table.lookup([1])
+    assert not table.stats()["direct"]
+    assert held(table) <= DEFAULT // 4
+    assert_same(table, twin)
+    for other in others:
+        other.close()
+    for _ in range(5):
+        ids = rng.integers(0, 10_000, 3000)
+        for each in (table, twin):
+            each.update(ids, np.ones((3000, DIM), np.float32))
+    assert table.stats()["direct"]
+    assert_same(table, twin)
+
+
+def test_a_batch_that_needs_more_than_its_share_gets_it_from_the_others(made: Maker):
+    rng, tables = np.random.default_rng(0), [made(f"t{number}") for number in range(4)]
+    twins = [twin_of(table) for table in tables]
+    for table, twin in zip(tables, twins, strict=True):
+        train(table, twin, rng, 2500)
+    train(tables[0], twins[0], rng, 7000)
+    assert held(tables[0]) > DEFAULT // 3
+    assert sum(map(held, tables)) <= DEFAULT
+    for table, twin in zip(tables, twins, strict=True):
+        train(table, twin, rng, 1000)
+        assert_same(table, twin)
+    before = tables[1].stats()["steps"]
+    with pytest.raises(CacheTooSmallError, match=r"of the 4\.0 MiB that it has with 3 other tables without") as e:
+        tables[1].update(np.arange(30_000), np.ones((30_000, DIM), np.float32))
+    assert "is enough: raise memory=" in str(e.value)
+    assert tables[1].stats()["steps"] == before
+    assert_same(tables[1], twins[1])
+
+
+def test_a_budget_that_was_given_is_its_own(made: Maker):
+    own, shared = made("own", memory="3MiB"), made("shared")
+    assert own.stats()["budget_bytes"] == 3 * MIB
+    assert shared.stats()["budget_bytes"] == DEFAULT
+
+
+def test_no_room_for_one_row_more(made: Maker, pool: budget.Pool, tmp_path: Path):
+    assert [made(f"t{number}", rows=None) for number in range(8)]
+    wide = tmp_path / "wide.rock"
+    with pytest.raises(MemoryBudgetError, match=r"wide.rock' takes .*=455\.1 KiB, its share of the 4\.0 MiB.*3200160"):
+        er.Table(None, 200_000, path=wide, rule=RULE)
+    assert not wide.exists()
+    assert len(pool.shares) == 8
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_room_is_made_beside_commits_and_prefetching(wait: bool, made: Maker):
+    rng, first = np.random.default_rng(0), made("first")
+    twin = twin_of(first)
+    batches = [rng.integers(0, ROWS, 600) for _ in range(24)]
+    others = list[er.Table]()
+    for number, ids in enumerate(first.prefetch(batches, depth=2)):
+        for each in (first, twin):
+            each.lookup(ids)
+            each.update(ids, np.ones((600, DIM), np.float32))
+        if number % 3 == 0:
+            first.commit(wait=wait)
+        if number % 6 == 2:
+            others.append(made(f"o{number}"))
+            train(others[-1], twin_of(others[-1]), rng, 500)
+        if number == 20:
+            others.pop().close()
+    assert_same(first, twin)
+    first.commit()
+    with er.open(first.path or "", mode="r") as snapshot:
+        assert_same(snapshot, twin)
+
+
+def test_tables_that_need_room_at_the_same_time_do_not_wait_for_each_other(made: Maker):
+    tables = [made(f"t{number}") for number in range(3)]
+    twins = [twin_of(table) for table in tables]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        try:
+            for step in range(30):
+                train(tables[number], twins[number], rng, 800 + 60 * step)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors
+    for table, twin in zip(tables, twins, strict=True):
+        assert_same(table, twin)
+    assert sum(table.stats()["budget_bytes"] for table in tables) <= DEFAULT
+
+
+def test_records_that_others_know_by_address_stay(made: Maker):
+    first = made("first")
+    first.update([1], np.ones((1, DIM), np.float32))
+    tier_of(first).stay()
+    address = tier_of(first).records.bytes.ctypes.data
+    with pytest.raises(MemoryBudgetError):
+        made("second")
+    first.update([2], np.ones((1, DIM), np.float32))
+    assert tier_of(first).records.bytes.ctypes.data == address
+
+
+def _read_in_child(table: er.Table, path: str, expected: np.ndarray, results: Any) -> None:
+    same = bool((table.lookup(np.arange(500)) == expected).all())
+    with er.open(path, mode="r") as other:
+        same &= bool((other.lookup(np.arange(500)) == expected).all())
+        results.put((same, len(budget.POOL.shares), sum(share.nbytes for share in budget.POOL.shares)))
+
+
+def test_a_child_has_a_default_of_its_own(made: Maker):
+    writer = made("first")
+    writer.update(np.arange(500), np.ones((500, DIM), np.float32))
+    writer.commit()
+    with er.open(writer.path or "", mode="r") as reader:
+        expected, context = reader.lookup(np.arange(500)), multiprocessing.get_context("fork")
+        results = context.SimpleQueue()
+        child = context.Process(target=_read_in_child, args=(reader, writer.path, expected, results))
+        child.start()
+        same, shares, taken = results.get()
+        child.join()
+        assert same
+        assert shares == 2, "the reader that it was given and its own, not the parent's writer"
+        assert taken <= DEFAULT
+        writer.update(np.arange(600), np.ones((600, DIM), np.float32))
+
+
+RESIDENT = """
+import os, sys, warnings
+import numpy as np, embedrock as er
+from embedrock.tiers import budget
+budget.memory_limit = lambda: 128 << 20                             # so the default is 64 MiB
+warnings.simplefilter("ignore", er.UncommittedWarning)
+rng, tables = np.random.default_rng(0), []
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def train(count, rows=500):
+    for _ in range(count):
+        for table in tables:
+            table.update(rng.integers(0, 10**7, rows), np.ones((rows, 16), np.float32))
+
+for number in range(26):
+    tables.append(er.Table(10**7, 16, path=f"{sys.argv[1]}/{number}.rock", rule=er.Adam(lr=0.1)))
+    if number == 0:
+        train(2)                                                    # what is compiled on the way
+        before = rss()
+        train(300)                                                  # it has all the room
+        print(rss() - before)
+train(16)
+print(rss() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
+def test_the_system_counts_no_more_than_the_default(tmp_path: Path):
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    one, all_of_them = map(int, output.split())
+    assert 20 * MIB < one < 64 * MIB
+    assert all_of_them < 70 * MIB, "and what 26 tables take besides: threads' buffers, files, Python objects"
