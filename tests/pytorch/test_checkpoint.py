@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.fronts import checkpoints
 from embedrock.machine.vfs import OSSystem
 from embedrock.torch.saving import checkpoint
 
@@ -174,9 +176,9 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
     before = model.user.table.lookup(np.arange(ROWS))
     train(model, optimizers, range(3, 6))
     with monkeypatch.context() as patch:
-        target = {"torch.save": (torch, "save"), "fsync": (os, "fsync"), "rename": (Path, "rename")}.get(where)
+        target = {"torch.save": (torch, "save"), "fsync": (checkpoints, "platform"), "rename": (Path, "rename")}.get(where)
         if target is not None:
-            patch.setattr(target[0], target[1], failing)
+            patch.setattr(target[0], target[1], SimpleNamespace(sync=failing) if where == "fsync" else failing)
         elif where == "second commit":
             patch.setattr(model.item.table, "commit", failing)
         parts = [*optimizers, Unreadable()] if where == "unreadable" else optimizers
