@@ -76,8 +76,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.rows is not None:
-            _check_count("rows", self.rows, "Pass rows=None for open ids.")
-        _check_count("dim", self.dim, "")
+            check_count("rows", self.rows, "Pass rows=None for open ids.")
+        check_count("dim", self.dim)
         if self.dtype not in STORAGES:
             raise ArgumentError(f"`dtype` must be one of {', '.join(STORAGES)}: got {self.dtype!r}.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
@@ -125,7 +125,8 @@ class Spec:
         return replace(self, rule=rule)
 
 
-def _check_count(name: str, value: object, remedy: str) -> None:
+def check_count(name: str, value: object, remedy: str = "") -> None:
+    """Raise `ArgumentError` unless a value is a number that rows, or weights in a row, may have."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
         message = f"`{name}` must be a whole number from 1 to 2**63 - 1: got {value!r}. {remedy}"
         raise ArgumentError(message.rstrip())

@@ -367,3 +367,24 @@ def test_ids_may_be_on_either_side():
     assert model.rows(ids[:0]).shape == (0, DIM)
     with pytest.raises(er.IdTypeError, match=r"must be a dense tensor of torch\.int32 or torch\.int64"):
         model.rows(ids.float())
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
+@pytest.mark.parametrize("rows", [3 * ROWS, None])
+def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way, rows: int | None):
+    mine, theirs = (train(make(where), batches(2)) for where in (way, None))
+    with pytest.raises(er.UnsupportedError, match=rf"cannot grow while its rows are used on .*Call grow\({rows}\)"):
+        mine.table.grow(rows)
+    mine.zero_grad()
+    loss_of(mine, batches(1)[0]).backward()
+    with pytest.raises(er.UnsupportedError, match=r"while gradients of them wait for a step"):
+        mine.rows.grow(rows)
+    assert mine.table.rows == ROWS
+    for model in (mine, theirs):
+        model.zero_grad()
+        model.rows.grow(rows)
+        train(model, batches(2, seed=1))
+    assert mine.table.side is not None
+    assert_same_table(mine.table, theirs.table)
+    model_ids = torch.arange(2 * ROWS)
+    assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))

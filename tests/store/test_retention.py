@@ -142,7 +142,7 @@ def test_a_table_whose_last_commit_is_uncertain_is_not_laid_out_anew(
 
 def fold(table: er.Table) -> None:
     """Compact as the thread in the background does."""
-    compact(files_of(table).store, ROWS, None, lambda: False)
+    compact(files_of(table).store, None, lambda: False)
 
 
 def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(

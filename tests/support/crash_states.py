@@ -50,6 +50,7 @@ RAM = Path("/dev/shm")  # a folder of files that need no disk, where there is on
 class Content(NamedTuple):
     """All that a commit must bring back, to the bit."""
 
+    rows: int | None
     steps: int
     rule: str
     ids: bytes
@@ -63,7 +64,7 @@ def content_of(table: er.Table) -> Content:
     kept = {} if history is None else history.state()
     arrays = b"".join(name.encode() + array.tobytes() for name, array in sorted(kept.items()))
     weights = table.lookup(np.arange(ROWS)).tobytes()
-    return Content(table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
+    return Content(table.rows, table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
 
 
 def train(table: er.Table, number: int) -> None:
@@ -239,7 +240,7 @@ class Life:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(self.table.rows)
+        files_of(self.table).compact_in_background()
         self.train()
 
     def rollback(self) -> None:
@@ -254,6 +255,14 @@ class Life:
         rule = self.rng.choice([rule for rule in RULES if rule != self.ram.rule])
         for table in (self.table, self.ram):
             table.set_rule(rule, reset_state=True)
+        self.train()
+
+    def grow(self) -> None:
+        """Get more rows, or open ids, which the next commit has, unless the table is abandoned before."""
+        if self.ram.rows is not None:
+            rows = self.rng.choice([self.ram.rows + 1, 3 * ROWS + self.ram.rows, None])
+            for table in (self.table, self.ram):
+                table.grow(rows)
         self.train()
 
     def reopen(self, abandoned: bool = False) -> None:
@@ -282,6 +291,7 @@ ACTS: dict[str, Callable[[Life], None]] = {
     "compact behind": Life.compact_behind,
     "rollback": Life.rollback,
     "lay out": Life.lay_out,
+    "grow": Life.grow,
     "reopen": Life.reopen,
     "abandon": lambda life: life.reopen(abandoned=True),
 }

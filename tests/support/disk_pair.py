@@ -87,9 +87,11 @@ class Pair:
         events: what can be done to them between two steps.
         saved: what each commit has, by its number.
         first: the first commit that one may go back to.
+        most: rows that they may grow to, with room for the cache of the case still.
     """
 
     events: Mapping[str, Callable[[Any], None]]
+    most = TOTAL
 
     def __init__(self, case: Case, folder: Any, system: System = OS_SYSTEM) -> None:
         self.case, self.folder, self.system = case, folder, system
@@ -102,7 +104,8 @@ class Pair:
         }
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
-        self.options["memory"] = self.ram.memory_for(case.slots)
+        largest = None if case.rows is None else self.most
+        self.options["memory"] = er.Table(largest, DIM, **arguments).memory_for(case.slots)
         self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
         self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
 
@@ -163,7 +166,7 @@ class Pair:
         self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(self.case.rows)
+        files_of(self.table).compact_in_background()
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""

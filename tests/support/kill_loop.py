@@ -169,7 +169,7 @@ class Life:
 
     def _compact(self, table: er.Table) -> None:
         if self.rng.random() < 0.5:
-            files_of(table).compact_in_background(table.rows)
+            files_of(table).compact_in_background()
         else:
             self._settle(table)
             number = self.begin(table, table.last_step or 0)

@@ -137,6 +137,8 @@ def yielding(seed: int) -> Iterator[None]:
 class TracedPair(Pair):
     """A pair that is asked everything that there is, and whose commits are all looked at after each."""
 
+    most = 4 * TOTAL
+
     def __init__(self, case: Case, folder: Any) -> None:
         super().__init__(case, folder)
         self.names: dict[str, int] = {}
@@ -194,6 +196,13 @@ class TracedPair(Pair):
             (ids,) = self.batches(self._trace(), 1)
             self._ticket = self.table.bring(ids)
 
+    def grow(self, to_open: bool = False) -> None:
+        """Get more rows, or open ids: those that there are by now may be open already, as it goes back too."""
+        if self.table.rows is not None:
+            rows = None if to_open else int(self.rng.integers(self.table.rows, self.most + 1))
+            for table in (self.table, self.ram):
+                table.grow(rows)
+
     def refused(self) -> None:
         """Ask what a table on disk refuses."""
         ids, below = self.ids(np.arange(BATCH)), self.table.stats()
@@ -201,9 +210,9 @@ class TracedPair(Pair):
         grads[0, 0] = np.nan
         with pytest.raises(NonFiniteGradientError):
             self.table.update(ids, grads)
-        if self.case.rows is not None:
+        if self.table.rows is not None:
             with pytest.raises(IdError):
-                self.table.lookup([self.case.rows])
+                self.table.lookup([self.table.rows])
         for ask in (self.table.state, lambda: self.table.load_state({}), lambda: copy.deepcopy(self.table)):
             with pytest.raises(UnsupportedError):
                 ask()
@@ -358,6 +367,8 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "read all": Pair.read_all,
     "export": TracedPair.export,
     "bring": TracedPair.bring,
+    "grow": TracedPair.grow,
+    "open": lambda pair: pair.grow(to_open=True),
     "refused": TracedPair.refused,
     "facts": TracedPair.facts,
     "commit": Pair.commit,

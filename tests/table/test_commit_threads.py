@@ -618,7 +618,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Both, Clock, Files]:
     compacted = both.store.counts["bytes_compacted"]
     both.store.commit_is_awaited = True
     clock = Clock(monkeypatch, compaction, lambda: both.store.counts["bytes_compacted"] - compacted)
-    durability.compact_in_background(ROWS)
+    durability.compact_in_background()
     until(lambda: len(clock.pauses) >= 20)
     return both, clock, durability
 
@@ -740,7 +740,7 @@ def test_a_compaction_keeps_pace_with_what_fills_the_index(monkeypatch: pytest.M
     assert both.store.overlay.count == ROWS
     shares = itertools.chain([0.5], itertools.repeat(1.0))
     monkeypatch.setattr(Store, "fullness", property(lambda _: next(shares)))
-    finished(lambda: compaction.compact(both.store, ROWS, 1e-3, lambda: False))  # at that rate it would take weeks
+    finished(lambda: compaction.compact(both.store, 1e-3, lambda: False))  # at that rate it would take weeks
     monkeypatch.undo()
     assert both.store.overlay.count == 0
     both.close()

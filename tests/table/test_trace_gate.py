@@ -23,6 +23,7 @@ from embedrock.store import store as stores
 from embedrock.store.store import Store
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
+from embedrock.table.growing import Growing
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
 
@@ -46,7 +47,7 @@ def test_many_long_traces(part: int, tmp_path: Path):
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (Facts, er.Table)
+        for kind in (Facts, Growing, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }
@@ -81,8 +82,8 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
     forget, compact = Store.forget, Files.compact_in_background
     reached, published = threading.Event(), threading.Event()
 
-    def at_the_gap(self: Files, rows: int | None) -> None:
-        compact(self, rows)
+    def at_the_gap(self: Files) -> None:
+        compact(self)
         assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 
     def late(self: Store, runs: Any) -> None:

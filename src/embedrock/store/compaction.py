@@ -33,7 +33,8 @@ class Source(NamedTuple):
         first_kept: number of the first run that stays as it is.
         ids: of the rows in logs, ascending; `locations` says where.
         fresh: those of them that are not in the base.
-        is_ahead: there were records that no commit has.
+        rows: of the table that the new chunks are of, None for open ids.
+        is_ahead: no commit has these rows, or some of the records.
     """
 
     base: Base
@@ -42,6 +43,7 @@ class Source(NamedTuple):
     ids: np.ndarray
     locations: np.ndarray
     fresh: np.ndarray
+    rows: int | None
     is_ahead: bool
 
     def count_within(self, lo: int, hi: int) -> int:
@@ -64,12 +66,11 @@ class Source(NamedTuple):
         return ids, locations
 
 
-def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
+def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None:
     """Fold the logs of past commits into base chunks. The next commit publishes them; until then old files stay.
 
     Args:
         store: of the table; others may use it meanwhile.
-        rows: of the table, None for open ids.
         rate: bytes written in a second, at most; None: as fast as the disk.
         stops: asked every few MB.
 
@@ -78,24 +79,29 @@ def compact(store: Store, rows: int | None, rate: float | None, stops: Callable[
         OSError: the disk. Nothing has changed.
     """
     with store.compacting:
-        _compact(store, _source(store, _first_unpublished(store)), rows, rate, stops)
+        _compact(store, _source(store, _first_unpublished(store), store.manifest.rows), rate, stops)
 
 
 def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
     """Make room in the overlay: let a compaction that is under way end, or fold all logs.
 
     Those of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
+
+    Args:
+        store: of the table.
+        rows: that it has now, None for open ids: no commit may have so many yet.
+        is_crowded: asked whether that is needed still.
     """
     store.hurry = True  # to a compaction that is under way
     try:
         with store.compacting:
             if is_crowded():
-                _compact(store, _source(store, store.next_run()), rows, None, lambda: False)
+                _compact(store, _source(store, store.next_run(), rows), None, lambda: False)
     finally:
         store.hurry = False
 
 
-def _compact(store: Store, source: Source, rows: int | None, rate: float | None, stops: Callable[[], bool]) -> None:
+def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.ids):
         return
     folder = store.free_name(f"base/{store.manifest.commit + 1:010d}")
@@ -103,7 +109,7 @@ def _compact(store: Store, source: Source, rows: int | None, rate: float | None,
     made: list[tuple[Run, Chunk]] = []
     try:
         writer = _Writer(store, source, folder, rate, stops)
-        made.extend(writer.chunks(rows))
+        made.extend(writer.chunks())
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
     except BaseException:
         _remove(store, folder)
@@ -116,16 +122,17 @@ def _first_unpublished(store: Store) -> int:
         return min((log.number for log in store.logs), default=store.next_run())
 
 
-def _source(store: Store, first_kept: int) -> Source:
+def _source(store: Store, first_kept: int, rows: int | None) -> Source:
     with store.lock:
         parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
         base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count for log in store.logs)
+        is_ahead |= rows != store.manifest.rows
     nothing = np.empty(0, np.int64)
     ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
     order = np.argsort(ids)
     locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
     ids = ids[order]
-    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], is_ahead)
+    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], rows, is_ahead)
 
 
 def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
@@ -147,13 +154,13 @@ class _Writer:
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
         self._total = (source.base.count + len(source.fresh)) * (store.manifest.record_bytes + CRC_BYTES)
 
-    def chunks(self, rows: int | None) -> Iterator[tuple[Run, Chunk]]:
+    def chunks(self) -> Iterator[tuple[Run, Chunk]]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
         old = {
             (chunk.lo, chunk.hi): (run, chunk)
             for run, chunk in zip(self._source.runs, self._source.base.chunks, strict=True)
         }
-        for lo, hi in self._ranges(rows):
+        for lo, hi in self._ranges(self._source.rows):
             part = self._source.part(lo, hi)
             if part.start == part.stop and (lo, hi) in old:
                 yield old[lo, hi]

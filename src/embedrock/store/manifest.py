@@ -58,7 +58,7 @@ class Manifest:
         step: the caller's step number, or None.
         name: the caller's name for it, or None.
         time: ISO 8601, UTC.
-        spec: describes the table; plain JSON, not looked into here.
+        spec: describes the table; plain JSON, of which only `rows` is looked at here.
         record_bytes: of each record, without its CRC.
         steps: steps of the rule so far.
         skipped_steps: steps without any row.
@@ -115,6 +115,11 @@ class Manifest:
         manifest = cls(**body)
         _check_files(manifest, where)
         return manifest
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows of the table, None for open ids."""
+        return self.spec.get("rows")
 
     def check_spec(self, rows: int | None, record_bytes: int, where: str) -> None:
         """Raise `CorruptTableError` unless its files are those of a table of `rows` rows (None: open ids).

@@ -75,7 +75,13 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
         raise TableFileError(
             f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
             f"{_line(got)}. Use its own arguments (er.open(path) needs none), or another path."
+            f"{_how_to_grow(expected['rows'], got['rows'])}"
         )
+
+
+def _how_to_grow(rows: Any, had: int | None) -> str:
+    can_grow = had is not None and (rows is None or rows > had)
+    return f" A table gets more rows by er.open(path) and table.grow({rows})." if can_grow else ""
 
 
 def _line(description: dict[str, Any]) -> str:

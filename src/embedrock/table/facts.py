@@ -128,6 +128,10 @@ class Facts:
         """The `step` that was given to the last commit."""
         return self._on_disk().store.manifest.step
 
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
+        return self._on_disk().commits()
+
     def memory_for(self, rows: int) -> int:
         """Return a `memory` in bytes with which a table on disk holds so many rows of this kind in its cache."""
         return memory_for(self.spec, rows)

@@ -166,7 +166,7 @@ class Files(Home):
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         """Replace the records; the first commit from then on replaces all there is in the files."""
         self.check_writable()
-        self._be_quiet(rows)
+        self.be_quiet(rows)
         self.stop_compaction()
         store, before = self.store.emptied(spec.record_bytes), _disk(rows)
         try:
@@ -178,6 +178,16 @@ class Files(Home):
         self.store.give_up()
         self.store = store
         rows.install(spec, made)
+
+    def be_quiet(self, rows: Rows) -> None:
+        """Wait for all that uses a tier whose rows are about to leave it, and might write some of them."""
+        self._wait_for_quiet(rows, _disk(rows))
+
+    def grown(self, rows: Rows, spec: Spec) -> Disk:
+        self.stop_compaction()
+        tier = _disk(rows)
+        tier.grow(spec)
+        return tier
 
     def check_in_ram(self, verb: str) -> NoReturn:
         raise UnsupportedError(
@@ -285,10 +295,6 @@ class Files(Home):
             version.committed = -1
             raise self._error_of(commit)
 
-    def _be_quiet(self, rows: Rows) -> None:
-        """Wait for all that uses a tier whose rows are about to be dropped, and might write some of them."""
-        self._wait_for_quiet(rows, _disk(rows))
-
     def _wait_for_quiet(self, rows: Rows, tier: Disk) -> None:
         rows.turn.wait_for(tier.becomes_quiet)
         self._end_commit(rows.version, tier)
@@ -308,7 +314,7 @@ class Files(Home):
     def rollback(self, rows: Rows, commit: int) -> int:
         """Make the content of an earlier commit the newest; return its number."""
         self.check_writable()
-        self._be_quiet(rows)
+        self.be_quiet(rows)
         manifest = self.manifest(commit)
         spec = read_spec(manifest.spec, rows.spec.init, self.opening.path)
         manifest.check_spec(spec.rows, spec.record_bytes, self.opening.path)
@@ -328,7 +334,7 @@ class Files(Home):
         base, delta = (sum(run.file.size for run in runs) for runs in (self.store.base_runs, self.store.delta))
         crowded = self.store.overlay.nbytes > LEAST_OVERLAY_BYTES and self.store.fullness > FULLNESS
         if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
-            self.compact_in_background(tier.spec.rows)
+            self.compact_in_background()
         self._check_index(tier)
 
     def _check_index(self, tier: Disk) -> None:
@@ -376,11 +382,11 @@ class Files(Home):
 
     # ---------------------------------------------------------------- compaction
 
-    def compact_in_background(self, rows: int | None) -> None:
+    def compact_in_background(self) -> None:
         """Fold logs into base chunks while others go on, unless that is under way."""
         if self._compaction is None or not self._compaction.is_alive():
             self._stopping.clear()
-            thread = threading.Thread(target=self._compact, args=(rows,), name="embedrock-compact", daemon=True)
+            thread = threading.Thread(target=self._compact, name="embedrock-compact", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the system allows no more threads: it is tried again after the next commit
@@ -388,9 +394,9 @@ class Files(Home):
             else:
                 self._compaction = thread
 
-    def _compact(self, rows: int | None) -> None:
+    def _compact(self) -> None:
         try:
-            compact(self.store, rows, COMPACTED_BYTES_PER_SECOND, self._stopping.is_set)
+            compact(self.store, COMPACTED_BYTES_PER_SECOND, self._stopping.is_set)
         except Stopped:
             pass
         except Exception as error:
@@ -410,7 +416,7 @@ class Files(Home):
             self.end_commit(rows)
         with tier.in_use():
             self.stop_compaction()
-            compact(self.store, rows.spec.rows, None, lambda: False)
+            compact(self.store, None, lambda: False)
 
     def commit_base(self, rows: Rows) -> int:
         """Commit what compaction has made, unless that is done; return the last commit's number."""

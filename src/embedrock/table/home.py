@@ -14,14 +14,21 @@ if TYPE_CHECKING:
 
 
 class Version:
-    """How often a table was changed, and how often when it was last committed."""
+    """How often a table was changed, and how often when it was last committed.
+
+    Attributes:
+        now: how often.
+        of_rows: how often in a way that may have changed a row.
+        committed: how often when it was last committed.
+    """
 
     def __init__(self) -> None:
-        self.now = self.committed = 0
+        self.now = self.of_rows = self.committed = 0
 
-    def advance(self) -> None:
-        """Note a change."""
+    def advance(self, keeps_rows: bool = False) -> None:
+        """Note a change; `keeps_rows`: no row is another after it."""
         self.now += 1
+        self.of_rows += not keeps_rows
 
     def commit(self) -> None:
         """Note that a commit has all changes so far."""
@@ -50,6 +57,19 @@ class Home(ABC):
     @abstractmethod
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+
+    def be_quiet(self, rows: Rows) -> None:  # noqa: B027
+        """Wait for what uses the rows in the background, and let others have the table meanwhile."""
+
+    @abstractmethod
+    def grown(self, rows: Rows, spec: Spec) -> Tier:
+        """Return a tier of the same records for a table that has more rows, or open ids. It is quiet.
+
+        What the caller has to do then cannot fail: the tier that there was may have no records any more.
+
+        Raises:
+            MemoryBudgetError: they do not fit.
+        """
 
     def lay_out_direct(self, rows: Rows) -> Memory | None:
         """Make the slot of a row its id, where that can be done in RAM; return the tier then."""

@@ -48,6 +48,10 @@ class InRam(Home):
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         rows.install(spec, rows.laid_out(spec, self.empty_tier(spec)))
 
+    def grown(self, rows: Rows, spec: Spec) -> Memory:
+        tier = cast(Memory, rows.tier)  # it makes no other
+        return tier.grown(spec, place(spec, self._memory, self._directory, self.subject))
+
     def lay_out_direct(self, rows: Rows) -> Memory | None:
         tier = cast(Memory, rows.tier)  # it makes no other
         if tier.is_direct:

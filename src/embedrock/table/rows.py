@@ -452,7 +452,13 @@ class Rows:
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
         self._tier, self._lease = tier, Lease()
-        self.version.advance()
+        self.version.advance(keeps_rows=True)
+
+    def grow(self, spec: Spec) -> None:
+        """Get more rows, or open ids: with the same records, as if the table had been made so."""
+        tier = self.home.grown(self, spec)
+        tier.history, self.spec = self.history, spec
+        self.replace_tier(tier)
 
     def attach(self, side: Side | None) -> None:
         """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer."""

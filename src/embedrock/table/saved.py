@@ -99,7 +99,7 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
         if header[key] != expected[key]:
             raise ArgumentError(
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
-                "Make the table with the arguments it was saved with."
+                f"Make the table with the arguments it was saved with.{_how_to_grow(key, header[key], expected[key])}"
             )
     digest = header.get(DIGEST, expected[DIGEST])  # older ones have none
     if digest != expected[DIGEST]:
@@ -107,6 +107,12 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
             f"those of digest {digest}, another array. Make the table with the array it was saved with."
         )
+
+
+def _how_to_grow(key: str, saved: int | None, rows: int | None) -> str:
+    if key != "rows" or saved is None or (rows is not None and rows < saved):
+        return ""
+    return f" A table of {saved} rows that has loaded the state gets more by grow({rows})."
 
 
 def _check_number(key: str, value: Any, rows: Rows) -> None:

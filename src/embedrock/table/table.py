@@ -16,8 +16,9 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
 from embedrock.table import checks, named, saved
-from embedrock.table.facts import Facts, exclusive, whole
+from embedrock.table.facts import exclusive, whole
 from embedrock.table.files import Files
+from embedrock.table.growing import Growing
 from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
@@ -26,7 +27,7 @@ from embedrock.table.rule_changes import give_rule
 from embedrock.tiers.tier import Ticket
 
 
-class Table(Facts):
+class Table(Growing):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
     Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
@@ -316,10 +317,6 @@ class Table(Facts):
             UnsupportedError: the table lives in RAM.
         """
         return self._on_disk().commit(self._checked_rows(), index(step), name, wait)
-
-    def commits(self) -> list[dict[str, Any]]:
-        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
-        return self._on_disk().commits()
 
     def release(self, name: str) -> None:
         """Let retention drop the commits called `name`. Nothing happens where there are none."""

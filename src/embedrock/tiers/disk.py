@@ -360,6 +360,32 @@ class Disk(Tier):
             self._evict(victims)
         return nbytes
 
+    def grow(self, spec: Spec) -> None:
+        """Go on as the tier of a table of more rows, or of open ids. It is quiet.
+
+        To tell which of more rows are there takes more of the budget, and leaves less to the cache.
+
+        Raises:
+            MemoryBudgetError: what is left is of no use. No row is another.
+        """
+        before = self.spec
+        self.budget.join(self, most_for(spec))
+        try:
+            placement = place(spec, self.budget.nbytes, self.subject, self.budget.note)
+            self.spec = spec
+            if (least := self._reduced_to(self.budget.nbytes)) > self.budget.nbytes:
+                raise CacheTooSmallError(
+                    f"{self.subject} cannot grow to {spec.rows} rows while {self.cache.count} are held for batches to "
+                    f"come: memory={format_bytes(least)} ({least} bytes; now {self.budget}) is enough. Raise memory=, "
+                    "or grow when no prefetch is under way."
+                )
+        except BaseException:
+            self.spec = before
+            self.budget.join(self, most_for(before))
+            raise
+        if placement != self.placement:
+            self._move_to(placement)
+
     def _move_to(self, placement: Placement) -> None:
         """Move all rows to another cache. RAM is given back on the way, so both together take little more than one."""
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)

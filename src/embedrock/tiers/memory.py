@@ -17,6 +17,7 @@ from embedrock.tiers.tier import Placement, Tier
 # using less RAM: records lie in order of first touch, so hot rows, which come early, share pages and DRAM rows. A step
 # of 16,384 Zipf ids took 1.3 ms hashed and 1.7 ms direct at 1 M rows of 768 bytes, 1.4 and 2.2 ms at 4 M.
 SMALL_BYTES = 32 << 20
+MOVED_ROWS = 4096  # at a time, where rows move to larger memory
 DIRECTORIES = ("auto", "direct", "hashed")
 
 
@@ -154,6 +155,27 @@ class Memory(Tier):
         records = self.records.bytes
         records = records[where] if self.placement.direct else records[: len(where)]
         return np.concatenate([np.empty(0, np.int64), *ids]), records
+
+    def grown(self, spec: Spec, placement: Placement) -> Memory:
+        """Return a tier of the same records for more rows: this one if it has the room, else one that they move to.
+
+        Each page of RAM is given back when its records have moved, so that they hardly ever are in RAM twice.
+
+        Raises:
+            MemoryBudgetError: they do not fit. Nothing has changed.
+        """
+        if not self.is_direct and not placement.direct and placement.slots <= self.placement.slots:
+            self.spec, self.placement = spec, placement
+            return self
+        made = Memory(spec, placement, self.subject)
+        made.check_room(self.count)
+        for ids, _ in self.directory.batches(MOVED_ROWS):
+            made.directory.insert(ids, np.full(len(ids), -1, np.int64))
+        done = 0
+        for ids, slots in self.directory.batches(MOVED_ROWS):  # which cannot fail
+            made.records.bytes[made.find(ids)] = self.records.bytes[slots]
+            done = self.arena.give_back(done, (int(slots[-1]) + 1) * spec.record_bytes)
+        return made
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
         """Make records for new ids (without repeats) as `record_batches` returned them."""

@@ -34,6 +34,8 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         config["table"] = describe_table(table, layer.label)
     else:
         drawn, path = config["embeddings_initializer"], config["path"]
+        if config["input_dim"] != table.rows:  # it has grown, and its first values are those of before
+            config["input_dim"], drawn = table.rows, table.spec.init
         if isinstance(drawn, Initializer):
             config["embeddings_initializer"] = {KEY: describe_initializer(drawn, layer.label)}
         elif drawn is not None:

@@ -8,6 +8,7 @@ import keras
 
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import open_table, refuse
+from embedrock.initializers import FromArray
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import REFUSED, RowLayerOptions, shows, split_options
@@ -92,6 +93,20 @@ class RowLayer(keras.layers.Layer):
     def table(self) -> Table:
         """The rows: `lookup`, `assign`, `commit`, `export` and more work on it."""
         return self._table
+
+    def grow(self, input_dim: int | None, init: FromArray | None = None) -> None:
+        """Get more rows, None for open ids: see `Table.grow`. Models go on as they are, and what they save has them.
+
+        Of a layer that is `sharded`, all workers call it.
+
+        Example:
+            >>> import embedrock.keras as erk
+            >>> layer = erk.Embedding(10, 4)
+            >>> layer.grow(12)
+            >>> layer.input_dim
+            12
+        """
+        self.table.grow(input_dim, init)
 
     @property
     def input_dim(self) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, GradientError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
+from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES, check_norm
 from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
@@ -52,13 +53,14 @@ class RowLayer(nn.Module):
         check_norm(max_norm, norm_type)
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.dtype = DTYPES[table.spec.dtype]
+        self.dtype, self._path = DTYPES[table.spec.dtype], ""
         self.handle = handle_of(table)
         self.name_in_errors()
         self._claim_max_norm()
 
-    def name_in_errors(self, path: str = "") -> None:
-        """Let error messages call the layer by its place in a model."""
+    def name_in_errors(self, path: str | None = None) -> None:
+        """Let error messages call the layer by its place in a model; None: the one that is known."""
+        self._path = path = self._path if path is None else path
         name = f", name={self.table.name!r}" if self.table.name else ""
         layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
         self.handle.label = f"{path!r}, {layer}" if path else layer
@@ -82,6 +84,26 @@ class RowLayer(nn.Module):
         """Put another table of the same kind in the place of the layer's. The handle stays, and stands for its rows."""
         self._table = table
         self.handle.stand_for(table)
+
+    def grow(self, num_embeddings: int | None, init: FromArray | None = None) -> None:
+        """Get more rows, None for open ids: see `Table.grow`. Optimizers go on, and what waits for a step stays.
+
+        Rows on a GPU come back first, and go there again when they are used next.
+
+        Raises:
+            ArgumentError, MemoryBudgetError: as for `Table.grow`.
+            UnsupportedError: gradients wait on a GPU.
+
+        Example:
+            >>> import embedrock.torch as ert
+            >>> layer = ert.Embedding(10, 4)
+            >>> layer.grow(12)
+            >>> layer.num_embeddings, tuple(layer(torch.tensor([11])).shape)
+            (12, (1, 4))
+        """
+        self.handle.leave_side()
+        self.table.grow(num_embeddings, init)
+        self.name_in_errors()
 
     @property
     def num_embeddings(self) -> int | None:

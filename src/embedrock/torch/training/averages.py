@@ -49,10 +49,11 @@ class RowAverage:
             )
         self.table, self.decay, self.updates = table, decay, 0
         self._label = handle.label
-        # How far averages were from rows, and in the last column the bits of an int32: the update when that was.
-        self._distances = Table(table.rows, table.dim + 1, init=Zeros(), seed=0)
+        # How far averages were from rows, and in the last column the bits of an int32: the update when that was. Its
+        # ids are open, as the table may get more rows.
+        self._distances = Table(None, table.dim + 1, init=Zeros(), seed=0)
         self._old: list[_Old] = []
-        self._version = rows_of(table).version.now
+        self._version = rows_of(table).version.of_rows
         handle.followers.add(self)
 
     def note(self, grads: Gradients) -> None:
@@ -60,11 +61,11 @@ class RowAverage:
         self._check_version()
         ids = grads.row_ids()
         self._old.append(_Old(ids, self.table.lookup(ids)))
-        self._version = rows_of(self.table).version.now
+        self._version = rows_of(self.table).version.of_rows
 
     def _check_version(self) -> None:
         # The step that was noted makes the version one more; or it was refused.
-        if rows_of(self.table).version.now > self._version + bool(self._old):
+        if rows_of(self.table).version.of_rows > self._version + bool(self._old):
             raise UnsupportedError(
                 f"rows of {self._label} were changed by something else than an optimizer's step (assign, "
                 "load_state_dict, rollback, table.update), so that their average is not known. Make it anew: "
@@ -80,7 +81,7 @@ class RowAverage:
         if len(old.ids):
             rows = self.table.lookup(old.ids).astype(np.float64)
             self._store(old.ids, (averages - rows) * self._kept(self.updates - 1))
-        self._old, self._version = [], rows_of(self.table).version.now
+        self._old, self._version = [], rows_of(self.table).version.of_rows
 
     def _old_rows(self) -> _Old:
         """Return the rows that changed since the last update, each once, as they were then."""
@@ -121,8 +122,8 @@ class RowAverage:
 
     def load(self, ids: np.ndarray, averages: np.ndarray) -> None:
         """Replace all averages by those of some rows, after `updates`; the others are equal to their rows."""
-        self._old, self._version = [], rows_of(self.table).version.now
-        self._distances = Table(self.table.rows, self.table.dim + 1, init=Zeros(), seed=0)
+        self._old, self._version = [], rows_of(self.table).version.of_rows
+        self._distances = Table(None, self.table.dim + 1, init=Zeros(), seed=0)
         self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
 
 

@@ -316,6 +316,16 @@ class Handle(nn.Parameter):
             rows_of(self.table).leave_side()
         return self._host
 
+    def leave_side(self) -> None:
+        """Bring rows back from a GPU, until they are used next.
+
+        Raises:
+            UnsupportedError: gradients of them wait there.
+        """
+        if self.table.side is not None:
+            self._check_nothing_pends(torch.device("cpu"))
+            rows_of(self.table).leave_side()
+
     def side_of_gradients(self) -> RowSide:
         """Return where the pending gradients are: the rows may have been laid out anew since."""
         return self.pending.side if self.pending.side.is_current else self.side()

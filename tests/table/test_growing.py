@@ -1,0 +1,288 @@
+"""Tables that get more rows, or open ids: they are the ones that had been made so, and were trained the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.initializers import FromBfloat16
+from embedrock.store import compaction
+from embedrock.table.table import rows_of
+from same_tables import LAGGING, RULES, check_same
+from slow import slow
+from table_files import files_of
+
+ROWS, MORE, DIM, BATCH = 700, 3000, 6, 40
+FAST = er.Adam(lr=0.1), *(rule for rule in LAGGING if isinstance(rule, er.AdamW))
+
+
+class Home(NamedTuple):
+    """Where a table lives, and how it finds its rows."""
+
+    name: str
+    options: dict[str, Any]
+    is_on_disk: bool = False
+
+
+HOMES = (
+    Home("direct", {"directory": "direct"}),
+    Home("hashed", {"directory": "hashed"}),
+    Home("on disk, whole", {}, True),
+    Home("on disk, whole no longer", {"memory": "260KiB"}, True),
+    Home("on disk, cached", {"memory": "100KiB"}, True),
+)
+in_each_home = pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+
+
+def make(home: Home, folder: Path, rows: int | None = ROWS, **options: Any) -> er.Table:
+    where = {"path": folder / "table"} if home.is_on_disk else {}
+    given: dict[str, Any] = {"seed": 7, "init": er.Normal(std=0.1), **home.options, **where, **options}
+    return er.Table(rows, DIM, **given)
+
+
+class Twins:
+    """A table that will grow, and one that has been made so; both are stepped alike."""
+
+    def __init__(self, table: er.Table, rows: int | None) -> None:
+        spec = table.spec
+        self.table = table
+        self.made = er.Table(rows, DIM, rule=spec.rule, init=spec.init, seed=spec.seed, dtype=spec.dtype)
+        self._rng = np.random.default_rng(0)
+
+    def train(self, below: int, steps: int = 8) -> None:
+        for _ in range(steps):
+            ids, grads = self._rng.integers(0, below, BATCH), self._rng.standard_normal((BATCH, DIM))
+            for table in (self.table, self.made):
+                table.update(ids, grads.astype(np.float32))
+
+    def close(self) -> None:
+        if self.table.is_on_disk:
+            self.table.commit()
+        self.table.close()
+
+    def check(self) -> None:
+        check_same(self.table, self.made)
+        ids = np.arange(MORE)
+        np.testing.assert_array_equal(self.table.lookup(ids), self.made.lookup(ids))
+
+
+@in_each_home
+@pytest.mark.parametrize("rows", [MORE, None])
+@pytest.mark.parametrize("rule", [*FAST, *slow(*(rule for rule in RULES if rule not in FAST))], ids=repr)
+def test_a_grown_table_is_the_one_that_was_made_so(home: Home, rows: int | None, rule: er.Rule, tmp_path: Path):
+    if home.options.get("directory") == "direct" and rows is None:
+        home = Home("auto", {})
+    twins = Twins(make(home, tmp_path, rule=rule), rows)
+    twins.train(ROWS)
+    if home.is_on_disk:
+        twins.table.commit()
+        twins.train(ROWS)
+    before = twins.table.lookup(np.arange(ROWS))
+    twins.table.grow(rows)
+    assert twins.table.rows == rows
+    np.testing.assert_array_equal(twins.table.lookup(np.arange(ROWS)), before)
+    twins.check()
+    twins.train(MORE)
+    twins.check()
+    twins.close()
+
+
+@pytest.mark.parametrize("home", [home for home in HOMES if home.is_on_disk], ids=lambda home: home.name)
+@pytest.mark.parametrize("rows", [MORE, None])
+def test_growing_is_durable_with_the_next_commit(home: Home, rows: int | None, tmp_path: Path):
+    twins = Twins(make(home, tmp_path, rule=FAST[0]), rows)
+    twins.train(ROWS)
+    first = twins.table.commit(name="before")
+    early = copy.deepcopy(twins.made)
+    twins.table.grow(rows)
+    assert twins.table.uncommitted
+    with pytest.warns(er.UncommittedWarning):
+        twins.table.close()
+    path = tmp_path / "table"
+    twins.table = er.open(path)
+    assert twins.table.rows == ROWS
+    twins.table.grow(rows)
+    twins.train(MORE)
+    twins.table.commit()
+    twins.table.compact()
+    twins.check()
+    assert twins.table.verify().problems == []
+    twins.table.close()
+    with er.open(path, mode="r", at=first) as reader:
+        assert reader.rows == ROWS
+        np.testing.assert_array_equal(reader.lookup(np.arange(ROWS)), early.lookup(np.arange(ROWS)))
+        with pytest.raises(er.ReadOnlyTableError):
+            reader.grow(rows)
+    with er.Table(rows, DIM, path=path) as table:
+        twins.table = table
+        twins.check()
+        twins.train(MORE)
+        twins.check()
+        table.rollback(first)  # and back to the rows of that commit
+        assert table.rows == ROWS
+        with pytest.raises(er.IdError):
+            table.lookup([ROWS])
+
+
+def test_growing_writes_what_changed_and_nothing_else(tmp_path: Path):
+    with er.Table(10**5, 16, path=tmp_path / "t", rule=er.SGD(), memory="2MiB", seed=0) as table:
+        table.assign(np.arange(8000), np.ones((8000, 16)))
+        table.commit()
+        table.compact()
+        table.assign([3, 4], np.zeros((2, 16)))
+        before = table.stats()
+        for rows in (10**6, 10**9, None):
+            table.grow(rows)
+            table.commit()
+        after = table.stats()
+        assert after["bytes_written"] - before["bytes_written"] == 2 * (16 * 4 + 4)
+        assert after["cache_rows"] >= 0.7 * before["cache_rows"]  # the index of 10**9 rows takes its part of the budget
+        np.testing.assert_array_equal(table.lookup([3, 5]), [[0.0] * 16, [1.0] * 16])
+
+
+@pytest.mark.parametrize("how", ["compact", "relieve"])
+def test_a_compaction_before_the_commit_is_that_of_the_rows_of_before(how: str, tmp_path: Path):
+    """A commit has the ids of its own rows only, or it cannot be opened."""
+    with er.Table(ROWS, DIM, path=tmp_path / "t", seed=0) as table:
+        table.assign(np.arange(200, ROWS), np.ones((ROWS - 200, DIM)))
+        table.commit()
+        table.grow(MORE)
+        store = files_of(table).store
+        if how == "relieve":
+            compaction.relieve(store, MORE, lambda: True)
+        assert (table.compact(), store.base_is_ahead) == ((2, False) if how == "compact" else (1, True))
+        with er.open(tmp_path / "t", mode="r") as reader:
+            assert (reader.rows, reader.stats()["rows_touched"]) == (ROWS, ROWS - 200)
+        table.commit()
+    with er.open(tmp_path / "t") as table:
+        assert (table.rows, table.stats()["rows_touched"], table.verify().problems) == (MORE, ROWS - 200, [])
+
+
+def test_rows_that_move_in_ram_are_hardly_there_twice():
+    table = er.Table(200_000, 64, rule=er.SGD(), directory="hashed", seed=0)
+    ids = np.random.default_rng(0).permutation(200_000)[:100_000]
+    table.assign(ids, np.ones((len(ids), 64)))
+    before = rows_of(table).tier
+    table.grow(10**6)
+    after = rows_of(table).tier
+    assert after is not before
+    assert before.arena.resident_bytes < 3 << 20 < 24 << 20 < after.arena.resident_bytes
+    assert (table.lookup(ids) == 1).all()
+
+
+@in_each_home
+def test_plans_gradients_and_tickets_of_before(home: Home, tmp_path: Path):
+    twins = Twins(make(home, tmp_path, rule=FAST[0]), MORE)
+    twins.train(ROWS)
+    ids, ones = np.arange(0, 60, 2), np.ones((30, DIM), np.float32)
+    plan, ticket = twins.table.plan(ids), twins.table.bring(np.arange(50, 90))
+    twins.table.read(plan)
+    gradients = twins.table.sum(plan, ones)
+    twins.table.check_step(gradients)
+    twins.table.grow(MORE)
+    np.testing.assert_array_equal(twins.table.read(plan), twins.made.lookup(ids))
+    twins.table.step(gradients)
+    twins.made.update(ids, ones)
+    ticket.release()
+    twins.train(MORE)
+    twins.check()
+    twins.close()
+
+
+# ---------------------------------------------------------------- what is refused, and changes nothing
+
+
+@in_each_home
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (ROWS - 1, r"`rows` of .* can only grow: got 699, and it has 700\. .*make a new table.*assign"),
+        (0, r"`rows` must be a whole number from 1"),
+        (True, r"`rows` must be a whole number from 1"),
+        ("1000", r"`rows` must be a whole number from 1 .*got '1000'"),
+        (2**63, r"`rows` must be a whole number from 1"),
+    ],
+)
+def test_what_is_no_larger_table_is_refused(home: Home, rows: Any, problem: str, tmp_path: Path):
+    with make(home, tmp_path, rule=FAST[0]) as table:
+        table.grow(ROWS)  # as many as there are: nothing happens, as in a cell of a notebook that is run again
+        with pytest.raises(er.ArgumentError, match=problem):
+            table.grow(rows)
+        assert (table.rows, table.uncommitted) == (ROWS, False)
+
+
+def test_open_ids_stay_open():
+    table = er.Table(None, DIM)
+    table.grow(None)
+    with pytest.raises(er.ArgumentError, match=r"got 5, and it takes any int64 as an id"):
+        table.grow(5)
+
+
+def test_a_table_that_would_not_fit_stays_as_it_is(tmp_path: Path):
+    direct = er.Table(1000, 64, rule=er.SGD(), directory="direct", memory="1MiB", seed=0)
+    direct.update([5], np.ones((1, 64)))
+    expected = direct.lookup(np.arange(1000))
+    with pytest.raises(er.MemoryBudgetError, match='Pass directory="hashed"'):
+        direct.grow(10**6)
+    with pytest.raises(er.ArgumentError, match=r"open ids .*which only a hashed directory can hold"):
+        direct.grow(None)
+    assert direct.rows == 1000
+    np.testing.assert_array_equal(direct.lookup(np.arange(1000)), expected)
+    with er.Table(1, 64, path=tmp_path / "t", memory=er.Table(1, 64).memory_for(1), seed=0) as table:
+        with pytest.raises(er.MemoryBudgetError, match="Raise memory="):
+            table.grow(10**9)
+        assert (table.rows, table.uncommitted) == (1, False)
+
+
+def test_first_values_of_an_array_come_from_a_larger_one(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((MORE, DIM)).astype(np.float32)
+    expected, both = array.copy(), list[dict[str, Any]](({}, {"path": tmp_path / "t"}))
+    expected[3] -= 1
+    for options in both:
+        with er.Table(ROWS, DIM, init=er.FromArray(array[:ROWS]), rule=er.SGD(lr=1), **options) as table:
+            table.update([3], np.ones((1, DIM)))
+            with pytest.raises(er.ArgumentError, match=rf"array of {ROWS} rows: got no other one for {MORE} rows"):
+                table.grow(MORE)
+            other = array.copy()
+            other[5] += 1
+            for wrong in (er.FromArray(other), er.FromArray(array[:-1]), FromBfloat16(np.ones((MORE, DIM), np.int16))):
+                with pytest.raises(er.ArgumentError, match=rf"of which the first {ROWS} are those of the old one"):
+                    table.grow(MORE, wrong)
+            assert table.rows == ROWS
+            table.grow(MORE, er.FromArray(array))
+            np.testing.assert_array_equal(table.lookup(np.arange(MORE)), expected)
+            if options:
+                table.commit()
+    with er.open(tmp_path / "t", init=er.FromArray(array)) as table:
+        np.testing.assert_array_equal(table.lookup(np.arange(MORE)), expected)
+    with pytest.raises(er.ArgumentError, match=r"stays Normal\(mean=0.0, std=1.0\) when it grows"):
+        er.Table(ROWS, DIM).grow(MORE, er.FromArray(array))
+
+
+def test_what_is_asked_of_a_table_of_fewer_rows_says_how_it_grows(tmp_path: Path):
+    er.Table(ROWS, DIM, path=tmp_path / "t").close()
+    with pytest.raises(er.TableFileError, match=rf"rows differ.*er.open\(path\) and table.grow\({MORE}\)"):
+        er.Table(MORE, DIM, path=tmp_path / "t")
+    with pytest.raises(er.TableFileError) as error:
+        er.Table(ROWS - 1, DIM, path=tmp_path / "t")
+    assert "grow" not in str(error.value)
+
+
+def test_a_state_of_before_says_how_it_is_loaded():
+    early, late = (er.Table(rows, DIM, rule=FAST[0], seed=1) for rows in (ROWS, MORE))
+    early.update([5], np.ones((1, DIM)))
+    state = early.state()
+    with pytest.raises(er.ArgumentError, match=rf"A table of {ROWS} rows that has loaded the state.*grow\({MORE}\)"):
+        late.load_state(state)
+    made = er.Table(ROWS, DIM, rule=FAST[0], seed=2)
+    made.load_state(state)
+    made.grow(MORE)
+    early.grow(MORE)
+    check_same(made, early)
+    np.testing.assert_array_equal(made.lookup(np.arange(MORE)), early.lookup(np.arange(MORE)))
