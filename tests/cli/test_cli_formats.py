@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
+import lzma
 import pickle
 import shutil
 import struct
@@ -44,8 +46,9 @@ FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @pytest.fixture(autouse=True)
 def _needs_pyarrow(request: pytest.FixtureRequest):
-    if "parquet" in str(request.node.callspec.params if hasattr(request.node, "callspec") else ""):
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    params = str(request.node.callspec.params if hasattr(request.node, "callspec") else "")
+    if "parquet" in params or "arrow" in params:
+        pytest.importorskip("pyarrow", reason="Parquet and Arrow need pyarrow")
 
 
 def vectors_of(rows: int, dim: int = DIM) -> np.ndarray:
@@ -384,6 +387,22 @@ def test_word2vec_binary(tmp_path: Path, end: bytes):
     assert words_of(opened(path)) == words
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_compressed_words(tmp_path: Path, suffix: str):
+    """fastText's and Google's vectors come so."""
+    words, vectors = [b"w%d" % k for k in range(ROWS)], vectors_of(ROWS)
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    path = text_file(tmp_path, pack(binary(words, vectors)), f".bin{suffix}")
+    for start, batch_rows in [(0, None), (7, 4)]:
+        assert_reads(opened(path), np.arange(ROWS), vectors, start, batch_rows)
+    assert words_of(opened(path)) == words
+    for header in (b"", b"2 2\n"):
+        path = text_file(tmp_path, pack(header + b"the 1 2\n. . 3 4\n"), f".vec{suffix}")
+        assert_reads(opened(path), np.arange(2), np.array([[1, 2], [3, 4]], np.float32), 1, 1)
+    path = text_file(tmp_path, pack(b"99999 99999\nthe 1 2\n"), f".vec{suffix}")
+    assert "line 1: expected numbers of rows and columns that fit the file" in refusal(path)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -572,12 +591,15 @@ def test_formats_by_name(tmp_path: Path):
         assert format_to_read(path, one.name) is one
         if one.sink is not None:
             assert format_to_write(path, None) is one
-    for name in ("a.gz", "a", "a.tar"):
+    for name in ("a.zip", "a", "a.tar"):
         for choose in (format_to_read, format_to_write):
             with pytest.raises(FileError, match=r"expected one of \.npy \(npy\)"):
                 choose(tmp_path / name, None)
     with pytest.raises(FileError, match="Unpack it"):
-        format_to_read(tmp_path / "vectors.txt.gz", None)
+        format_to_read(tmp_path / "vectors.npy.gz", None)
+    for choose in ("csv", None):
+        with pytest.raises(FileError, match="Write it plain, and compress it then"):
+            format_to_write(tmp_path / "vectors.csv.gz", choose)
     with pytest.raises(FileError, match=r"got '\.bin'"):
         format_to_write(tmp_path / "a.bin", None)
 

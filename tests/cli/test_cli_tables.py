@@ -82,6 +82,11 @@ def vectors_of(rows: int = ROWS, dim: int = DIM, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, dim), dtype=np.float32)
 
 
+def write_csv(file: str, vectors: np.ndarray):
+    lines = ["id,a,b,c,d", *(f"{k},{','.join(map(str, row))}" for k, row in enumerate(vectors.tolist()))]
+    Path(file).write_text("\n".join(lines) + "\n")
+
+
 def make_table(path: str = "t.rock", ids: np.ndarray | None = None, rows: int | None = ROWS) -> np.ndarray:
     """Make a table with two commits, and return the vectors of `ids`."""
     ids = np.arange(ROWS) if ids is None else ids
@@ -268,8 +273,8 @@ def test_rollback_and_compact(run: Run, refused: Refused):
 @pytest.mark.parametrize("name", SUFFIXES)
 @pytest.mark.parametrize("own_ids", [False, True])
 def test_round_trip(run: Run, name: str, own_ids: bool):
-    if name == "parquet":
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    if name in ("parquet", "arrow"):
+        pytest.importorskip("pyarrow", reason="Parquet and Arrow need pyarrow")
     ids = np.random.default_rng(1).permutation(ROWS) * 10**9 - 7 if own_ids else np.arange(ROWS)
     vectors = make_table(ids=ids, rows=None if own_ids else ROWS)
     file = f"out{SUFFIXES[name]}"
@@ -398,13 +403,36 @@ def test_without_tqdm_there_is_no_bar(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run("export", "t.rock", "b.npy")["rows"] == ROWS
 
 
-@pytest.mark.parametrize("command", [["import", "a.parquet", "new.rock"], ["export", "t.rock", "b.parquet"]])
-def test_without_pyarrow(refused: Refused, monkeypatch: pytest.MonkeyPatch, command: list[str]):
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("command", [["import", "a.{}", "new.rock"], ["export", "t.rock", "b.{}"]])
+def test_without_pyarrow(refused: Refused, monkeypatch: pytest.MonkeyPatch, command: list[str], kind: str):
     make_table()
-    Path("a.parquet").touch()
+    Path(f"a.{kind}").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert 'pip install "embedrock[parquet]"' in refused(*command)
+    monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
+    assert 'pip install "embedrock[files]"' in refused(*[word.format(kind) for word in command])
     assert not Path("new.rock").exists()
+
+
+def test_csv_without_pyarrow(run: Run, monkeypatch: pytest.MonkeyPatch):
+    vectors = make_table()
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    run("export", "t.rock", "a.csv")
+    run("import", "a.csv", "new.rock")
+    assert_rows("new.rock", np.arange(ROWS), vectors)
+
+
+def test_the_summary_says_how_much_and_how_fast(run: Run, capsys: pytest.CaptureFixture[str]):
+    np.save("a.npy", vectors_of())
+    assert main(["import", "a.npy", "t.rock"]) == 0
+    told = capsys.readouterr()
+    numbers = r"[\d.,]+"
+    wanted = rf"60 rows, 4 dim, {numbers} s, {numbers} rows/s, {numbers} MB/s: .*/t\.rock, commit \d \(npy\)\n"
+    assert re.fullmatch(wanted, told.out)
+    assert told.err == ""  # which is no terminal
+    told = run("import", "a.npy", "again.rock")
+    assert told["bytes"] == Path("a.npy").stat().st_size
+    assert told["seconds"] > 0
 
 
 # ---------------------------------------------------------------- cut off, and continued
@@ -415,12 +443,14 @@ def interrupted_import(*arguments: object, after: int = 40):
         main(["import", *map(str, arguments), "--commit-every", "15"])
 
 
-@pytest.mark.parametrize("kind", ["npy", "glove"])
+@pytest.mark.parametrize("kind", ["npy", "glove", "csv"])
 @pytest.mark.parametrize("after", [1, 21, 22, 43, ROWS])
 def test_import_continues(run: Run, kind: str, after: int):
-    file = "a.npy" if kind == "npy" else "a.txt"
+    file = {"npy": "a.npy", "glove": "a.txt", "csv": "a.csv"}[kind]
     if kind == "npy":
         np.save(file, vectors_of())
+    elif kind == "csv":
+        write_csv(file, vectors_of())
     else:
         Path(file).write_text(
             "".join(f"w{k} " + " ".join(map(str, v)) + "\n" for k, v in enumerate(vectors_of().tolist()))
@@ -510,8 +540,8 @@ def test_a_journal_that_is_none(run: Run, refused: Refused, content: str):
 @pytest.mark.parametrize(("name", "after"), [*((name, 30) for name in SUFFIXES), ("npy", 1), ("npy", ROWS)])
 @pytest.mark.parametrize("own_ids", [False, True])
 def test_export_continues(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, own_ids: bool, after: int):
-    if name == "parquet":
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    if name in ("parquet", "arrow"):
+        pytest.importorskip("pyarrow", reason="Parquet and Arrow need pyarrow")
     ids = np.random.default_rng(1).permutation(ROWS) * 11 if own_ids else np.arange(ROWS)
     make_table(ids=ids, rows=None if own_ids else ROWS)
     file, whole = f"out{SUFFIXES[name]}", f"whole{SUFFIXES[name]}"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.ahead import ahead
 from embedrock.cli.formats import Batch, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
@@ -24,6 +26,7 @@ from embedrock.terminal.progress import progress
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 OPEN = "open"  # in place of a number of rows: ids are any int64
+READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
 NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed")  # options that say what a new table is
 
 
@@ -50,6 +53,11 @@ class ImportJob:
     commit_rows: int
 
     @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return os.stat(self.source.path).st_size
+
+    @property
     def words(self) -> Path:
         """Where words go."""
         return words_of(self.table)
@@ -62,6 +70,7 @@ def words_of(table: Path) -> Path:
 
 def run_import(arguments: Namespace) -> dict[str, Any]:
     """Import; return what was done."""
+    began = time.perf_counter()
     job = _job(arguments)
     kept = None if job.restart else job.journal.load()
     _check_table(job, kept)
@@ -82,26 +91,25 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "dim": job.source.dim,
             "commit": table.last_commit,
             "words": str(job.words) if job.source.has_words else None,
+            "bytes": job.bytes,
+            "seconds": time.perf_counter() - began,
         }
 
 
 def _job(arguments: Namespace) -> ImportJob:
     path, table = Path(arguments.source).absolute(), Path(arguments.table).absolute()
     kind = format_to_read(path, arguments.format)
-    options = ReadOptions(ids=arguments.ids, vectors=arguments.vectors, dim=arguments.dim, dtype=arguments.dtype)
+    options = ReadOptions(**{name: getattr(arguments, name) for name in READ_OPTIONS})
     source = kind.read(path, options)
     if arguments.dim not in (None, source.dim):
         fail(path, f"vectors of {arguments.dim} numbers, as --dim says", f"{source.dim}", "Leave --dim out.")
     status = os.stat(path)
-    described = {
+    described = asdict(options) | {
         "source": str(path),
         "bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
         "format": kind.name,
-        "ids": arguments.ids,
-        "vectors": arguments.vectors,
         "dim": source.dim,
-        "dtype": arguments.dtype,
         "into": arguments.into,
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
@@ -192,8 +200,9 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
 
 def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
     done = saved = start
-    with progress(f"import {job.source.path.name}", job.source.rows, start) as advance:
-        for batch in job.source.batches(start):
+    label = f"import {job.source.path.name}"
+    with progress(label, job.source.rows, start) as advance, ahead(job.source.batches(start)) as batches:
+        for batch in batches:
             ids, vectors = _last_of_each(batch) if job.source.has_ids else (batch.ids, batch.vectors)
             _check_range(job, table, batch, done)
             table.assign(ids, vectors)

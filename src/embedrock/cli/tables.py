@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from embedrock.store.verify import Verification, verify
 from embedrock.table.description import describe_spec
 from embedrock.table.files import now
 from embedrock.terminal.arguments import count, file, number, place
-from embedrock.terminal.tables import format_facts, format_table
+from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
@@ -75,6 +75,8 @@ def _add_import(subparsers: Any) -> None:
     parser.add_argument("--vectors", metavar="NAME", help="name of the array or column of vectors")
     parser.add_argument("--dim", type=count, metavar="N", help="numbers in a row, where the file does not say")
     parser.add_argument("--dtype", choices=FLOATS, help="of raw numbers (default: float32)")
+    header = "whether the first line of CSV or TSV names the columns (default: as it looks)"
+    parser.add_argument("--header", action=BooleanOptionalAction, help=header)
     parser.add_argument("--commit-every", type=count, metavar="N", help="rows (default: 256 MiB of them)")
     _add_format(parser, list(NAMES))
     new = parser.add_argument_group("a new table")
@@ -274,14 +276,20 @@ def _import(arguments: Namespace) -> int:
     if arguments.into and given:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
     told = imports.run_import(arguments)
-    text = (
-        f"{told['rows']:,} rows of {told['dim']} numbers ({told['format']}), commit {told['commit']}: {told['table']}"
-    )
+    text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
     if told["words"]:
         text += f"; words: {told['words']}"
     if told["repeated"]:
         text += f"; {told['repeated']:,} ids came again, and their last vectors hold"
     return _tell(arguments, told, text + _continued(told))
+
+
+def _rate_text(told: dict[str, Any]) -> str:
+    """Return how much was imported, and how fast: rows of this run, and their part of the file."""
+    seconds, rows = max(told["seconds"], 1e-9), told["rows"] - told["continued_at"]
+    megabytes = told["bytes"] * rows / told["rows"] / 1e6
+    took = f"{format_number(seconds)} s, {rows / seconds:,.0f} rows/s, {format_number(megabytes / seconds)} MB/s"
+    return f"{format_count(told['rows'], 'row')}, {told['dim']} dim, {took}"
 
 
 def _continued(told: dict[str, Any]) -> str:

@@ -88,6 +88,16 @@ def format_row(columns: Sequence[Column], values: Sequence[Any]) -> str:
     )
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number of things, thousands apart; `noun` is what one of them is called.
+
+    Example:
+        >>> format_count(1, "row"), format_count(12345, "row")
+        ('1 row', '12,345 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_number(value: float) -> str:
     """Return a number with three digits that count.
 

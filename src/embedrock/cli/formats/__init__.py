@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from embedrock.cli.formats import npy, npz, parquet, raw, safetensors, text, word2vec_binary
+from embedrock.cli.formats import arrow, delimited, npy, npz, parquet, raw, safetensors, text, word2vec_binary
 from embedrock.cli.formats._arrays import FLOATS
+from embedrock.cli.formats._packed import OPENERS, is_packed, plain_suffix
 from embedrock.cli.formats._sink import CHECKED_ROWS, PART, Output, Sink, part_of, publish
 from embedrock.cli.formats._source import (
     ROW_NUMBERS,
@@ -30,6 +32,8 @@ class Format(NamedTuple):
         read: opens one.
         sink: writes one; None: it is only read.
         has_words: rows have words.
+        packed: it may be read compressed.
+        others: further suffixes.
     """
 
     name: str
@@ -37,17 +41,27 @@ class Format(NamedTuple):
     read: Callable[[Path, ReadOptions], Source]
     sink: Callable[[Output, int], Sink] | None
     has_words: bool = False
+    packed: bool = False
+    others: tuple[str, ...] = ()
+
+
+def _delimited(name: str, separator: str) -> Format:
+    read = partial(delimited.Delimited, separator=separator)
+    return Format(name, f".{name}", read, partial(delimited.DelimitedSink, separator=separator), packed=True)
 
 
 FORMATS = (
     Format("npy", ".npy", npy.read, npy.NpySink),
     Format("npz", ".npz", npz.read, npz.NpzSink),
     Format("raw", ".raw", raw.read, raw.RawSink),
-    Format("parquet", ".parquet", parquet.read, parquet.ParquetSink),
+    _delimited("csv", ","),
+    _delimited("tsv", "\t"),
+    Format("parquet", ".parquet", parquet.Parquet, parquet.ParquetSink),
+    Format("arrow", ".arrow", arrow.Arrow, arrow.ArrowSink, others=(".feather", ".ipc", ".arrows")),
     Format("safetensors", ".safetensors", safetensors.read, safetensors.SafetensorsSink),
-    Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True),
-    Format("word2vec", ".vec", text.read_word2vec, text.Word2vecSink, has_words=True),
-    Format("word2vec-binary", ".bin", word2vec_binary.read, None, has_words=True),
+    Format("glove", ".txt", text.read_glove, text.GloveSink, has_words=True, packed=True),
+    Format("word2vec", ".vec", text.read_word2vec, text.Word2vecSink, has_words=True, packed=True),
+    Format("word2vec-binary", ".bin", word2vec_binary.read, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}
 TEXTS = ("glove", "word2vec")  # told apart by the first line, whatever the suffix
@@ -68,18 +82,21 @@ def format_to_read(path: Path, name: str | None) -> Format:
 def format_to_write(path: Path, name: str | None) -> Format:
     """Return the format to write a file in: the one of that name, or what its suffix says."""
     found = _by_suffix(path) if name is None else NAMES[name]
+    if is_packed(path):
+        fail(path, "a file that is not compressed", repr(path.suffix), "Write it plain, and compress it then.")
     if found is None or found.sink is None:
         _refuse(path, [one for one in FORMATS if one.sink is not None])
     return found
 
 
 def _by_suffix(path: Path) -> Format | None:
-    return next((one for one in FORMATS if one.suffix == path.suffix.lower()), None)
+    suffix, packed = plain_suffix(path), is_packed(path)
+    return next((one for one in FORMATS if suffix in (one.suffix, *one.others) and one.packed >= packed), None)
 
 
 def _refuse(path: Path, formats: list[Format] | tuple[Format, ...]) -> NoReturn:
     listed = ", ".join(f"{one.suffix} ({one.name})" for one in formats)
-    packed = path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst")
+    packed = path.suffix.lower() in (*OPENERS, ".zip")
     remedy = "Unpack it." if packed else "Pass --format NAME."
     fail(path, f"one of {listed}", repr(path.suffix), remedy)
 

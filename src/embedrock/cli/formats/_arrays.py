@@ -90,9 +90,10 @@ class Array:
         for part in self.parts(start, rows):
             if self.bfloat16:
                 yield (part.astype(np.uint32) << 16).view(np.float32)
-            else:
-                with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which is refused
-                    yield np.ascontiguousarray(part, np.float32)
+                continue
+            with np.errstate(over="ignore"):  # a float64 too large becomes Inf, which is refused
+                floats = np.ascontiguousarray(part, np.float32)
+            yield floats
 
 
 class Arrays(Source):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -48,12 +48,14 @@ class ReadOptions:
         vectors: name of the array or column of vectors; None: the format's own choice.
         dim: columns, where the file does not say.
         dtype: of the numbers, where the file does not say.
+        header: whether the first line of a CSV or TSV file names its columns; None: as it looks.
     """
 
     ids: str | None = None
     vectors: str | None = None
     dim: int | None = None
     dtype: str | None = None
+    header: bool | None = None
 
 
 class Source(ABC):
@@ -73,7 +75,7 @@ class Source(ABC):
     has_ids = False
     has_words = False
 
-    def batches(self, start: int = 0, batch_rows: int | None = None) -> Iterator[Batch]:
+    def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[Batch]:
         """Go through the rows from number `start` on, in RAM for one batch.
 
         Raises:
@@ -87,8 +89,8 @@ class Source(ABC):
     @abstractmethod
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]: ...
 
-    def place(self, row: int) -> str:
-        """Return where in the file a row is, for people."""
+    def place(self, row: int, column: int | None = None) -> str:
+        """Return where in the file a row is, or one of its numbers, for people."""
         return f"row {row} (from 0)"
 
     def fail(self, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:
@@ -96,12 +98,11 @@ class Source(ABC):
         fail(self.path, expected, got, remedy, where)
 
     def _check(self, batch: Batch, start: int) -> None:
-        bad = ~np.isfinite(batch.vectors).all(axis=1)
-        if bad.any():
-            row = int(np.argmax(bad))
-            value = batch.vectors[row][~np.isfinite(batch.vectors[row])][0]
-            remedy = "Fix or remove the row."
-            self.fail("finite float32 numbers", f"{value}", remedy, self.place(start + row))
+        finite = np.isfinite(batch.vectors)
+        if not finite.all():
+            row, column = divmod(int(np.argmin(finite)), self.dim)
+            place = self.place(start + row, column)
+            self.fail("finite float32 numbers", f"{batch.vectors[row, column]}", "Fix or remove the row.", place)
 
 
 def fail(path: Path, expected: str, got: str, remedy: str, where: str = "") -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +12,14 @@ from typing import IO, NoReturn
 import numpy as np
 
 from embedrock.cli.formats._arrays import file_size
-from embedrock.cli.formats._sink import Output, Sink, part_of, publish
+from embedrock.cli.formats._lines import MAX_LINE_BYTES, LineSink, numbers_format
+from embedrock.cli.formats._packed import is_packed, opened
+from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
-from embedrock.cli.formats.vocabulary import Vocabulary, keep_lines
-from embedrock.process import platform
+from embedrock.cli.formats.vocabulary import Vocabulary
 
-MAX_LINE_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 20
-PIECE_NUMBERS = 1 << 16  # written at a time: Python's own floats take 32 bytes each
+MOST_PACKED = 1000  # bytes in one of a compressed file; zeros take that
 COUNTS = re.compile(rb"(\d{1,18})[ \t](\d{1,18})\s*")  # the first line of word2vec's formats: rows, columns
 NUMBER_BYTES = b"0123456789+-.eE "
 WORDS = "word"  # in place of the name of ids: words are ids
@@ -29,7 +28,7 @@ REMEDY = "Fix or remove the line."
 
 def read_glove(path: Path, options: ReadOptions) -> Text:
     """Open GloVe's text."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         first = file.readline(MAX_LINE_BYTES)
     dim = options.dim or len(first.split()) - 1
     if dim < 1:
@@ -39,7 +38,7 @@ def read_glove(path: Path, options: ReadOptions) -> Text:
 
 def read_word2vec(path: Path, options: ReadOptions) -> Text:
     """Open word2vec's text."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         rows, dim = read_counts(file, path, least_bytes=2)
     return Text(path, rows, dim, header=True, ids=options.ids)
 
@@ -52,22 +51,23 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
         remedy = "Check that it is the right file, and its --format."
         fail(path, 'the numbers of rows and columns, such as "400000 300"', repr(first[:60]), remedy, "line 1")
     rows, dim = int(match[1]), int(match[2])
-    if rows < 1 or dim < 1 or rows * dim * least_bytes > file_size(path):
-        got = f"{rows} and {dim} in a file of {file_size(path)} bytes"
+    size = file_size(path)
+    if rows < 1 or dim < 1 or rows * dim * least_bytes > size * (MOST_PACKED if is_packed(path) else 1):
+        got = f"{rows} and {dim} in a file of {size} bytes"
         fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
     return rows, dim
 
 
 def has_counts(path: Path) -> bool:
     """Return whether a file begins as word2vec's do."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return COUNTS.fullmatch(file.readline(64)) is not None
 
 
 def count_lines(path: Path) -> int:
     """Return the lines of a file; the last one may lack its end."""
     lines, last = 0, b"\n"
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while block := file.read(BLOCK_BYTES):
             lines, last = lines + block.count(b"\n"), block[-1:]
     return lines + (last != b"\n")
@@ -84,11 +84,11 @@ class Text(Source):
         self.has_ids = wants_words_as_ids(path, ids)
         self.has_words = not self.has_ids
 
-    def place(self, row: int) -> str:
+    def place(self, row: int, column: int | None = None) -> str:
         return f"line {row + self._header + 1}"
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
             self._skip(lines, start)
             for first in range(start, self.rows, batch_rows):
@@ -183,52 +183,24 @@ def _is_number(field: bytes) -> bool:
     return True
 
 
-class GloveSink(Sink):
-    """Writes a line for each row: its word, or id, and its numbers with the 9 digits that tell any float32."""
+class GloveSink(LineSink):
+    """Writes a line for each row: its word, or id, and its numbers."""
 
     def __init__(self, output: Output, done: int) -> None:
-        super().__init__(output, done)
         self._words = Vocabulary(output.words) if output.words else None
-        self._format = " ".join(["%.9g"] * output.dim).join((" ", "\n"))
-        part = part_of(output.path)
-        header = self._header()
-        if done:
-            keep_lines(part, done + header.count(b"\n"))
-        self._file = open(part, "r+b" if done else "w+b")  # noqa: SIM115  (closed by `close`)
-        self._file.seek(0, os.SEEK_END)
-        if not done:
-            self._file.write(header)
+        self._format = f" {numbers_format(output.dim, ' ')}\n"
+        super().__init__(output, done)
 
     def _header(self) -> bytes:
         return b""
-
-    def write(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        piece = max(1, PIECE_NUMBERS // self.output.dim)
-        for start in range(0, len(ids), piece):
-            self._file.write(self._lines(ids[start : start + piece], vectors[start : start + piece]))
-        self.done += len(ids)
-
-    def holds(self, ids: np.ndarray, vectors: np.ndarray) -> bool:
-        wanted = self._lines(ids, vectors)
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, size - len(wanted)))
-        return self._file.read() == wanted
 
     def _lines(self, ids: np.ndarray, vectors: np.ndarray) -> bytes:
         words = self._words.of(ids) if self._words is not None else [b"%d" % one for one in ids.tolist()]
         rows = vectors.tolist()
         return b"".join([word + (self._format % tuple(row)).encode() for word, row in zip(words, rows, strict=True)])
 
-    def sync(self) -> None:
-        self._file.flush()
-        platform.sync(self._file.fileno())
-
-    def finish(self) -> list[Path]:
-        self.sync()
-        return [publish(part_of(self.output.path), self.output.path)]
-
     def close(self) -> None:
-        self._file.close()
+        super().close()
         if self._words is not None:
             self._words.close()
 

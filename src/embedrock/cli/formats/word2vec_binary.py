@@ -9,6 +9,7 @@ from typing import IO
 
 import numpy as np
 
+from embedrock.cli.formats._packed import opened
 from embedrock.cli.formats._source import Batch, ReadOptions, Source
 from embedrock.cli.formats.text import named_batch, read_counts, wants_words_as_ids
 
@@ -27,15 +28,15 @@ class Word2vecBinary(Source):
 
     def __init__(self, path: Path, ids: str | None) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with opened(path) as file:
             self.rows, self.dim = read_counts(file, path, least_bytes=4)
             self._data = file.tell()
         self.has_ids = wants_words_as_ids(path, ids)
         self.has_words = not self.has_ids
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[Batch]:
-        with open(self.path, "rb") as file:
-            file.seek(self._data)
+        with opened(self.path) as file:
+            file.read(self._data)
             records = self._records(file)
             for _ in islice(records, start):
                 pass
