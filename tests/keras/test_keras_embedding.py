@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -162,17 +163,51 @@ def test_floats_in_fit_are_refused(make: Callable[[Any], Any]):
 def test_strings_name_their_remedy():
     with pytest.raises(IdTypeError, match=r"got string. Put a keras.layers.StringLookup or Hashing before it"):
         embedding()(tf.constant(["a"]))
+    words = tf.constant(["a", "b"])
+    layers = [
+        keras.layers.StringLookup(vocabulary=["a", "b"]),
+        lambda words: tf.strings.to_hash_bucket_fast(words, ROWS),
+    ]
+    for ids in layers:  # which the text names
+        assert embedding()(ids(words)).shape == (2, DIM)
 
 
 def test_ids_outside_of_the_table():
     layer = embedding(name="emb")
-    with pytest.raises(IdError, match=r"must lie in \[0, 20\): got 20 at position 1. Pass rows=None for open ids"):
+    told = r"`ids` of 'emb', erk.Embedding\(20, \d\) must lie in \[0, 20\): got "
+    with pytest.raises(IdError, match=told + r"20 at \[1\] of ids of shape \(2,\). Pass rows=None for open ids"):
         layer(np.array([0, 20]))
+    both = [np.array([[0]]), np.array([[1, 2], [3, 99]])]
+    with pytest.raises(IdError, match=told + r"99 at \[1, 1\] of ids of shape \(2, 2\) of input 2 of 2"):
+        layer(both)
     model = sequential(layer, keras.Input((3,), dtype="int64"))
     model.compile(erk.optimizer("sgd"), "mse")
-    with pytest.raises(tf.errors.OpError, match=r"must lie in \[0, 20\): got -1 at position 2. Pass rows=None"):
+    with pytest.raises(tf.errors.OpError, match=told + r"-1 at \[0, 2\] of ids of shape \(1, 3\)"):
         model.fit(np.array([[3, 4, -1]]), np.ones((1, 1)), verbose=0)
     np.testing.assert_array_equal(layer.table.lookup(np.arange(ROWS)), WEIGHTS)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ids_of_bags_outside_of_the_table(training: bool):
+    told = r"`ids` of 'bag', erk.EmbeddingBag\(20, 4\) must lie in \[0, 20\): got 20 at "
+    ids, ragged = np.array([[1, 2, 3], [0, 4, 20]]), tf.ragged.constant([[1], [], [2, 3, 20]], dtype=tf.int64)
+    bag = erk.EmbeddingBag(20, 4, name="bag")
+    with pytest.raises(IdError, match=told + r"\[2\] of bag 1. Pass"):
+        bag(ids, training=training)
+    with pytest.raises(IdError, match=told + r"\[2\] of bag 2. Pass"):
+        bag(ragged, training=training)
+    with pytest.raises(IdError, match=told + r"\[1\] of bag 1, padding not counted. Pass"):
+        erk.EmbeddingBag(bag.table, mask_zero=True, name="bag")(ids, training=training)
+
+
+def test_hashes_of_64_bits():
+    ids, layer = tf.constant([2**64 - 5, 3], tf.uint64), erk.Embedding(None, DIM)
+    told = r"got uint64\. Hashes of 64 bits go by their bits into a layer with input_dim=None: (tf\.bitcast\(.*?\))\."
+    with pytest.raises(IdTypeError, match=told) as caught:
+        layer(ids)
+    advice = re.search(told, str(caught.value))
+    assert advice is not None
+    np.testing.assert_array_equal(layer(eval(advice[1])), layer(np.array([-5, 3])))
 
 
 def test_masks_reach_the_layers_that_follow():

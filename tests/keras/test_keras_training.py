@@ -191,7 +191,9 @@ def test_gradients_that_are_not_finite_are_refused_as_a_whole():
     ids, targets = batches()
     targets[32:48] = np.nan
     model, table = ours(erk.optimizer(Adam(0.02)))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="gradients of the table must be finite: got NaN or Inf"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"gradients of .*, erk\.Embedding.* must be finite: got NaN"
+    ):
         fit(model, ids, targets)
     assert table.steps == 2
     assert int(model.optimizer.iterations) == 2

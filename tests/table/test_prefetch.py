@@ -583,7 +583,7 @@ def test_errors_of_ids_come_in_their_place(tmp_path: Path):
     with table_of(tmp_path / "t.rock", "1MB") as table:
         items = table.prefetch([[1], [2], [ROWS], [3]], 2)
         assert [next(items), next(items)] == [[1], [2]]
-        with pytest.raises(er.IdError, match=f"got {ROWS} at position 0"):
+        with pytest.raises(er.IdError, match=rf"got {ROWS} at \[0\] of ids of shape"):
             next(items)
         items = table.prefetch([[1], [0.5]], 1)
         assert next(items) == [1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.errors import IdError, IdTypeError
+from embedrock.batch import wrong_ids
+from embedrock.batch.wrong_ids import Place
 
 
 def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
@@ -20,27 +21,28 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         IdError: an id lies outside the table.
         IdTypeError: ids are not integers.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:  # lists of several lengths
+        raise wrong_ids.no_array(error, subject) from error
     if array.size == 0 and not isinstance(ids, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
-        raise IdTypeError(f"`ids` of {subject} must be integers: got dtype {array.dtype}. Pass ids.astype('int64').")
+        raise wrong_ids.no_integers(array, subject)
     check_range(array, rows, subject)
     return np.ascontiguousarray(array, np.int64).reshape(array.shape)
 
 
-def check_range(ids: np.ndarray, rows: int | None, subject: str) -> None:
-    """Raise `IdError` unless all ids lie in the table."""
+def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | None = None) -> None:
+    """Raise `IdError` unless all ids lie in the table.
+
+    Args:
+        ids: integers of any kind and shape.
+        rows, subject: as for `check_ids`.
+        place: says where a position of the flat ids is; None: in an array of their shape.
+    """
     if not ids.size:
         return
-    low, high = (-(2**63), 2**63) if rows is None else (0, rows)
-    if int(ids.min()) >= low and int(ids.max()) < high:
-        return
-    flat = ids.reshape(-1)
-    # Compared as the ids' own type, in which `high` may not fit.
-    outside = (flat < low) if int(flat.min()) < low else (flat > high - 1)
-    position = int(np.argmax(outside))
-    remedy = "Pass rows=None for open ids." if rows is not None else "Open ids are int64."
-    raise IdError(
-        f"`ids` of {subject} must lie in [{low}, {high}): got {flat[position]} at position {position}. {remedy}"
-    )
+    low, high = wrong_ids.bounds(rows)
+    if int(ids.min()) < low or int(ids.max()) >= high:
+        raise wrong_ids.outside(ids, rows, subject, place)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.ids import check_range
+from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError
 from embedrock.table.table import Table
 
@@ -23,12 +25,14 @@ class Kinds(NamedTuple):
         label: returns what error messages call a layer.
         tensors: the classes of its tensors.
         host_ids: returns a tensor, of the layer with this label, as an array of integers, or raises an error.
+        place: returns what says where one of the ids in a tensor is.
     """
 
     layer: type
     label: Callable[[Any], str]
     tensors: type | tuple[type, ...]
     host_ids: Callable[[Any, str], np.ndarray]
+    place: Callable[[Any], Place]
 
 
 def ids_by_table(
@@ -50,7 +54,7 @@ def ids_by_table(
         return (repr(layer) if isinstance(layer, Table) else kinds.label(layer)), ids_of_batch
 
     asked = asked_by_table(function, ids_of, kinds.layer, EXAMPLE)
-    return {table: _joined([labeled(*part) for part in parts], kinds) for table, parts in asked.items()}
+    return {table: _Joined(table, [labeled(*part) for part in parts], kinds) for table, parts in asked.items()}
 
 
 def asked_by_table(
@@ -86,19 +90,29 @@ def asked_by_table(
     return by_table
 
 
-def _joined(functions: list[Labeled], kinds: Kinds) -> Callable[[Any], np.ndarray]:
-    """Return the function of a batch that gives the ids of all the layers of one table."""
+class _Joined:
+    """The function of a batch that gives the ids of all the layers of one table, flat."""
 
-    def ids_of(batch: Any) -> np.ndarray:
-        parts = [part for label, function in functions for part in _parts(function(batch), label, kinds)]
+    def __init__(self, table: Table, functions: list[Labeled], kinds: Kinds) -> None:
+        self._table, self._functions, self._kinds = table, functions, kinds
+
+    def __call__(self, batch: Any) -> np.ndarray:
+        parts = [_flat(part, label, self._kinds) for label, part in self._parts(batch)]
         return np.concatenate(parts)
 
-    return ids_of
+    def refuse_outside(self, batch: Any) -> None:
+        """Raise the `IdError` of a batch with ids outside of the table, which says where they are in the batch."""
+        for label, part in self._parts(batch):
+            place = self._kinds.place(part) if isinstance(part, self._kinds.tensors) else in_array(np.shape(part))
+            check_range(_flat(part, label, self._kinds), self._table.rows, self._table.subject, place)
 
-
-def _parts(ids: Any, label: str, kinds: Kinds) -> list[np.ndarray]:
-    several = isinstance(ids, tuple | list) and any(isinstance(p, (np.ndarray, kinds.tensors)) for p in ids)
-    return [_flat(part, label, kinds) for part in (ids if several else [ids])]
+    def _parts(self, batch: Any) -> Iterator[tuple[str, Any]]:
+        for label, function in self._functions:
+            ids = function(batch)
+            several = isinstance(ids, tuple | list) and any(
+                isinstance(part, (np.ndarray, self._kinds.tensors)) for part in ids
+            )
+            yield from ((label, part) for part in (ids if several else [ids]))
 
 
 def _flat(ids: Any, label: str, kinds: Kinds) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
+from embedrock.batch.wrong_ids import in_array
 from embedrock.errors import (
     ArgumentError,
     GradientError,
@@ -69,8 +70,15 @@ def assigned(plan: Plan, values: npt.ArrayLike, rows: Rows) -> np.ndarray:
     with np.errstate(over="ignore"):
         kept = rounded(checked[plan.order], spec)
     if not np.isfinite(kept).all():
-        raise GradientError(f"`values` of {subject} must be finite as {spec.dtype}: got NaN, Inf or a value too large.")
+        where = in_array((*plan.shape, spec.dim), "values")(_first_nonfinite(rounded(checked, spec)))
+        raise GradientError(
+            f"`values` of {subject} must be finite as {spec.dtype}: got NaN, Inf or a value too large {where}."
+        )
     return kept
+
+
+def _first_nonfinite(values: np.ndarray) -> int:
+    return int(np.argmin(np.isfinite(values)))
 
 
 def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
@@ -93,6 +101,18 @@ def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
         len(bad),
         bad[:8],
     )
+
+
+def nonfinite_in(error: NonFiniteGradientError, plan: Plan, grads: Any) -> NonFiniteGradientError:
+    """Return the error of a step with the place of the first value that is not finite in its gradients."""
+    with np.errstate(over="ignore"):
+        array = np.asarray(grads, np.float32)
+    if np.isfinite(array).all():  # their sums are not
+        return error
+    first = _first_nonfinite(array)
+    row = int(plan.ids[plan.inverse[first // array.shape[-1]]])
+    where = f"{array.flat[first]} {in_array(array.shape, '`grads`')(first)}, for id {row}"
+    return NonFiniteGradientError(f"{error} The first is {where}.", error.count, error.ids)
 
 
 def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], subject: str) -> Rule:

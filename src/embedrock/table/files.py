@@ -126,11 +126,19 @@ class Files(Home):
         self.compactions_failed, self._told, self._closed = 0, False, False
 
     @property
+    def reopening(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"Open it again, er.open({self.opening.path!r}), or make its layer anew."
+
+    @property
     def writes(self) -> bool:
         """Whether this is the table's writer."""
         return self.opening.mode == "w"
 
     # ---------------------------------------------------------------- what rows ask of their home
+
+    def named_by(self, layer: str) -> str:
+        self.subject = f"{layer} at {self.opening.path!r}"
+        return self.subject
 
     @property
     def where(self) -> str:

@@ -45,9 +45,16 @@ class Home(ABC):
 
     Attributes:
         subject: what error messages call the table.
+        reopening: how to go on with a table that is closed, a sentence for error messages.
     """
 
     subject: str
+    reopening: str
+
+    def named_by(self, layer: str) -> str:
+        """Return what error messages call the table from now on, whose rows a layer has."""
+        self.subject = layer
+        return self.subject
 
     @property
     @abstractmethod

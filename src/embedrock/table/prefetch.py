@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CacheTooSmallError
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
 
@@ -206,9 +206,16 @@ class _Window(Generic[T]):
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error
+        if isinstance(error, IdError):
+            self._refuse_outside(self.items[0].value)
         if error is not None:
             raise error
         return True
+
+    def _refuse_outside(self, value: T) -> None:
+        """Let functions of an item that give ids flat say where in the item those are that lie outside of a table."""
+        for function in self._ids_of.values():
+            getattr(function, "refuse_outside", lambda value: None)(value)
 
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
         """Say what the table, which knows of no window, cannot: how much memory its items at once need of it."""

@@ -22,6 +22,8 @@ class InRam(Home):
         subject: the table, for error messages.
     """
 
+    reopening = "Make a new Table, or a layer with one, and load what state() or state_dict() returned before."
+
     def __init__(self, memory: int | str | None, directory: str, subject: str) -> None:
         self._memory, self._directory, self.subject = memory, directory, subject
 

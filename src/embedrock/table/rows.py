@@ -14,6 +14,7 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.sizes import format_bytes
+from embedrock.process.callers import caller
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
@@ -58,6 +59,7 @@ class Rows:
         self.is_rule_bound = False
         self.side: Side | None = None
         self._tier: Tier | None = None
+        self._closed_at = ""
         self._lease = Lease()
         self._process = os.getpid()
 
@@ -70,6 +72,12 @@ class Rows:
         self.version.advance()
         self.steps, self.skipped_steps = steps, skipped_steps
 
+    def name_by(self, layer: str) -> None:
+        """Let error messages call the table by the layer that has its rows: "'user', Embedding(100, 4)", say."""
+        self.subject = self.home.named_by(layer)
+        if self._tier is not None:
+            self._tier.subject = self.subject
+
     @property
     def tier(self) -> Tier:
         """The tier; a side may have newer rows.
@@ -79,7 +87,7 @@ class Rows:
             EmbedrockError: this is a child of the process that has it; as `ReadOnlyTableError` where that writes it.
         """
         if self._tier is None:
-            raise ClosedTableError(f"{self.subject} is closed. Make a new Table.")
+            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.home.reopening}")
         if self._process != os.getpid():
             self.check_process()
             self.home.after_fork(self)
@@ -139,6 +147,7 @@ class Rows:
         tier = self.drop()
         if tier is None:
             return
+        self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # what uses them, and what is open beside them, is the parent's
             self.turn.running = self.side = None
             return

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
 from embedrock.table import checks, named, saved
@@ -166,7 +166,10 @@ class Table(Growing):
     @exclusive
     def apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
         """Make the step of `update` for a batch that was planned."""
-        self.step(self.sum(plan, grads), lr=lr, **changes)
+        try:
+            self.step(self.sum(plan, grads), lr=lr, **changes)
+        except NonFiniteGradientError as error:
+            raise checks.nonfinite_in(error, plan, grads) from None
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
         """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row."""

@@ -14,6 +14,7 @@ from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_ta
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.transforms import flat_ids, place_in
 from embedrock.torch.training.lookup import check_ids, host_ids
 
 T = TypeVar("T")
@@ -46,12 +47,16 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
         >>> [tuple(emb(batch["user"]).shape) for batch in ert.prefetch(loader, {emb: lambda batch: batch["user"]})]
         [(3, 4), (3, 4)]
     """
-    kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, host_ids)
+    kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
     caches = [] if depth == 0 else [*_caches(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE))]
     functions |= {cache.table: cache.take for cache in caches}
     batches = prefetch_rows(loader, functions, depth)
     return _expecting(batches, caches) if caches else batches
+
+
+def _host_ids(ids: Tensor, label: str) -> np.ndarray:
+    return host_ids(flat_ids(ids), label)
 
 
 class _Expects(Protocol):
@@ -71,7 +76,8 @@ class _Cache:
         """Note the ids of a batch, and return none, as the rows are not on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
-        flat = [check_ids(torch.as_tensor(ids), label).reshape(-1) for part in parts for ids in _several(part)]
+        asked = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
+        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in asked]
         self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
         return np.empty(0, np.int64)
 

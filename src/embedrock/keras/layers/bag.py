@@ -93,7 +93,7 @@ class EmbeddingBag(LookupLayer):
             before = tf.concat([[0], tf.cumsum(tf.cast(is_kept, tf.int64))], 0)
             flat, splits = tf.boolean_mask(flat, is_kept), tf.gather(before, splits)
             factors = None if factors is None else tf.boolean_mask(factors, is_kept)
-        return Request(self.handle, flat, splits, factors, self.mode == "max")
+        return Request(self.handle, flat, splits, factors, self.mode == "max", self.mask_zero)
 
     def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:
         """Return bags in the layer's compute dtype, where their ids were."""

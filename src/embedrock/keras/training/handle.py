@@ -18,7 +18,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.rules import Rule
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
 WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
@@ -51,6 +51,7 @@ class Handle:
         self.rule: Rule | None = None
         self.pending = Pending()
         self.functions: list[Callable[..., Any]] = []
+        rows_of(table).name_by(label)
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():

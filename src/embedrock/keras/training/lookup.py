@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
@@ -22,6 +23,10 @@ from embedrock.keras.workers import shards
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
+_REMEDIES = {
+    tf.string: f"Put a keras.layers.StringLookup or Hashing before it. {OF_STRINGS}",
+    tf.uint64: "Hashes of 64 bits go by their bits into a layer with input_dim=None: tf.bitcast(ids, tf.int64).",
+}
 
 
 class Lookup:
@@ -268,9 +273,5 @@ def check_id_dtype(dtype: Any, label: str) -> None:
     """Raise `IdTypeError` unless ids of a dtype, that of a tensor or of a `keras.KerasTensor`, can be looked up."""
     dtype = tf.as_dtype(dtype)
     if dtype not in (*ID_DTYPES, *SMALL_DTYPES, tf.uint32):
-        remedy = (
-            "Put a keras.layers.StringLookup or Hashing before it"
-            if dtype == tf.string
-            else 'Declare the input so, keras.Input(shape, dtype="int64"), or cast it'
-        )
-        raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {dtype.name}. {remedy}.")
+        remedy = _REMEDIES.get(dtype, 'Declare the input so, keras.Input(shape, dtype="int64"), or cast it.')
+        raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {dtype.name}. {remedy}")

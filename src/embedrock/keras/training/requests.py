@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
-from embedrock.errors import ArgumentError
+from embedrock.batch.wrong_ids import Place, in_array
+from embedrock.errors import ArgumentError, IdError
 from embedrock.keras.training.handle import Handle
 from embedrock.table.table import Table
 
@@ -25,6 +27,7 @@ class Request(NamedTuple):
             n. None for the rows themselves.
         weights: float32 (n,), by which the rows of bags are multiplied; None for ones.
         is_max: pool by the largest values of each column instead of sums. It goes without weights.
+        is_masked: padding was left out of the ids.
     """
 
     handle: Handle
@@ -32,6 +35,7 @@ class Request(NamedTuple):
     offsets: Any = None
     weights: Any = None
     is_max: bool = False
+    is_masked: bool = False
 
     def parts(self) -> list[Any]:
         """Return what goes to the host, in order."""
@@ -40,7 +44,19 @@ class Request(NamedTuple):
     def of(self, parts: Iterator[Any]) -> Request:
         """Return a request like this one of other tensors or arrays, as `parts` returned them."""
         ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
-        return Request(self.handle, ids, offsets, weights, self.is_max)
+        return Request(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
+
+    def place(self) -> Place:
+        """Return what says where one of its ids is."""
+        if self.offsets is None:
+            return in_array(self.ids.shape)
+        starts, note = self.offsets, ", padding not counted" * self.is_masked
+
+        def in_bag(position: int) -> str:
+            bag = int(np.searchsorted(starts, position, side="right")) - 1
+            return f"at [{position - int(starts[bag])}] of bag {bag}{note}"
+
+        return in_bag
 
 
 class TableLookup:
@@ -68,7 +84,19 @@ class TableLookup:
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         """Plan all its requests."""
-        return self.handle.table.plan(self.ids(requests))
+        try:
+            return self.handle.table.plan(self.ids(requests))
+        except IdError:
+            self._refuse_outside(requests)
+            raise
+
+    def _refuse_outside(self, requests: Sequence[Request]) -> None:
+        """Raise the `IdError` of the first of its requests that has an id outside of the table."""
+        table, mine = self.handle.table, [requests[k] for k in self.which]
+        for number, request in enumerate(mine, 1):
+            place = request.place()
+            more = f" of input {number} of {len(mine)}" * (len(mine) > 1)
+            check_range(request.ids, table.rows, table.subject, lambda at, place=place, more=more: place(at) + more)
 
     def read(
         self, requests: Sequence[Request], plan: Plan | None, rows: np.ndarray | None = None
@@ -86,13 +114,20 @@ class TableLookup:
         """
         table = self.handle.table
         if not self.pools:
-            found = table.lookup(self.ids(requests)) if plan is None else _spread(table, plan, rows)
+            found = self._look_up(requests) if plan is None else _spread(table, plan, rows)
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all that is pooled
         rows = table.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
         out, trace = pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
+
+    def _look_up(self, requests: Sequence[Request]) -> np.ndarray:
+        try:
+            return self.handle.table.lookup(self.ids(requests))
+        except IdError:
+            self._refuse_outside(requests)
+            raise
 
     def sum_gradients(
         self, requests: Sequence[Request], plan: Plan, grads: Sequence[np.ndarray], saved: np.ndarray | None

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.batch.wrong_ids import Place, in_bags
+from embedrock.errors import ArgumentError, IdError, UnsupportedError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_graphs
+from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_graphs, place_in
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup
@@ -120,7 +121,10 @@ class EmbeddingBag(RowLayer):
         side = handle.side()
         bounds = side.bounds(bounds, len(ids))
         with span("plan"):
-            plan = side.plan(ids, trains)
+            try:
+                plan = side.plan(ids, trains)
+            except IdError as error:
+                raise self._outside(error, ids, _place(input, offsets)) from None
         self._renormalize(plan)
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
@@ -169,6 +173,13 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.resolve_neg().reshape(-1)[:count]
+
+
+def _place(ids: Tensor, offsets: Tensor | None) -> Place:
+    """Return what says where a position of the flat ids of bags is."""
+    if offsets is None:  # then each row, or part of a jagged tensor, is a bag
+        return place_in(ids)
+    return in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape)
 
 
 def _check_bounds(bounds: np.ndarray, count: int) -> None:

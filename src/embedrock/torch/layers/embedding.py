@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.errors import IdError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs
+from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs, place_in
 from embedrock.torch.training.lookup import Lookup, check_ids
 from embedrock.torch.training.spans import span, waited
 
@@ -130,7 +131,10 @@ class Embedding(RowLayer):
         """
         if is_jagged(input):
             ids = input.contiguous()
-            return jagged_like(ids, self(ids.values()))
+            try:
+                return jagged_like(ids, self(ids.values()))
+            except IdError as error:
+                raise self._outside(error, ids.values(), place_in(ids)) from None
         handle = self._usable_handle()
         trains, side = self._trains(handle), handle.side()
         ids = check_ids(input, handle.label)

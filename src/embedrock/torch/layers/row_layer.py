@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError, GradientError, UnsupportedError
+from embedrock.batch.ids import check_range
+from embedrock.batch.wrong_ids import Place
+from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.initializers import FromArray
@@ -63,7 +65,11 @@ class RowLayer(nn.Module):
         self._path = path = self._path if path is None else path
         name = f", name={self.table.name!r}" if self.table.name else ""
         layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
-        self.handle.label = f"{path!r}, {layer}" if path else layer
+        self.handle.name_by(f"{path!r}, {layer}" if path else layer)
+
+    def _name_in_model(self, prefix: str) -> None:
+        if prefix and self.handle.average is None:  # whose label says whose average it is
+            self.name_in_errors(prefix.removesuffix("."))
 
     def _claim_max_norm(self) -> None:
         if self.max_norm is None:
@@ -163,6 +169,20 @@ class RowLayer(nn.Module):
         if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
 
+    def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
+        """Return the error of a lookup with the place of the id in what the layer was given.
+
+        Args:
+            error: that was raised; it stays if it is of an earlier batch, as those of a GPU are.
+            ids: that were looked up, flat.
+            place: says where one of them is.
+        """
+        try:
+            check_range(ids.cpu().numpy(), self.num_embeddings, self.table.subject, place)
+        except IdError as told:
+            return told
+        return error
+
     # ------------------------------------------------------------ what a parameter named weight would be used for
 
     def _no_weight(self) -> NoReturn:
@@ -251,6 +271,7 @@ class RowLayer(nn.Module):
                 )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._name_in_model(prefix)
         self.handle.check_untouched()
         average = self.handle.average
         tensors = row_tensors(self._table) if average is None else averaged_tensors(average, self.handle.label)
@@ -268,6 +289,7 @@ class RowLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self._name_in_model(prefix)
         state, rest = take_rows(state_dict, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
+from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import UnsupportedError
 from embedrock.torch.training.backward import as_it_is
 
@@ -59,6 +60,16 @@ def _plain(value: Any, label: str) -> Any:
 def is_jagged(ids: Any) -> bool:
     """Return whether ids are a nested tensor (n, j) with layout `torch.jagged`."""
     return isinstance(ids, Tensor) and ids.is_nested and ids.layout is torch.jagged and ids.dim() == 2
+
+
+def flat_ids(ids: Tensor) -> Tensor:
+    """Return the values of a jagged tensor; others as they are."""
+    return ids.contiguous().values() if is_jagged(ids) else ids
+
+
+def place_in(ids: Tensor) -> Place:
+    """Return what says where one of the ids of a tensor is."""
+    return in_jagged(offsets_of(ids.contiguous()).cpu().numpy()) if is_jagged(ids) else in_array(ids.shape)
 
 
 def jagged_like(ids: Tensor, rows: Tensor) -> Tensor:

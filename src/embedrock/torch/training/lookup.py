@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
+from embedrock.batch.wrong_ids import in_array, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
@@ -46,14 +47,45 @@ def check_ids(ids: Tensor, label: str) -> Tensor:
     """
     is_dense = isinstance(ids, Tensor) and ids.layout is torch.strided and not ids.is_nested
     if not is_dense or ids.dtype not in ID_DTYPES:
-        got = f"{ids.dtype}, {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
-        remedy = "Convert it, for example with .long()."
-        if isinstance(ids, Tensor) and ids.is_nested:
-            got, remedy = f"{got}, nested", "Of nested tensors, layers take those of layout=torch.jagged, (n, j)."
+        got, remedy = _tensor_told(ids) if isinstance(ids, Tensor) else _other_told(ids)
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. {remedy}"
         )
     return ids.resolve_neg()  # or a view that negates would be read without its sign
+
+
+def _tensor_told(ids: Tensor) -> tuple[str, str]:
+    """Return what is wrong with a tensor of ids, in words, and what to do about it."""
+    got = f"{ids.dtype}, {ids.layout}"
+    if ids.is_nested:
+        return f"{got}, nested", "Of nested tensors, layers take those of layout=torch.jagged, (n, j)."
+    if ids.layout is not torch.strided:
+        return got, "Convert it, for example with .to_dense(); the ids of bags go with offsets."
+    if ids.dtype == torch.uint64:
+        return got, "Hashes of 64 bits go by their bits into a layer with num_embeddings=None: ids.view(torch.int64)."
+    if ids.is_floating_point() and ids.device.type != "meta":
+        values = ids.detach().cpu().double().numpy()
+        whole = np.isfinite(values) & (values == np.trunc(values))
+        if not whole.all():
+            first = int(np.argmin(whole))
+            return (
+                f"{got}, {values.flat[first]} {in_array(values.shape)(first)}",
+                "Give what is no id an id of its own.",
+            )
+    return got, "Convert it, for example with .long()."
+
+
+def _other_told(ids: Any) -> tuple[str, str]:
+    """Return what ids are that are no tensor, in words, and what to do about it."""
+    name = type(ids).__name__
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of several lengths
+        return name, "Make a tensor of it: torch.nested.nested_tensor(ids, layout=torch.jagged)."
+    if array.size and array.ndim and array.dtype.kind not in "iuf":
+        got, remedy = told(array)
+        return f"{name} of {got}", remedy
+    return name, "Make a tensor of it: torch.as_tensor(ids)."
 
 
 def refuse_second_derivative() -> None:

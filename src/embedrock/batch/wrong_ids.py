@@ -1,0 +1,162 @@
+"""What is wrong with ids, where, and what to do instead: errors for `embedrock.batch.ids`, and for layers.
+
+The code that the messages advise is run by `tests/batch/test_wrong_ids.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import IdError, IdTypeError
+
+Place = Callable[[int], str]  # where a position of flat ids is, in words
+
+AS_INTEGERS = "Pass np.asarray(ids).astype('int64')."
+AS_BITS = "Hashes of 64 bits go by their bits into a table with rows=None: np.asarray(ids, np.uint64).view(np.int64)."
+_WORDS = (
+    "Make integers of words by a vocabulary, `words, ids = np.unique(ids, return_inverse=True)` or pandas.factorize, "
+    "which is kept with the model; or by a hash that is the same everywhere, `[int.from_bytes(hashlib.blake2b({bytes}, "
+    "digest_size=8).digest(), 'little', signed=True) for s in np.ravel(ids)]`, into a table with rows=None; or by a "
+    "layer, keras.layers.StringLookup, or tf.strings.to_hash_bucket_fast. Not by Python's hash(), which differs in "
+    "every process."
+)
+OF_STRINGS, OF_BYTES = _WORDS.format(bytes="s.encode()"), _WORDS.format(bytes="s")
+_MIXED = "First make strings of all of them, `ids = np.array([str(id) for id in np.ravel(ids)])`. "
+_MISSING = (
+    "Leave out what is missing, or give it an id of its own, 0 for example: "
+    "np.array([0 if id is None or id != id else id for id in np.ravel(ids)], np.int64)."
+)
+_LONG = (
+    "Ids have 64 bits. Keep as many of a longer hash, for a table with rows=None: "
+    "np.array([id % 2**64 for id in np.ravel(ids)], np.uint64).view(np.int64)."
+)
+_INEXACT = " (Above 2**{bits} not every whole number is a {dtype}: ids may have been changed before they came here.)"
+
+
+def bounds(rows: int | None) -> tuple[int, int]:
+    """Return the lowest id of a table, and the one after the highest."""
+    return (-(2**63), 2**63) if rows is None else (0, rows)
+
+
+def in_array(shape: Sequence[int], what: str = "ids") -> Place:
+    """Return what says where a position of a flattened array is.
+
+    Example:
+        >>> in_array((2, 3))(4)
+        'at [1, 1] of ids of shape (2, 3)'
+    """
+    return lambda position: (
+        f"at {[int(k) for k in np.unravel_index(position, shape)]} of {what} of shape {tuple(shape)}"
+    )
+
+
+def in_bags(ends: np.ndarray, shape: Sequence[int]) -> Place:
+    """Return what says where a position of the ids of bags is, given where each bag ends.
+
+    Example:
+        >>> in_bags(np.array([2, 2, 5]), (5,))(3)
+        'at [3] of ids of shape (5,), in bag 2'
+    """
+    return lambda position: f"{in_array(shape)(position)}, in bag {np.searchsorted(ends, position, side='right')}"
+
+
+def in_jagged(offsets: np.ndarray) -> Place:
+    """Return what says where a value of a jagged tensor is, given where its parts start, and the last one ends.
+
+    Example:
+        >>> in_jagged(np.array([0, 2, 2, 5]))(3)
+        'at [2, 1] of jagged ids (3, j)'
+    """
+
+    def place(position: int) -> str:
+        part = int(np.searchsorted(offsets, position, side="right")) - 1
+        return f"at [{part}, {position - int(offsets[part])}] of jagged ids ({len(offsets) - 1}, j)"
+
+    return place
+
+
+def outside(ids: np.ndarray, rows: int | None, subject: str, place: Place | None) -> IdError:
+    """Return the error of ids of which some lie outside of a table: see `embedrock.batch.ids.check_range`."""
+    flat, (low, high) = ids.reshape(-1), bounds(rows)
+    # Compared as the ids' own type, in which `high` may not fit.
+    bad = (flat < low) if int(flat.min()) < low else (flat > high - 1)
+    position = int(np.argmax(bad))
+    where = place(position) if place is not None else in_array(ids.shape)(position)
+    remedy = AS_BITS if rows is None else "Pass rows=None for open ids."
+    return IdError(f"`ids` of {subject} must lie in [{low}, {high}): got {flat[position]} {where}. {remedy}")
+
+
+def no_array(error: ValueError, subject: str) -> IdTypeError:
+    """Return the error of ids that NumPy makes no array of, with NumPy's own."""
+    return IdTypeError(
+        f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). Pass them end to "
+        "end, np.concatenate(ids), or padded to one length."
+    )
+
+
+def no_integers(array: np.ndarray, subject: str) -> IdTypeError:
+    """Return the error of ids that are not integers."""
+    got, remedy = told(array)
+    return IdTypeError(f"`ids` of {subject} must be integers: got {got}. {remedy}")
+
+
+def told(array: np.ndarray) -> tuple[str, str]:
+    """Return what an array of no integers has in it, in words, and what to do about it."""
+    kind = array.dtype.kind
+    if kind == "f":
+        return _floats(array)
+    if kind == "b":
+        return "dtype bool", "Pass np.flatnonzero(mask) for where a mask is True, or np.asarray(ids).astype('int64')."
+    if kind in "USTO" and array.size:
+        return _objects(array)
+    return f"dtype {array.dtype}", AS_INTEGERS if not array.size else "Pass an array of integers."
+
+
+def _floats(array: np.ndarray) -> tuple[str, str]:
+    got, flat = f"dtype {array.dtype}", array.reshape(-1)
+    bad = ~(flat == np.trunc(flat)) | np.isinf(flat)  # NaN is no whole number either
+    if bad.any():
+        position = int(np.argmax(bad))
+        got = f"{got}, {flat[position]} {in_array(array.shape)(position)}"
+        if np.isnan(flat[position]):
+            return got, f"NumPy and pandas make floats of ids where one is missing. {_MISSING}"
+        return got, "That is no whole number: pass ids, not weights."
+    bits = np.finfo(array.dtype).nmant + 1
+    exact = not flat.size or float(np.abs(flat).max()) <= 2.0**bits
+    return got, AS_INTEGERS + ("" if exact else _INEXACT.format(bits=bits, dtype=array.dtype))
+
+
+def _objects(array: np.ndarray) -> tuple[str, str]:
+    flat = array.reshape(-1)
+    words = [k for k, value in enumerate(flat) if isinstance(value, str | bytes)]
+    others = [k for k, value in enumerate(flat) if not _is_integer(value)]
+    position = next(iter(words or others), 0)
+    got = f"dtype {array.dtype}, {_shown(flat[position])} {in_array(array.shape)(position)}"
+    if words:
+        remedy = OF_BYTES if all(isinstance(value, bytes) for value in flat) else OF_STRINGS
+        is_mixed = len({type(value) for value in flat}) > 1
+        return got, (_MIXED + OF_STRINGS) if is_mixed else remedy
+    if others:
+        return got, _MISSING if _is_missing(flat[position]) else "Pass integers."
+    beyond = [k for k, value in enumerate(flat) if not -(2**63) <= value < 2**63]
+    if not beyond:
+        return f"dtype {array.dtype}", AS_INTEGERS
+    return f"{flat[beyond[0]]} {in_array(array.shape)(beyond[0])}", _LONG
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _shown(value: Any) -> str:
+    plain = next((kind(value) for kind in (str, bytes) if isinstance(value, kind)), value)  # np.str_ shows its type
+    text = repr(plain)
+    return text if len(text) <= 40 else f"{text[:37]}..."

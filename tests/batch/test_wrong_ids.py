@@ -1,0 +1,213 @@
+"""Ids that are none: what the error says, where, and that the code which it advises works."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+
+import embedrock as er
+
+BIG = np.array([3, 2**64 - 5, 2**63], np.uint64)
+
+
+class Series:
+    """What a pandas Series is to NumPy."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.values, object)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def refused(ids: Any, rows: int | None = 100) -> str:
+    """Return the text of the error that a table raises for ids; it is as it was."""
+    table = er.Table(rows, 4, rule=er.SGD(lr=0.5), seed=0, name="users")
+    table.update([1], np.ones((1, 4)))
+    before = table.steps, table.lookup([0, 1]).tobytes()
+    texts = set()
+    for call in (table.lookup, table.plan, table.bring, lambda ids: table.update(ids, np.ones((1, 4)))):
+        with pytest.raises((er.IdError, er.IdTypeError)) as caught:
+            call(ids)
+        texts.add(str(caught.value))
+    assert (table.steps, table.lookup([0, 1]).tobytes()) == before
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def advised(text: str, pattern: str, ids: Any) -> Any:
+    """Run the code in a message that a pattern finds, on these ids; return what it gives."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    space: dict[str, Any] = {"np": np, "hashlib": hashlib, "ids": ids}
+    if re.match(r"[\w, ]+ = ", found[0]):
+        exec(found[0], space)
+        return space["ids"]
+    return eval(found[0], space)
+
+
+WORDS = ["b", "a", "b"]
+STRINGS: dict[str, Any] = {
+    "list": WORDS,
+    "U": np.array(WORDS),
+    "object": np.array(WORDS, object),
+    "StringDType": np.array(WORDS, np.dtypes.StringDType()),
+    "bytes": np.array(WORDS, "S"),
+    "objects of bytes": np.array([b"b", b"a", b"b"], object),
+    "pyarrow": pyarrow.array(WORDS),
+    "pyarrow dictionary": pyarrow.array(WORDS).dictionary_encode(),
+    "Series": Series(WORDS),
+}
+VOCABULARY = r"words, ids = np\.unique\(.*?return_inverse=True\)"
+HASH = r"\[int\.from_bytes\(.*?\]"
+
+
+@pytest.mark.parametrize("ids", STRINGS.values(), ids=STRINGS)
+def test_strings(ids: Any):
+    text = refused(ids)
+    assert re.match(
+        r"`ids` of table 'users' must be integers: got dtype .*'b' at \[0\] of ids of shape \(3,\)\. ", text
+    )
+    for part in (
+        "pandas.factorize",
+        "kept with the model",
+        "keras.layers.StringLookup",
+        "tf.strings.to_hash_bucket_fast",
+    ):
+        assert part in text
+    assert text.endswith("Not by Python's hash(), which differs in every process.")
+    codes = advised(text, VOCABULARY, ids)
+    assert codes.tolist() == [1, 0, 1]
+    assert er.Table(2, 4).lookup(codes).shape == (3, 4)
+    hashes = advised(text, HASH, ids)
+    assert hashes[0] == hashes[2] != hashes[1]
+    table = er.Table(None, 4, seed=0)
+    found = table.lookup(hashes)
+    assert (found[0] == found[2]).all()
+    assert (found[0] != found[1]).any()
+
+
+def test_the_hash_is_that_of_every_process_and_pythons_is_not():
+    """What the text says of both."""
+    source = (
+        "import hashlib, numpy as np; ids = ['b', 'a']; print(" + advised_source(refused(["b", "a"])) + ", hash('b'))"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", source],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("]")
+        for seed in ("1", "2")
+    ]
+    assert told[0][0] == told[1][0]
+    assert told[0][1] != told[1][1]
+
+
+def advised_source(text: str) -> str:
+    found = re.search(HASH, text)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "ids", [["a", None, "a"], np.array(["a", 7, "a"], object), Series(["a", np.nan, "a"])], ids=["None", "int", "NaN"]
+)
+def test_strings_among_others(ids: Any):
+    text = refused(ids)
+    assert "got dtype object, 'a' at [0] of ids of shape (3,). First make strings of all of them, " in text
+    strings = advised(text, r"ids = np\.array\(\[str\(id\).*?\]\)", ids)
+    codes = advised(text, VOCABULARY, strings)
+    assert codes[0] == codes[2] != codes[1]
+    assert len(set(advised(text, HASH, strings))) == 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        ([1, None, 3], r"dtype object, None at \[1\] of ids of shape \(3,\)"),
+        ([1.0, np.nan, 3.0], r"dtype float64, nan at \[1\] of ids of shape \(3,\)"),
+        (pyarrow.array([1, None, 3]), r"dtype float64, nan at \[1\]"),
+        (Series([1, float("nan"), 3]), r"dtype object, nan at \[1\]"),
+    ],
+    ids=["None", "NaN", "pyarrow", "Series"],
+)
+def test_missing_ids(ids: Any, what: str):
+    text = refused(ids)
+    assert re.search(rf"must be integers: got {what}.*\. Leave out what is missing, or give it an id of its own", text)
+    assert advised(text, r"np\.array\(\[0 if.*?np\.int64\)", ids).tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.0, 2.0], np.array([1, 2], np.float16), np.array([1, 2], object), Series([1, 2]), [True, True]], ids=repr
+)
+def test_what_a_cast_makes_ids_of(ids: Any):
+    text = refused(ids)
+    assert advised(text, r"np\.asarray\(ids\)\.astype\('int64'\)", ids).dtype == np.int64
+
+
+def test_floats_that_are_no_ids():
+    text = refused(np.array([[1.0, 2.0], [0.5, 3.0]]))
+    assert "got dtype float64, 0.5 at [1, 0] of ids of shape (2, 2). That is no whole number: pass ids, not" in text
+    assert "2**24 not every whole number is a float32" in refused(np.array([2.0**25], np.float32))
+    assert "2**24" not in refused(np.array([2.0**24], np.float32))
+
+
+def test_a_mask():
+    mask = np.array([False, True, True])
+    found = re.search(r"np\.flatnonzero\(mask\)", refused(mask))
+    assert found is not None
+    assert eval(found[0], {"np": np, "mask": mask}).tolist() == [1, 2]
+
+
+def test_hashes_of_64_bits():
+    text = refused(BIG, rows=None)
+    assert "`ids` of table 'users' must lie in [-9223372036854775808, 9223372036854775808): got " in text
+    assert "got 18446744073709551611 at [1] of ids of shape (3,). Hashes of 64 bits go by their bits" in text
+    for ids in (BIG, BIG.tolist()):
+        signed = advised(text, r"np\.asarray\(ids, np\.uint64\)\.view\(np\.int64\)", ids)
+        assert signed.tolist() == [3, -5, -(2**63)]
+        assert er.Table(None, 4).lookup(signed).shape == (3, 4)
+
+
+def test_longer_hashes():
+    text = refused([1, 2**100 + 7], rows=None)
+    assert f"must be integers: got {2**100 + 7} at [1] of ids of shape (2,). Ids have 64 bits" in text
+    assert advised(text, r"np\.array\(\[id % 2.*?np\.int64\)", [1, 2**100 + 7]).tolist() == [1, 7]
+
+
+def test_lists_of_several_lengths():
+    text = refused([[1, 2], [3]])
+    assert text.startswith("`ids` of table 'users' must be integers in one shape: got lists of several lengths (")
+    assert advised(text, r"np\.concatenate\(ids\)", [[1, 2], [3]]).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "where"),
+    [
+        ([[5, 6], [100, 7]], "got 100 at [1, 0] of ids of shape (2, 2)"),
+        (np.arange(98, 101), "got 100 at [2] of ids of shape (3,)"),
+        (np.int64(-1), "got -1 at [] of ids of shape ()"),
+        (np.asfortranarray([[1, 2, 3], [4, 5, 1000]]), "got 1000 at [1, 2] of ids of shape (2, 3)"),
+    ],
+)
+def test_where_an_id_lies_outside(ids: Any, where: str):
+    expected = f"`ids` of table 'users' must lie in [0, 100): {where}. Pass rows=None for open ids."
+    assert refused(ids) == expected
+
+
+def test_others():
+    assert refused(np.array(["2020-01-01"], "M8[D]")).endswith("got dtype datetime64[D]. Pass an array of integers.")
+    assert "got dtype object, {'a': 1} at [0] of ids of shape (1,). Pass integers." in refused([{"a": 1}])
