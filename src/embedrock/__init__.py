@@ -40,6 +40,7 @@ from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, 
 from embedrock.spec import Spec
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
+from embedrock.table.opened import close, opened
 from embedrock.table.table import Table
 
 __version__ = "0.1.0"
@@ -83,7 +84,9 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedError",
     "Zeros",
+    "close",
     "get_threads",
     "open",
+    "opened",
     "set_threads",
 ]

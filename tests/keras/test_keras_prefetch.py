@@ -343,7 +343,7 @@ def test_ids_outside_of_the_table_are_the_layers_to_refuse(watch: Watch, on_disk
     def text(data: tf.data.Dataset) -> str:
         return next(line for line in refusal(model, data).splitlines() if "must lie in" in line)
 
-    assert re.search(rf"got {ROWS} at \[\d+\] of ids of shape", text(source))
+    assert re.search(rf"got {ROWS} at \[\d+, 0\] of ids of shape \(\d+, 1\)", text(source))
     assert text(prefetch(source, {model.layers[0]: first}, 2)) == text(source)
     assert watch.brought == COUNT - 1
     gc.collect()

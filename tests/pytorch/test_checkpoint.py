@@ -176,7 +176,9 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
     before = model.user.table.lookup(np.arange(ROWS))
     train(model, optimizers, range(3, 6))
     with monkeypatch.context() as patch:
-        target = {"torch.save": (torch, "save"), "fsync": (checkpoints, "platform"), "rename": (Path, "rename")}.get(where)
+        target = {"torch.save": (torch, "save"), "fsync": (checkpoints, "platform"), "rename": (Path, "rename")}.get(
+            where
+        )
         if target is not None:
             patch.setattr(target[0], target[1], SimpleNamespace(sync=failing) if where == "fsync" else failing)
         elif where == "second commit":

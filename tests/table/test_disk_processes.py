@@ -126,8 +126,15 @@ def there(other: ProcessPoolExecutor, function: Callable[..., Any], *args: Any) 
 def test_a_second_writer_is_told_at_once_who_the_first_is(other: ProcessPoolExecutor, tmp_path: Path):
     path = tmp_path / "table"
     with make(path) as table:
-        for open_it in (lambda: there(other, open_there, path), lambda: er.open(path), lambda: make(path)):
-            text = f"another writer has the table open: process {os.getpid()} on host {re.escape(socket.gethostname())}"
+        there_it_is = (
+            f"another writer has the table open: process {os.getpid()} on host {re.escape(socket.gethostname())}"
+        )
+        here = f"this process has the table open for writing already: table {str(path)!r}, since {__file__}:"
+        for open_it, text in (
+            (lambda: there(other, open_there, path), there_it_is),
+            (lambda: er.open(path), re.escape(here)),
+            (lambda: make(path), re.escape(here)),
+        ):
             with pytest.raises(TableLockedError, match=text) as caught:
                 open_it()
             assert caught.value.errno == errno.EWOULDBLOCK
@@ -555,5 +562,5 @@ def test_without_locks_one_has_to_ask_for_it(number: int, tmp_path: Path):
 
 
 def test_lock_false_still_locks_where_it_can(tmp_path: Path):
-    with make(tmp_path / "table", lock=False), pytest.raises(TableLockedError, match="another writer"):
+    with make(tmp_path / "table", lock=False), pytest.raises(TableLockedError, match="this process has"):
         er.open(tmp_path / "table", lock=False)

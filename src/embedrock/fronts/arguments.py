@@ -12,6 +12,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
@@ -59,7 +60,11 @@ def open_table(
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
     table = make_table(rows, dim, options, first)
-    padding = resolve_padding(padding_idx, table.rows)
+    try:
+        padding = resolve_padding(padding_idx, table.rows)
+    except ArgumentError:
+        table.close()  # the error may keep it, and it its path
+        raise
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
@@ -80,7 +85,8 @@ def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: Fi
         first: what draws first values where the options do not say it; None: what `er.Table` takes.
     """
     given = table_options(options)
-    table = Table.over(*make_rows(rows, dim, given, first), given)
+    with held_back():  # or Ctrl-C may leave files open that no table has
+        table = Table.over(*make_rows(rows, dim, given, first), given)
     if table.is_on_disk and rows_of(table).tier.count:
         tell_resumed(os.fspath(options["path"]), table.last_step, f" (commit {table.last_commit})")
     return table

@@ -15,8 +15,13 @@ def caller() -> str:
         >>> space["found"]
         'train.py:1'
     """
-    frame = outermost = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
-        outermost, frame = frame, frame.f_back
-    frame = frame or outermost
+    frame = sys._getframe(caller_level() - 1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def caller_level() -> int:
+    """Return the `stacklevel` with which a warning of the function that calls this is shown at `caller`'s line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in OURS and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -109,6 +109,11 @@ class Facts:
         return self._files is not None
 
     @property
+    def is_open_here(self) -> bool:
+        """Whether it is open, and by this process, not by one whose child this is."""
+        return not self._rows.is_closed and self._rows.is_of_this_process
+
+    @property
     def mode(self) -> str:
         """ "w", or "r" for a snapshot."""
         return "w" if self._files is None else self._files.opening.mode

@@ -18,6 +18,7 @@ from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.vfs import NO_SPACE, System
 from embedrock.process import forks
+from embedrock.process.callers import caller_level
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
@@ -210,7 +211,7 @@ class Files(Home):
         try:
             self._wait_for_quiet(rows, cast(Disk, tier))
         finally:
-            self.abandon(rows.version, stacklevel=7)
+            self.abandon(rows.version)
 
     def stats(self) -> dict[str, float]:
         return {"compactions_failed": self.compactions_failed}
@@ -439,18 +440,18 @@ class Files(Home):
             self._compaction.join()
             self._compaction = None
 
-    def abandon(self, version: Version, stacklevel: int = 6) -> None:
+    def abandon(self, version: Version) -> None:
         """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
         if threading.current_thread().name.startswith("embedrock-") or forks.is_under_way():
             # Garbage was collected inside of what has to end before the files are closed.
-            threading.Thread(target=self._abandon, args=(version, stacklevel), name="close-embedrock").start()
+            threading.Thread(target=self._abandon, args=(version,), name="close-embedrock").start()
         else:
-            self._abandon(version, stacklevel)
+            self._abandon(version)
 
-    def _abandon(self, version: Version, stacklevel: int) -> None:
+    def _abandon(self, version: Version) -> None:
         commit, last = self._commit, self.store.manifest
         self.close_all()
         if commit is not None and commit.error is not None:
@@ -460,7 +461,7 @@ class Files(Home):
                 f"{self.subject} is closed with changes since commit {last.commit}, which are lost. Call "
                 "commit() before.",
                 UncommittedWarning,
-                stacklevel=stacklevel,
+                stacklevel=caller_level(),
             )
 
     def close_all(self) -> None:

@@ -6,6 +6,7 @@ import os
 from typing import Unpack
 
 from embedrock.machine.sizes import parse_device_memory
+from embedrock.process.interrupts import held_back
 from embedrock.table.opening import open_rows
 from embedrock.table.options import OpenOptions, filled, shows
 from embedrock.table.table import Table
@@ -44,7 +45,8 @@ def open_table(
     given = filled(OpenOptions, options, _refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
-    return Table.over(*open_rows(at, given), given)
+    with held_back():  # or Ctrl-C may leave files open that no table has
+        return Table.over(*open_rows(at, given), given)
 
 
 def _refuse(unknown: list[str]) -> None:

@@ -15,6 +15,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.description import check_same, describe_spec
 from embedrock.table.files import Files, Opening, open_files, open_or_make_files
+from embedrock.table.opened import open_alone
 from embedrock.table.options import refuse_options_of_files
 from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
@@ -59,7 +60,8 @@ def make_rows(
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]))
     if options["path"] is None:
         return _in_ram(spec, options), None
-    files, spec = open_or_make_files(_opening(options), spec, describe_spec(spec) | left_out | {"rule": None})
+    opening, given = _opening(options), describe_spec(spec) | left_out | {"rule": None}
+    files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
     return _as_of_last_commit(files, spec, options), files
 
 
@@ -71,7 +73,8 @@ def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
         options: all of `OpenOptions`, path and mode.
     """
     _check(options, "auto")
-    files, spec = open_files(_opening(options, at), options["init"])
+    opening = _opening(options, at)
+    files, spec = open_alone(opening.path, lambda: open_files(opening, options["init"]))
     return _as_of_last_commit(files, spec, {**options, "rule": None}), files
 
 

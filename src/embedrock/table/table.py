@@ -13,9 +13,10 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
-from embedrock.table import checks, named, saved
+from embedrock.table import checks, named, opened, saved
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.files import Files
 from embedrock.table.growing import Growing
@@ -76,7 +77,8 @@ class Table(Growing):
     @shows(TableOptions)
     def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
         given = table_options(options)
-        self._begin(*make_rows(rows, dim, given), given)
+        with held_back():  # or Ctrl-C may leave files open that no table has
+            self._begin(*make_rows(rows, dim, given), given)
 
     @classmethod
     def over(cls, rows: Rows, files: Files | None, options: Mapping[str, Any]) -> Self:
@@ -91,6 +93,8 @@ class Table(Growing):
         self._placing = {name: options[name] for name in ("memory", "directory")}
         if files is not None:
             weakref.finalize(self, files.abandon, rows.version)
+            if files.writes:
+                opened.note(self)
         if self.name:
             named.register(self.name, self)
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from keras.src.backend.common import global_state
 
-from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import make_table
 from embedrock.fronts.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromArray, Initializer
@@ -25,6 +25,7 @@ from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.machine.paths import local_path
 from embedrock.table.open import open_table
+from embedrock.table.opened import opened
 from embedrock.table.opening import FirstValues
 from embedrock.table.table import Table
 
@@ -170,19 +171,12 @@ def is_from_array(init: Any) -> bool:
 
 def _open_in_this_process(path: str) -> Table | None:
     """Return the writer of a table that layers of this process have."""
-    table = next((table for table in list(_tables) if table.path == path and _is_open(table)), None)
-    if table is None or not table.uncommitted:
-        return table
-    del table  # perhaps nobody has it any more: models are cycles, which are collected late
-    gc.collect()
-    return next((table for table in list(_tables) if table.path == path and _is_open(table)), None)
-
-
-def _is_open(table: Table) -> bool:
-    try:
-        return table.mode == "w" and table.stats() is not None
-    except EmbedrockError:
-        return False
+    table = opened(path)
+    if table is not None and table.uncommitted:
+        del table  # perhaps nobody has it any more: models are cycles, which are collected late
+        gc.collect()
+        table = opened(path)
+    return table if table in _tables else None
 
 
 def check_not_copied(path: str, label: str) -> None:

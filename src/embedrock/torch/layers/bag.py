@@ -12,7 +12,7 @@ from embedrock.batch.wrong_ids import Place, in_bags
 from embedrock.errors import ArgumentError, IdError, UnsupportedError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_graphs, place_in
 from embedrock.torch.training.handle import Handle
@@ -65,6 +65,7 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
+        check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         self.mode, self.include_last_offset = mode, include_last_offset

@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.errors import IdError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, pretrained_table, table_of
+from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs, place_in
 from embedrock.torch.training.lookup import Lookup, check_ids
@@ -72,6 +72,7 @@ class Embedding(RowLayer):
         scale_grad_by_freq: bool = False,
         **options: Unpack[RowOptions],
     ) -> None:
+        check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 

@@ -17,7 +17,7 @@ from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
-from embedrock.torch.layers.arguments import DTYPES, check_norm
+from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import Options, renormalize
@@ -52,7 +52,6 @@ class RowLayer(nn.Module):
         scale_grad_by_freq: bool,
     ) -> None:
         super().__init__()
-        check_norm(max_norm, norm_type)
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype, self._path = DTYPES[table.spec.dtype], ""
@@ -65,7 +64,8 @@ class RowLayer(nn.Module):
         self._path = path = self._path if path is None else path
         name = f", name={self.table.name!r}" if self.table.name else ""
         layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
-        self.handle.name_by(f"{path!r}, {layer}" if path else layer)
+        self.handle.label = f"{path!r}, {layer}" if path else layer
+        rows_of(self.table).name_by(self.handle.label)
 
     def _name_in_model(self, prefix: str) -> None:
         if prefix and self.handle.average is None:  # whose label says whose average it is

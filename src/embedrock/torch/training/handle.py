@@ -91,11 +91,6 @@ class Handle(nn.Parameter):
         self._is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
 
-    def name_by(self, label: str) -> None:
-        """Let error messages of the handle, and of its table, call the layer so."""
-        self.label = label
-        rows_of(self.table).name_by(label)
-
     # ------------------------------------------------------------ forward and backward
 
     def receive(self, grads: Gradients, node: Any) -> Tensor:
@@ -256,7 +251,7 @@ class Handle(nn.Parameter):
         self.table = table
         self.pending.side = self._host = HostSide(table)
         _handles[table] = weakref.ref(self)
-        self.name_by(self.label)
+        rows_of(table).name_by(self.label)
 
     def move(self, device: torch.device) -> None:
         """Deliver lookups on another device from now on. ("meta" asks to allocate nothing, and nothing ever is.)
@@ -342,8 +337,8 @@ class Handle(nn.Parameter):
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
             made._placed_on = self._placed_on
-            made.max_norm, made._is_original = self.max_norm, False
-            made.name_by(self.label)
+            made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
+            rows_of(made.table).name_by(self.label)
             self.check_untouched()
             self._write_zero(0)
             made._write_zero(MINUS_ZERO)

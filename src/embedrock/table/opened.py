@@ -1,0 +1,92 @@
+"""Tables on disk that this process writes, found by their path: `opened`, `close`.
+
+A path has one writer. In a notebook that is often the table of a cell that was run before: the old model still has it
+while the new one is made, or the traceback of an error does. Neither to share that table nor to close it can be meant
+in every case: two layers that were given one path by mistake would train the same rows, or steps that no commit has
+would be dropped. So a second opening is an error, and these functions say which is meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from embedrock.errors import TableLockedError
+from embedrock.process.callers import caller
+
+if TYPE_CHECKING:
+    from embedrock.table.table import Table
+
+T = TypeVar("T")
+
+_writers: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
+_since: weakref.WeakKeyDictionary[Table, str] = weakref.WeakKeyDictionary()  # where in the program they were opened
+
+
+def note(table: Table) -> None:
+    """Take note of a table on disk that was opened for writing."""
+    _writers[os.path.realpath(table.path or "")], _since[table] = table, caller()
+
+
+def opened(path: str | os.PathLike[str]) -> Table | None:
+    """Return the table on disk that this process has open for writing at a path; None where it has none.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> path = tempfile.mkdtemp() + "/users.rock"
+        >>> table = er.opened(path) or er.Table(rows=100, dim=4, path=path)
+        >>> er.opened(path) is table
+        True
+        >>> er.close(path)
+        >>> er.opened(path) is None
+        True
+    """
+    table = _writers.get(os.path.realpath(path))
+    return table if table is not None and table.is_open_here else None
+
+
+def close(path: str | os.PathLike[str]) -> None:
+    """Close the table on disk that this process has open for writing at a path, whoever has it; nothing where none is.
+
+    As by its own `close`, changes that no commit has are lost, with an `UncommittedWarning`. A cell of a notebook that
+    begins with it can be run again.
+    """
+    table = opened(path)
+    if table is not None:
+        table.close()
+
+
+def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
+    """Return what `open_it` opens, which writes the table at a path: one that nobody has any more is closed before.
+
+    Raises:
+        TableLockedError: another writer has the table open, here or elsewhere.
+    """
+    try:
+        return open_it()
+    except TableLockedError:
+        if opened(path) is None:
+            raise
+    gc.collect()  # models are cycles, which are collected late
+    try:
+        return open_it()
+    except TableLockedError as error:
+        table = opened(path)
+        if table is None:
+            raise
+        raise _taken(table, str(error.filename)) from None
+
+
+def _taken(table: Table, path: str) -> TableLockedError:
+    changes = ", and it has changes that no commit has" * table.uncommitted
+    return TableLockedError(
+        errno.EWOULDBLOCK,
+        f"this process has the table open for writing already: {table.subject}, since {_since[table]}{changes}. Go "
+        f"on with it, er.opened({path!r}), or close it first, er.close({path!r}). (A notebook's cell that begins with "
+        'either can be run again.) Or open it for reading: er.open(path, mode="r")',
+        path,
+    )
