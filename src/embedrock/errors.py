@@ -59,6 +59,10 @@ class UnsupportedError(EmbedrockError, NotImplementedError):
     """Something that Embedrock refuses to do rather than do wrongly."""
 
 
+class RequirementError(EmbedrockError, ImportError):
+    """A package that something needs is missing, too old, or set to something else than it needs."""
+
+
 class CorruptTableError(EmbedrockError, OSError):
     """Files of a table that are not what was committed: damaged, truncated, missing, foreign or made up."""
 

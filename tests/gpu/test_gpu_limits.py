@@ -66,7 +66,7 @@ def test_too_little_memory_leaves_the_table_at_the_step_before(way: Way, left: i
 def test_a_table_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch):
     model = make(None)
     Scarce(monkeypatch, 1)
-    with pytest.raises(er.MemoryBudgetError, match=r"the table, to keep its rows on .*needs more GPU memory"):
+    with pytest.raises(er.MemoryBudgetError, match=r".*Embedding.*, to keep its rows on .*needs more GPU memory"):
         on_device(model.whole)(batches(1)[0])
 
 
@@ -101,7 +101,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: p
 
     monkeypatch.setattr(pinned.Pinned, "cover", refuse)
     model, other = make(NONE_NEAR), make(None)
-    said = r"rows of the table are read and stepped by the CPU, and copied: .* returned 2"
+    said = r"rows of .*Embedding.* are read and stepped by the CPU, and copied: .* returned 2"
     with pytest.warns(pinned.PinningWarning, match=said):
         train(model, batches(1))
     train(model, batches(3)[1:])
@@ -141,13 +141,58 @@ def test_pinned_memory_is_let_go(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(side, "lack_for_kernels", side.lack_for_kernels.__wrapped__)
     monkeypatch.setattr(side, "has_triton", lambda: False)
     model, asked = make(None), make(NONE_NEAR)
     on_device(model.whole)
-    with pytest.warns(ert.PlacementWarning, match=r"Triton.*is not installed: the table is read and stepped by the"):
+    with pytest.warns(
+        ert.PlacementWarning, match=r"Triton.*is not installed: .*Embedding.* is read and stepped by the"
+    ):
         train(model, batches(1))
-    with pytest.raises(UnsupportedError, match=r"the table cannot have device_memory=0\. Install it"):
+    with pytest.raises(UnsupportedError, match=r"Embedding.* cannot have device_memory=0\. Install it"):
         train(asked, batches(1))
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let the requirements of kernels be looked for anew, on a machine that has them all."""
+    monkeypatch.setattr(side, "lack_for_kernels", side.lack_for_kernels.__wrapped__)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(side.shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
+    assert side.lack_for_kernels("cuda") is None
+    return monkeypatch
+
+
+@pytest.mark.parametrize("lack", ["compiler", "headers"])
+def test_without_what_triton_compiles_with_the_cpu_uses_the_rows_and_says_so(
+    probes: pytest.MonkeyPatch, tmp_path: Path, lack: str
+):
+    if lack == "compiler":
+        probes.setattr(side.shutil, "which", lambda name: None)
+        said, remedy = (
+            "there is no C compiler, gcc or clang, with which Triton",
+            "apt-get install gcc, or name one by .*CC",
+        )
+    else:
+        probes.setattr(side.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        said, remedy = rf"Python's headers are missing \({tmp_path}/Python\.h\)", "apt-get install python3-dev"
+    with pytest.warns(
+        ert.PlacementWarning, match=rf"^{said}.*: the table is read and stepped by the CPU.* {remedy}\.$"
+    ):
+        assert side.device_side(er.Table(ROWS, DIM), torch.device("cuda")) is None
+    with pytest.raises(
+        UnsupportedError, match=rf"^{said}.*: the table cannot have device_memory=0\. Install.*{remedy}"
+    ):
+        side.device_side(er.Table(ROWS, DIM, device_memory=0), torch.device("cuda"))
+    assert side.lack_for_kernels("cpu") is None  # where Triton's interpreter needs neither
+
+
+def test_a_compiler_may_be_named_or_be_clang(probes: pytest.MonkeyPatch):
+    probes.setattr(side.shutil, "which", {"clang": "/usr/bin/clang"}.get)
+    assert side.lack_for_kernels("cuda") is None
+    probes.setattr(side.shutil, "which", lambda name: None)
+    probes.setenv("CC", "/opt/cc")
+    assert side.lack_for_kernels("cuda") is None
 
 
 def test_without_the_interpreter_a_cpu_is_no_device(monkeypatch: pytest.MonkeyPatch):

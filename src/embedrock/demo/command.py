@@ -17,7 +17,7 @@ from typing import Any
 import embedrock as er
 from embedrock.bench.harness.workload import MAX_ROWS
 from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, DemoOptions, LogOptions
-from embedrock.errors import EmbedrockError
+from embedrock.errors import RequirementError
 from embedrock.terminal.arguments import count, place, size, writable_file
 
 DESCRIPTION = """
@@ -32,10 +32,6 @@ items that the user never touched (HR@10, NDCG@10); the same model on nn.Embeddi
 With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
 """
 REQUIRED = {"torch": ("torch", "tqdm"), "keras": ("tensorflow", "keras", "tqdm")}
-
-
-class MissingExtraError(EmbedrockError, ImportError):
-    """A package that the demo needs is not installed."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -119,7 +115,7 @@ def _check_packages(extra: str) -> None:
         try:
             import_module(package)
         except ImportError as error:
-            raise MissingExtraError(
+            raise RequirementError(
                 f'the demo needs {package}, which does not import: {error}. pip install "embedrock[{extra},cli]"'
             ) from error
 

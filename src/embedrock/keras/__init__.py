@@ -5,6 +5,12 @@ from __future__ import annotations
 import sys
 
 from embedrock.fronts.references import HeldCommitsWarning
+from embedrock.fronts.requirements import require
+from embedrock.keras.backend import check_backend
+
+require("embedrock.keras", "keras", {"keras": "3.5", "tensorflow": "2.17"})
+check_backend()
+
 from embedrock.keras.export import export
 from embedrock.keras.layers.bag import EmbeddingBag
 from embedrock.keras.layers.collection import EmbeddingCollection, fuse

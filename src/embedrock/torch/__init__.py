@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from embedrock.fronts.requirements import require
+
+require("embedrock.torch", "torch", {"torch": "2.5"})
+
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average

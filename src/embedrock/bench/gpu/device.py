@@ -115,7 +115,9 @@ class Probe:
 
 def _find_device(toy: bool) -> Device:
     if _triton_version() is None:
-        raise UnsupportedError("`embedrock bench gpu` needs Triton, which does not import here: pip install triton.")
+        raise UnsupportedError(
+            '`embedrock bench gpu` needs Triton, which does not import here: pip install "embedrock[gpu]".'
+        )
     if toy or os.environ.get(INTERPRETER) == "1":
         return Device("cpu")
     if import_torch().cuda.is_available():

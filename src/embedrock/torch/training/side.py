@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -147,14 +150,44 @@ def device_side(table: Table, device: torch.device) -> RowSide | None:
     """Return the rows of a table on a GPU; None, with a warning, where only the CPU can use them.
 
     Raises:
-        UnsupportedError: there is no Triton, and GPU memory was asked for.
+        UnsupportedError: what compiles kernels for GPUs is missing, and GPU memory was asked for.
     """
-    if not has_triton():
-        _say_there_is_no_triton(table)
+    lack = lack_for_kernels(device.type)
+    if lack is not None:
+        _say(lack, table)
         return None
     from embedrock.device.attach import side_of
 
     return side_of(table, device)
+
+
+class Lack(NamedTuple):
+    """What is missing for kernels on a GPU, in words, and what brings it."""
+
+    what: str
+    remedy: str
+
+
+@functools.cache
+def lack_for_kernels(device_type: str) -> Lack | None:
+    """Return what kernels for a type of device lack; None where all is there.
+
+    Nothing is compiled: Triton would fail in the middle of a lookup. On CPU tensors it interprets kernels.
+    """
+    if not has_triton():
+        least = ".".join(map(str, LEAST_TRITON))
+        what = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed"
+        return Lack(what, 'pip install "embedrock[gpu]"')
+    if device_type == "cpu" or os.name != "posix":  # elsewhere Triton brings a compiler of its own
+        return None
+    if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
+        what = "there is no C compiler, gcc or clang, with which Triton makes what launches kernels on GPUs"
+        return Lack(what, "apt-get install gcc, or name one by the environment's CC")
+    header = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")  # as Triton finds it
+    if not os.path.exists(header):
+        what = f"Python's headers are missing ({header}), with which Triton makes what launches kernels on GPUs"
+        return Lack(what, "apt-get install python3-dev")
+    return None
 
 
 @functools.cache
@@ -167,15 +200,13 @@ def has_triton() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
 
 
-def _say_there_is_no_triton(table: Table) -> None:
-    least = ".".join(map(str, LEAST_TRITON))
-    why = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed: {table.subject}"
+def _say(lack: Lack, table: Table) -> None:
     if table.device_memory is not None:
-        raise UnsupportedError(
-            f"{why} cannot have device_memory={table.device_memory}. Install it: pip install triton."
-        )
+        asked = f"{table.subject} cannot have device_memory={table.device_memory}"
+        raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")
     warnings.warn(
-        f"{why} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU speed: pip install triton.",
+        f"{lack.what}: {table.subject} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU "
+        f"speed: {lack.remedy}.",
         PlacementWarning,
         stacklevel=4,
     )
