@@ -24,6 +24,7 @@ from embedrock import kernels
 from embedrock.errors import ArgumentError, CorruptTableError
 from embedrock.machine import readers, vfs
 from embedrock.machine.readers import Linux, Readers, Threads
+from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
 from embedrock.testing import FaultFS
 
@@ -307,7 +308,7 @@ class TestDirectWrites:
         with pytest.raises(OSError, match=os.strerror(fault)) as caught:
             file.append(data[start:])
         assert (caught.value.errno, caught.value.filename, file.size) == (fault, f"{tmp_path}/a", start)
-        assert ("are free" in str(caught.value)) == (fault in vfs.NO_SPACE)
+        assert ("are free" in str(caught.value)) == (fault in NO_SPACE)
         direct.fault = 0
         assert file.append(data[start:]) == start
         file.sync()

@@ -17,6 +17,7 @@ from torch import nn
 
 import embedrock as er
 import embedrock.torch as ert
+from disks import check_full, memory_disk
 from embedrock.fronts import checkpoints
 from embedrock.machine.vfs import OSSystem
 from embedrock.torch.saving import checkpoint
@@ -176,11 +177,10 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
     before = model.user.table.lookup(np.arange(ROWS))
     train(model, optimizers, range(3, 6))
     with monkeypatch.context() as patch:
-        target = {"torch.save": (torch, "save"), "fsync": (checkpoints, "platform"), "rename": (Path, "rename")}.get(
-            where
-        )
-        if target is not None:
-            patch.setattr(target[0], target[1], SimpleNamespace(sync=failing) if where == "fsync" else failing)
+        targets = {"torch.save": (torch, "save"), "fsync": (checkpoints, "platform"), "rename": (Path, "rename")}
+        if where in targets:
+            owner, name = targets[where]
+            patch.setattr(owner, name, SimpleNamespace(sync=failing) if where == "fsync" else failing)
         elif where == "second commit":
             patch.setattr(model.item.table, "commit", failing)
         parts = [*optimizers, Unreadable()] if where == "unreadable" else optimizers
@@ -196,6 +196,22 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(where: str, tmp_path: Path
     assert files(tmp_path / "c") == ["step-3.pt", "step-7.pt"]
     assert sorted(names(model.user.table)) == sorted(names(model.item.table)) == ["c-3", "c-7", "d-6"]
     model.close()
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_is_missing(tmp_path: Path):
+    table = er.Table(20_000, 16, rule=er.SGD(lr=1.0))
+    model = nn.Sequential(ert.Embedding(table))
+    with memory_disk(tmp_path / "disk", 1 << 20) as disk:
+        table.assign([1], np.full((1, 16), 3.0))
+        first = ert.save(model, disk / "c", step=1)
+        table.assign(np.arange(20_000), np.zeros((20_000, 16)))
+        with pytest.raises(OSError, match=r"checkpoint of step 2, with the rows of .*Embedding.* could not") as caught:
+            ert.save(model, disk / "c", step=2)
+        check_full(caught.value, disk / "c" / "step-2-", 20_000 * (16 * 4 + 8))
+        assert os.listdir(disk / "c") == [first.name]
+        assert ert.load(model, disk / "c") == 1
+        assert table.lookup([1]).tolist() == [[3.0] * 16]
+        assert table.stats()["rows_touched"] == 1
 
 
 def test_every_flipped_bit_of_the_file_is_seen(tmp_path: Path):

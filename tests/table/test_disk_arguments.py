@@ -179,6 +179,23 @@ def test_a_table_that_one_may_only_read():
         assert " 13 " in pool.apply(_open_as_nobody, ("open", path))
 
 
+def test_a_lock_that_has_no_room():
+    system = FaultFS()
+    system.mkdir("/data")
+    make(Path("/data/users.rock"), system=system).close()
+
+    def full(name: str, path: str) -> None:
+        if name == "lock":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    system.before = full
+    told = r"No space left on device: to lock it, .* bytes\) more are needed, and .* are free\. Free some, or open it for rea"
+    with pytest.raises(OSError, match=told) as caught:
+        er.open("/data/users.rock", system=system)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/data/users.rock")
+    er.open("/data/users.rock", mode="r", system=system).close()
+
+
 # ---------------------------------------------------------------- budgets
 
 

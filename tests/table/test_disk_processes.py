@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import multiprocessing
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from disks import BALLAST, fill, mounted
 from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
 from embedrock.machine.vfs import OS_SYSTEM, OSSystem
 from embedrock.store.verify import verify
@@ -412,21 +412,6 @@ def test_readers_write_nothing(tmp_path: Path):
     assert caught.value.errno == errno.EROFS
 
 
-@contextlib.contextmanager
-def mounted(source: Path, target: Path, *options: str) -> Iterator[Path]:
-    """Mount something, where this process may."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root can mount")
-    target.mkdir(exist_ok=True)
-    made = subprocess.run(["mount", *options, str(source), str(target)], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"this machine does not let us mount: {made.stderr.strip()}")
-    try:
-        yield target
-    finally:
-        subprocess.run(["umount", str(target)], check=True)
-
-
 def test_a_read_only_mount(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     written(tmp_path / "disk" / "table")
@@ -435,13 +420,17 @@ def test_a_read_only_mount(tmp_path: Path):
         if made.returncode:
             pytest.skip("this machine has no read-only bind mounts")
         read_in_every_way(mount / "table")
-        with pytest.raises(OSError, match="Read-only file system"):
+        with pytest.raises(
+            er.ReadOnlyTableError, match=r'Read-only file system: .*Open it for reading: er\.open\(path, mode="r"'
+        ):
             er.open(mount / "table")
+        with pytest.raises(
+            er.ReadOnlyTableError, match=r"Read-only file system: a table cannot be made where.*another path"
+        ):
+            make(mount / "new")
 
 
 # ---------------------------------------------------------------- full disks
-
-BALLAST = "ballast"
 
 
 @pytest.fixture
@@ -456,14 +445,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     with mounted(image, tmp_path / "mount", "-o", "loop") as mount:
         yield mount
         gc.collect()  # files that are no longer used are closed by then
-
-
-def fill(disk: Path, but: int) -> None:
-    """Leave only some bytes free."""
-    with (disk / BALLAST).open("wb") as file, contextlib.suppress(OSError):
-        while (free := os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - but) > 0:
-            os.write(file.fileno(), bytes(min(free, 1 << 20)))
-        os.fsync(file.fileno())
 
 
 LARGE_ROWS, LARGE_DIM, LARGE_BATCH = 2000, 128, 200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from embedrock.cli.formats import (
 )
 from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
+from embedrock.machine.space import full_disk, is_full
 from embedrock.terminal.progress import progress
 
 SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
@@ -136,8 +139,24 @@ def _write(job: ExportJob, start: int) -> list[Path]:
         sink.sync()
         job.journal.save({"rows": sink.done})
         return sink.finish()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise _full_disk(job, sink.done) from error
     finally:
-        sink.close()
+        with contextlib.suppress(OSError):  # what it could not write was told
+            sink.close()
+
+
+def _full_disk(job: ExportJob, done: int) -> OSError:
+    """Return what to say where the parts have no room. They stay: the next run goes on from them."""
+    output = job.output
+    parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
+    written = sum(part.stat().st_size for part in parts)
+    row_bytes = max(4 * output.dim + 8 * output.has_ids, written / done if done else 0)  # text takes more
+    what = f"{output.rows:,} rows of table {str(job.table.path)!r} could not be exported"
+    remedy = "Free some space and run the same command again: it continues. No file has this name until it is whole."
+    return full_disk(str(output.path), what, max(0, int(row_bytes * output.rows) - written), remedy)
 
 
 def _rest(job: ExportJob, sink: Sink, start: int) -> Iterator[Rows]:

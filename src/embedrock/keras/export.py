@@ -13,9 +13,11 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, serving
+from embedrock.keras.saving.checkpoint import bytes_of
+from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, served_bytes, serving
 from embedrock.keras.training.handle import handle_behind
 from embedrock.machine.paths import local_path
+from embedrock.machine.space import full_disk, is_full
 from embedrock.table.table import Table
 
 MODEL_FILE = "model.keras"
@@ -55,6 +57,7 @@ def export(
     Raises:
         ArgumentError: the model is not built, its inputs are not known, or there is something at `folder`.
         MemoryBudgetError: the rows would not fit this process's memory.
+        OSError: the disk is full, or the folder cannot be written to.
         UnsupportedError: the model calls Python in other ways.
 
     Example:
@@ -68,14 +71,15 @@ def export(
     if not isinstance(model, keras.Model) or not model.built:
         got = "one that is not built. Call it once" if isinstance(model, keras.Model) else f"{model!r}"
         raise ArgumentError(f"`model` of erk.export must be a Keras model that is built: got {got}.")
+    dense_bytes = bytes_of(model.variables)
     if dependency is not None:
         _check_dependency(dependency, {"input_signature": input_signature, "whole_bytes": whole_bytes})
-        with _appearing(folder) as draft:
+        with _appearing(folder, dense_bytes) as draft:
             draft.mkdir()
             return model.save(draft / MODEL_FILE)
     signature = _signature_of(model) if input_signature is None else list(input_signature)
-    with _appearing(folder) as draft:
-        limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
+    limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
+    with _appearing(folder, dense_bytes + sum(served_bytes(table, limit) for table in _tables(model))) as draft:
         tables = {table: ServingTable(table, limit) for table in _tables(model)}
         with serving(tables):
             served = Served(model, [keras.tree.map_structure(_spec, one) for one in signature], list(tables.values()))
@@ -151,8 +155,8 @@ def _spec(given: Any) -> Any:
 
 
 @contextmanager
-def _appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a folder that gets its name once all is in it."""
+def _appearing(path: str | os.PathLike[str], needed: int) -> Iterator[Path]:
+    """Give a folder that gets its name once all is in it, which takes about so many bytes."""
     folder = Path(local_path(path, "`folder` of erk.export"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArgumentError(
@@ -164,6 +168,9 @@ def _appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield draft
         draft.replace(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
+        if not is_full(error):
+            raise
+        remedy = "Free some space, or export to another disk. Nothing of this is left."
+        raise full_disk(str(folder), "the model could not be exported", needed, remedy) from error

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from embedrock.errors import CorruptTableError
 from embedrock.machine import readers
-from embedrock.machine.sizes import format_bytes
+from embedrock.machine.space import NO_SPACE, told
 from embedrock.process import forks, platform
 from embedrock.process.platform import O_DIRECT, O_NONBLOCK
 
@@ -29,7 +29,6 @@ DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page c
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
 DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
 BOUNCE_BYTES = 4 << 20  # ... and at most
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 Data = bytes | bytearray | memoryview
 Int64 = npt.NDArray[np.int64]
@@ -246,17 +245,8 @@ class File:
         """Return the error with the path, and with what is missing on a full disk."""
         text = os.strerror(error.errno) if error.errno else str(error)
         if error.errno in NO_SPACE:
-            text += f": {_told(needed, self._system, self.path)}. Free some space, and do it again"
+            text += f": {told(needed, self._system.free_bytes, self.path)}. Free some space, and do it again"
         return OSError(error.errno, text, self.path)
-
-
-def _told(needed: int, system: System, path: str) -> str:
-    wanted = f"{format_bytes(needed)} ({needed} bytes) more are needed" if needed else "more is needed"
-    try:
-        free = system.free_bytes(_folder_of(path))
-    except OSError:
-        return wanted
-    return f"{wanted}, and {format_bytes(free)} ({free} bytes) are free"
 
 
 def _folder_of(path: str) -> str:
@@ -499,8 +489,7 @@ class OSSystem(System):
         return True
 
     def free_bytes(self, path: str) -> int:
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

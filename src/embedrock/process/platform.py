@@ -11,6 +11,7 @@ import errno
 import functools
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,14 @@ def forget_pages(fd: int, start: int, end: int) -> None:
     """Say that what the page cache has of a part of a file is not worth keeping; up to 0: to its end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def free_bytes(path: str) -> int:
+    """Return how many bytes can still be written to the file system that a folder lies in."""
+    if not hasattr(os, "statvfs"):
+        return shutil.disk_usage(path).free
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 def allow_more_files_than(fd: int) -> None:

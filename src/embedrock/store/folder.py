@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+from collections.abc import Iterator
 
 from embedrock.errors import (
     ArgumentError,
@@ -17,6 +18,7 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
 )
+from embedrock.machine import space
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
@@ -59,8 +61,9 @@ def make(system: System, folder: str) -> None:
     parent = os.path.dirname(folder) or "."
     if not system.exists(parent):
         raise TableFileError(errno.ENOENT, "a table needs a folder to lie in. Make this one first", parent)
-    if not system.exists(folder):
-        retried(system.mkdir, folder)
+    with _refused("a table cannot be made where this process may not write. Choose another path", folder):
+        if not system.exists(folder):
+            retried(system.mkdir, folder)
     retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two
     try:
         strange = sorted(set(system.listdir(folder)) - {*FOLDERS, LOCK})
@@ -74,7 +77,19 @@ def make(system: System, folder: str) -> None:
             f"the folder of a new table must be empty, and has {strange[0]!r}. Choose another path, or empty it",
             folder,
         )
-    make_folders(system, folder)
+    with _refused("this process may not write to the folder. Choose another path", folder):
+        make_folders(system, folder)
+
+
+@contextlib.contextmanager
+def _refused(text: str, folder: str) -> Iterator[None]:
+    """Say more of an error that this process may not do something."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+        raise ReadOnlyTableError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
 def make_folders(system: System, folder: str) -> None:
@@ -97,9 +112,13 @@ def lock(system: System, folder: str, locked: bool) -> int:
         TableLockedError: there is another writer, or no lock.
         ReadOnlyTableError: this process may not write to the folder.
     """
-    path = join(folder, LOCK)
+    path, text = join(folder, LOCK), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+    to_read = 'this process may not write to the folder. Open it for reading: er.open(path, mode="r")'
     try:
-        return retried(system.lock, path, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        with _refused(to_read, folder):
+            return retried(system.lock, path, text)
+    except ReadOnlyTableError:
+        raise
     except BlockingIOError as error:
         raise TableLockedError(
             errno.EWOULDBLOCK,
@@ -108,13 +127,10 @@ def lock(system: System, folder: str, locked: bool) -> int:
             folder,
         ) from error
     except OSError as error:
-        if error.errno in NOT_ALLOWED:
-            raise ReadOnlyTableError(
-                error.errno,
-                f"{error.strerror}: this process may not write to the folder. Open it for reading: er.open(path, "
-                'mode="r")',
-                folder,
-            ) from error
+        if error.errno in space.NO_SPACE:
+            missing = f"{error.strerror}: to lock it, {space.told(len(text), system.free_bytes, path)}"
+            remedy = 'Free some, or open it for reading: er.open(path, mode="r")'
+            raise OSError(error.errno, f"{missing}. {remedy}", folder) from error
         if error.errno not in NO_LOCKS:
             raise
         if locked:

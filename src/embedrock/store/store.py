@@ -13,7 +13,8 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError, CommitError, EmbedrockError
-from embedrock.machine.vfs import DIRECT_BYTES, NO_SPACE, System, aligned_empty
+from embedrock.machine.space import NO_SPACE
+from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests

@@ -16,7 +16,8 @@ from embedrock.errors import ArgumentError, CommitError, CorruptTableError, Read
 from embedrock.initializers import Initializer
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import format_bytes
-from embedrock.machine.vfs import NO_SPACE, System
+from embedrock.machine.space import NO_SPACE
+from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.rules import History

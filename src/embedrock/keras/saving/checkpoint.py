@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
@@ -18,6 +20,7 @@ from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import Handle, handle_behind
 from embedrock.keras.workers.exchange import Workers
 from embedrock.machine.paths import local_path
+from embedrock.machine.space import full_disk, is_full
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"
@@ -161,10 +164,15 @@ class TableCheckpoint(keras.callbacks.Callback):
         tables = _tables(self._trained)
         commits = {table: table.commit(step=made.step, name=made.commit_name, wait=False) for table in tables}
         self._finish()  # the one before: a table has one commit at a time
-        with with_commits(commits):
-            self._trained.save_weights(made.draft)
-        with h5py.File(made.draft, "a") as file:
-            file.attrs[POSITION] = self._position
+        try:
+            with with_commits(commits):
+                self._trained.save_weights(made.draft)
+            with h5py.File(made.draft, "a") as file:
+                file.attrs[POSITION] = self._position
+        except Exception as error:
+            if not is_full(error):
+                raise
+            raise _full_disk(made, self._trained) from error
         self._underway = _Underway(made, commits)
 
     def _finish(self, wait: bool = False) -> None:
@@ -302,3 +310,16 @@ def _position_in(file: Path) -> tuple[int, int]:
     with h5py.File(file) as opened:
         epoch, batch = np.asarray(opened.attrs[POSITION]).tolist()
     return epoch, batch
+
+
+def _full_disk(made: Checkpoint, model: Any) -> OSError:
+    """Return what to say where a checkpoint's file has no room. What was written of it is given back."""
+    made.draft.write_bytes(b"")
+    needed = bytes_of((*model.variables, *model.optimizer.variables))
+    remedy = "Free some space, or save to a folder on another disk. The last checkpoint is whole."
+    return full_disk(str(made.file), f"the checkpoint of step {made.step} could not be saved", needed, remedy)
+
+
+def bytes_of(variables: Iterable[keras.Variable]) -> int:
+    """Return how many bytes variables take."""
+    return sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from embedrock.errors import ArgumentError
 from embedrock.keras.saving import callers
+from embedrock.machine.space import full_disk
+from embedrock.process import platform
 from embedrock.table.table import Table
 
 
@@ -85,6 +87,29 @@ def of_tf_checkpoint() -> Destination | None:
     return Destination(os.path.abspath(prefix), is_checkpoint=True) if isinstance(prefix, str) else None
 
 
+def _remove(destination: Destination) -> None:
+    """Leave nothing of a file that Keras has just begun."""
+    if not destination.is_checkpoint:
+        with contextlib.suppress(OSError):
+            os.unlink(destination.path)
+
+
+def check_room(destination: Destination | None, needed: int, what: str) -> None:
+    """Raise an error, and leave nothing, where a file will not hold so many bytes: Keras would leave a part of it.
+
+    Args:
+        destination: the file.
+        needed: bytes.
+        what: could not be done, for the error.
+    """
+    if destination is None or "://" in destination.path:
+        return
+    if platform.free_bytes(os.path.dirname(destination.path)) < needed:
+        error = full_disk(destination.path, what, needed, "Free some space, or save to another disk.")
+        _remove(destination)
+        raise error
+
+
 def check_outside(destination: Destination | None, table: Table) -> None:
     """Raise an error, and leave nothing, where a file is saved to the folder of a table."""
     if destination is None or table.path is None:
@@ -92,9 +117,7 @@ def check_outside(destination: Destination | None, table: Table) -> None:
     folder = os.path.realpath(table.path)
     if not Path(os.path.realpath(destination.path)).is_relative_to(folder):
         return
-    if not destination.is_checkpoint:
-        with contextlib.suppress(OSError):
-            os.unlink(destination.path)  # which Keras has just made
+    _remove(destination)
     raise ArgumentError(
         f"a model must be saved outside of its tables: got {destination.path!r}, inside of the table at {folder!r}. "
         "Save it to another folder."

@@ -14,8 +14,9 @@ import numpy as np
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.keras.saving import callers, destination
 from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
-from embedrock.keras.saving.row_files import are_in, read_rows, write_rows
+from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
+from embedrock.machine.space import full_disk, is_full
 from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores
@@ -56,7 +57,16 @@ def save_assets(layer: Any, folder: str) -> None:
         return
     check_whole(table, layer.label, "saved")
     done.append(table)
-    write_rows(table, folder)
+    needed = sum(size_of_rows(each) for each in done)
+    destination.check_room(destination.of_keras(), needed, f"the rows of {layer.label} could not be saved")
+    try:
+        write_rows(table, folder)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
+        remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
+        raise full_disk(folder, what, needed, remedy) from error
 
 
 def _tables_done(function: str) -> list[Table]:

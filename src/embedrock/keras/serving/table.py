@@ -200,8 +200,17 @@ def _is_whole(table: Table, limit: int) -> bool:
     return size is not None and (not is_drawable(table.spec.init) or size <= max(limit, _found_size(table)))
 
 
+def served_bytes(table: Table, whole_bytes: int | str = WHOLE_BYTES) -> int:
+    """Return how many bytes the variables of a `ServingTable` take."""
+    return _size(table, _is_whole(table, parse_bytes(whole_bytes, "whole_bytes")))
+
+
+def _size(table: Table, is_whole: bool) -> int:
+    return (_whole_size(table) or 0) if is_whole else _found_size(table)
+
+
 def _check_memory(table: Table, is_whole: bool, subject: str) -> None:
-    size = (_whole_size(table) or 0) if is_whole else _found_size(table)
+    size = _size(table, is_whole)
     if size > memory_limit():
         raise MemoryBudgetError(
             f"variables for {subject} must fit this process's memory, {format_bytes(memory_limit())}: they take "

@@ -22,6 +22,7 @@ from embedrock.fronts.arguments import zero_rows
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
 from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
 from embedrock.machine.paths import local_path
+from embedrock.machine.space import full_disk, is_full
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
@@ -95,10 +96,33 @@ def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[s
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
         content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
-    with made.draft.open("wb") as file:
-        torch.save(content, file)
-    _check_readable(made.draft)
-    made.publish()
+    try:
+        with made.draft.open("wb") as file:
+            torch.save(content, file)
+        _check_readable(made.draft)
+        made.publish()
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise _full_disk(made, model, _bytes_in(content)) from error
+
+
+def _full_disk(made: Checkpoint, model: nn.Module, needed: int) -> OSError:
+    """Return what to say where a checkpoint's file has no room. What was written of it is given back."""
+    made.draft.write_bytes(b"")
+    in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
+    rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
+    what = f"the checkpoint of step {made.step}{rows} could not be saved"
+    remedy = "Free some space, or save to a folder on another disk. The last checkpoint is whole."
+    return full_disk(str(made.file), what, needed, remedy)
+
+
+def _bytes_in(state: Any) -> int:
+    """Return the bytes of the tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_bytes_in, inner))
 
 
 def _check_readable(draft: Path) -> None:
