@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,53 +16,11 @@ from twins import DIM, ROWS, embedding_twins, gradient_of, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
-from slow import slow
 
 IDS = torch.tensor([3, 1, 3, 7])
 
 
-# ---------------------------------------------------------------- torch.compile and tracing
-
-
-class Model(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.dense = layer, nn.Linear(DIM, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.dense(self.layer(ids * 2 % ROWS).sin()).square().sum()
-
-
-LAYERS = {"embedding": ert.Embedding, "bag": ert.EmbeddingBag}
-
-
-# Inductor makes C++ of what "aot_eager" runs as it is, and compiles it for 10 seconds.
-@pytest.mark.parametrize(
-    ("backend", "kind"), [("eager", "embedding"), ("aot_eager", "bag"), *slow(("inductor", "embedding"))]
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own imports
-def test_a_compiled_model_trains_like_one_that_is_not(backend: str, kind: str):
-    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler for inductor")
-    torch.compiler.reset()
-    results = []
-    for compiled in (True, False):
-        torch.manual_seed(0)
-        model = Model(LAYERS[kind](ROWS, DIM))
-        run = torch.compile(model, backend=backend) if compiled else model
-        assert isinstance(run, nn.Module)
-        optimizers = [ert.Adam(run, lr=0.1), torch.optim.SGD(ert.dense_parameters(run), lr=0.1)]
-        for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            run(IDS[:, None] + step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        with torch.no_grad():
-            results.append((run(IDS[:, None]), weight_of(model.layer)))
-        assert rows_of(model.layer).steps == 4
-    for mine, plain in zip(*results, strict=True):
-        torch.testing.assert_close(mine, plain)
+# ---------------------------------------------------------------- tracing (torch.compile: test_compiled.py)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
@@ -73,9 +30,10 @@ def test_tracing_is_refused():
         torch.jit.trace(layer, IDS)
 
 
-def test_export_is_refused():
-    with pytest.raises(er.UnsupportedError, match=r"torch\.export would bake"):
-        torch.export.export(ert.Embedding(ROWS, DIM).eval(), (IDS,), strict=False)
+@pytest.mark.parametrize(("strict", "error"), [(False, er.UnsupportedError), (True, RuntimeError)])
+def test_export_is_refused(strict: bool, error: type[Exception]):
+    with pytest.raises(error, match=r"Embedding\(23, 5\) cannot be exported .*Export ert\.freeze\(model\)"):
+        torch.export.export(ert.Embedding(ROWS, DIM).eval(), (IDS,), strict=strict)
 
 
 # ---------------------------------------------------------------- replicas and processes

@@ -18,6 +18,7 @@ from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bin
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.dense_watch import DenseWatch
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
@@ -184,6 +185,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ steps
 
+    @as_it_is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the rows that got gradients since the last `zero_grad`.
@@ -260,6 +262,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"Make the {mine} anew."
             )
 
+    @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the pending gradients of the rows."""
         if not set_to_none:

@@ -11,6 +11,7 @@ from torch import nn
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.torch.optim import RowOptimizer
+from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles
 from embedrock.torch.training.vigil import BOTH
@@ -164,6 +165,7 @@ class ModelOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    @as_it_is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the rows, as `RowOptimizer.step` does, then the dense parameters.
@@ -182,6 +184,7 @@ class ModelOptimizer(Optimizer):
             part.step()
         return loss
 
+    @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of rows and dense parameters."""
         for part in self._parts:

@@ -12,13 +12,13 @@ from embedrock.batch.wrong_ids import Place, in_bags
 from embedrock.errors import ArgumentError, IdError, UnsupportedError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
+from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, offsets_of, outside_of_graphs, place_in
+from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
-from embedrock.torch.training.pooled_lookup import PooledLookup
-from embedrock.torch.training.spans import span, waited
+from embedrock.torch.training.pooled_lookup import PooledLookup, PooledReading
 
 MODES = ("sum", "mean", "max")
 
@@ -93,7 +93,7 @@ class EmbeddingBag(RowLayer):
         layer.requires_grad_(not freeze)
         return layer
 
-    @outside_of_graphs
+    @on_plain_tensors
     def forward(
         self,
         input: Tensor,  # noqa: A002  # nn.EmbeddingBag's name
@@ -117,22 +117,39 @@ class EmbeddingBag(RowLayer):
         """
         handle = self._usable_handle()
         trains = self._trains(handle)
-        ids, bounds = self._flat(input, offsets, handle)
-        weights = self._flat_weights(input, per_sample_weights, len(ids))
+        reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
+        if trains or _needs_gradient(weights):
+            return PooledLookup.apply(handle, weights, reading)
+        return reading.read(weights)
+
+    def in_graph(
+        self,
+        input: Tensor,  # noqa: A002
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Do what `forward` does by an operator, for a graph of `torch.compile`."""
+        if is_jagged(input) and offsets is None and per_sample_weights is None:
+            ids, bounds = input.contiguous(), offsets_of(input.contiguous())
+            return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
+        inputs = input, offsets, per_sample_weights, self.include_last_offset
+        trains = self._may_train(), _needs_gradient(per_sample_weights)
+        return operators.bags(self.handle, *inputs, self.number, self.embedding_dim, self.dtype, *trains)[0]
+
+    def reading(
+        self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
+    ) -> tuple[PooledReading, Tensor | None]:
+        """Plan a lookup, and return it with the weights of its positions, (n,)."""
+        flat, bounds = self._flat(ids, offsets, handle)
+        weights = self._flat_weights(ids, weights, len(flat))
         side = handle.side()
-        bounds = side.bounds(bounds, len(ids))
-        with span("plan"):
-            try:
-                plan = side.plan(ids, trains)
-            except IdError as error:
-                raise self._outside(error, ids, _place(input, offsets)) from None
-        self._renormalize(plan)
+        bounds = side.bounds(bounds, len(flat))
+        try:
+            plan = self._planned(side, flat, trains)
+        except IdError as error:
+            raise self._outside(error, flat, _place(ids, offsets)) from None
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
-        if trains or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):
-            return PooledLookup.apply(handle, side, weights, bags, self._options())
-        waited(side)
-        with span("read"):
-            return side.pool(side.read_rows(bags.plan), weights, bags)[0].to(handle.device, self.dtype)
+        return PooledReading(handle, side, bags, self._options()), weights
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""
@@ -174,6 +191,10 @@ class EmbeddingBag(RowLayer):
                 f"got {weights.dtype}, {tuple(weights.shape)}."
             )
         return weights.resolve_neg().reshape(-1)[:count]
+
+
+def _needs_gradient(weights: Tensor | None) -> bool:
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _place(ids: Tensor, offsets: Tensor | None) -> Place:

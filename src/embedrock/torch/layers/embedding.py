@@ -11,10 +11,12 @@ from torch import Tensor
 from embedrock.errors import IdError
 from embedrock.table.options import shows
 from embedrock.table.table import Table
+from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, jagged_like, outside_of_graphs, place_in
-from embedrock.torch.training.lookup import Lookup, check_ids
+from embedrock.torch.layers.transforms import is_jagged, jagged_like, on_plain_tensors, place_in
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.lookup import Lookup, Reading, check_ids
 from embedrock.torch.training.spans import span, waited
 
 
@@ -113,7 +115,7 @@ class Embedding(RowLayer):
         layer.requires_grad_(not freeze)
         return layer
 
-    @outside_of_graphs
+    @on_plain_tensors
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Embedding's name
         """Return the rows of ids.
 
@@ -137,15 +139,27 @@ class Embedding(RowLayer):
             except IdError as error:
                 raise self._outside(error, ids.values(), place_in(ids)) from None
         handle = self._usable_handle()
-        trains, side = self._trains(handle), handle.side()
-        ids = check_ids(input, handle.label)
-        if not trains and self.max_norm is None:
+        if self._trains(handle):
+            return Lookup.apply(handle, self.reading(handle, input))
+        return self.rows_for_no_gradient(handle, input)
+
+    def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Do what `forward` does by an operator, for a graph of `torch.compile`."""
+        if is_jagged(input):
+            ids = input.contiguous()
+            return jagged_like(ids, self.in_graph(ids.values()))
+        return operators.lookup(self.handle, input, self.number, self.embedding_dim, self.dtype, self._may_train())[0]
+
+    def reading(self, handle: Handle, ids: Tensor) -> Reading:
+        """Plan a lookup of rows that train."""
+        side = handle.side()
+        return Reading(handle, side, self._planned(side, check_ids(ids, handle.label), trains=True), self._options())
+
+    def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
+        """Look rows up that gradients do not come back to."""
+        side, ids = handle.side(), check_ids(ids, handle.label)
+        if self.max_norm is None:
             waited(side)
             with span("read"):
                 return side.lookup(ids).to(handle.device, self.dtype)
-        with span("plan"):
-            plan = side.plan(ids, trains)
-        self._renormalize(plan)
-        if trains:
-            return Lookup.apply(handle, side, plan, self._options())
-        return side.read(plan).to(handle.device, self.dtype)
+        return side.read(self._planned(side, ids, trains=False)).to(handle.device, self.dtype)

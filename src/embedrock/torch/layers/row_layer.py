@@ -18,12 +18,19 @@ from embedrock.fronts.references import Remedies, check_state, go_to, is_referen
 from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
+from embedrock.torch.layers.operators import number_of
 from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import Options, renormalize
+from embedrock.torch.training.side import RowSide
+from embedrock.torch.training.spans import span
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
+REPLACED = (
+    "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call and parametrizations "
+    "cannot reach the rows of an embedding layer: call the module itself."
+)
 REMEDIES = Remedies(
     moved="Make the layer with path=, the place where that table is now, or pass relocate={old path: new path} to "
     "ert.load.",
@@ -42,6 +49,7 @@ class RowLayer(nn.Module):
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[RowKeys] = RowKeys()
     handle: Handle
+    number: Tensor  # by which graphs name it
 
     def __init__(
         self,
@@ -56,16 +64,21 @@ class RowLayer(nn.Module):
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype, self._path = DTYPES[table.spec.dtype], ""
         self.handle = handle_of(table)
+        self.number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
         self._path = path = self._path if path is None else path
-        name = f", name={self.table.name!r}" if self.table.name else ""
-        layer = f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
-        self.handle.label = f"{path!r}, {layer}" if path else layer
+        self.handle.label = f"{path!r}, {self.label}" if path else self.label
         rows_of(self.table).name_by(self.handle.label)
+
+    @property
+    def label(self) -> str:
+        """What error messages call the layer where its place in a model is not known."""
+        name = f", name={self.table.name!r}" if self.table.name else ""
+        return f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
 
     def _name_in_model(self, prefix: str) -> None:
         if prefix and self.handle.average is None:  # whose label says whose average it is
@@ -133,17 +146,13 @@ class RowLayer(nn.Module):
     def _usable_handle(self) -> Handle:
         """Return the handle, if a forward may use it."""
         handle = self.handle
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if torch.jit.is_tracing():
             raise UnsupportedError(
-                "rows of an embedding layer cannot be traced: torch.jit.trace, torch.onnx and torch.export would "
-                "bake this batch's rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile "
-                "works."
+                "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
+                "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
             )
         if not isinstance(handle, Handle):
-            raise UnsupportedError(
-                "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call and "
-                "parametrizations cannot reach the rows of an embedding layer: call the module itself."
-            )
+            raise UnsupportedError(REPLACED)
         handle.check_untouched()
         return handle
 
@@ -157,17 +166,48 @@ class RowLayer(nn.Module):
         """Return whether a forward is followed by gradients of rows, and check that they will be applied."""
         if not (handle.requires_grad and torch.is_grad_enabled()):
             return False
+        self._check_applied(handle)
+        return True
+
+    def _check_applied(self, handle: Handle) -> None:
+        """Check that gradients of rows that come back will be applied."""
         if self.training:
             handle.vigil.check(handle.label)
             _refuse_several_processes(handle)
-        return True
 
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
-    def _renormalize(self, plan: Any) -> None:
+    def _planned(self, side: RowSide, ids: Tensor, trains: bool) -> Any:
+        with span("plan"):
+            plan = side.plan(ids, trains)
         if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
+        return plan
+
+    # ------------------------------------------------------------ graphs of torch.compile
+
+    def _may_train(self) -> bool:
+        """Return what `_trains` does, as a graph can see it."""
+        return self.handle.requires_grad and torch.is_grad_enabled()
+
+    def enter_graph(self, handle: Tensor, trains: bool) -> Handle:
+        """Check at each run of a graph what `forward` checks, and return the handle.
+
+        Args:
+            handle: as the graph was given it.
+            trains: `_may_train` when the graph was made.
+        """
+        own = self._usable_handle()
+        if handle.data_ptr() != own.data_ptr():
+            raise UnsupportedError(REPLACED)
+        if trains:
+            self._check_applied(own)
+        return own
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.number = number_of(self)  # a copy is a layer of its own
 
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup with the place of the id in what the layer was given.

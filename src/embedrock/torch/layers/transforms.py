@@ -12,19 +12,22 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import UnsupportedError
-from embedrock.torch.training.backward import as_it_is
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def outside_of_graphs(forward: Method) -> Method:
-    """Keep a layer's method out of the graphs of `torch.compile`, and out of transforms of `torch.func`.
+def on_plain_tensors(forward: Method) -> Method:
+    """Let a layer's method see real tensors only, wherever it is called.
 
-    Neither could see the rows change.
+    In a graph of `torch.compile` the layer's `in_graph` stands for it, and a transform of `torch.func` takes the rows
+    as constants: neither could see the rows change.
     """
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _check_not_exported(self)
+            return self.in_graph(*args, **kwargs)
         if _functorch.peek_interpreter_stack() is None:
             return forward(self, *args, **kwargs)
         _check_frozen(self.handle)
@@ -33,7 +36,19 @@ def outside_of_graphs(forward: Method) -> Method:
         with torch._C._DisableFuncTorch():  # the rows are constants
             return forward(self, *plain, **named)
 
-    return as_it_is(call)  # pyright: ignore[reportReturnType]
+    return call  # pyright: ignore[reportReturnType]
+
+
+# PyTorch before 2.7 has no such function.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: not torch.compiler.is_dynamo_compiling())
+
+
+def _check_not_exported(layer: Any) -> None:
+    if _is_exporting():
+        raise UnsupportedError(
+            f"{layer.label} cannot be exported (torch.export, torch.onnx): its rows are in a table, not in the model. "
+            "Export ert.freeze(model), which has plain layers; torch.compile takes the model as it is."
+        )
 
 
 def _check_frozen(handle: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
 from embedrock.torch.training.side import Gradients
@@ -61,6 +62,19 @@ class Backward:
 
 
 _running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+
+
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).remove(torch._C.DispatchKey.CPU)
+
+
+def accumulator(leaf: Tensor) -> Any:
+    """Return the node of autograd's that accumulates the gradient of a leaf; None if it has none.
+
+    An operator runs below autograd, where no tensor has a node. So that is undone for a moment.
+    """
+    with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS), torch.enable_grad():
+        view = leaf.view_as(leaf).grad_fn
+    return None if view is None else view.next_functions[0][0]
 
 
 def accumulates(node: Any) -> bool:

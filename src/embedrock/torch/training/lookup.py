@@ -108,25 +108,49 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
+class Reading(NamedTuple):
+    """A lookup of rows that train: what it reads, and what becomes of the gradients that come back to it.
+
+    Attributes:
+        handle: of the rows.
+        side: where they are used.
+        plan: of the batch.
+        options: of the layer.
+    """
+
+    handle: Handle
+    side: RowSide
+    plan: Any
+    options: Options
+
+    def read(self) -> Tensor:
+        """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
+        waited(self.side)
+        with span("read"):
+            return self.side.read(self.plan).to(self.handle.device, self.options.dtype)
+
+    def receive(self, grads: Tensor, node: Any) -> Tensor:
+        """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
+        options = self.options
+        with span("sum"):
+            grads = grads.resolve_neg()
+            of_rows = self.side.sum(self.plan, grads, options.padding_idx, options.scale_grad_by_freq)
+        return self.handle.receive(of_rows, node)
+
+
 class Lookup(torch.autograd.Function):
-    """Rows of a plan; the gradient goes to the table's handle. Nothing waits for a GPU."""
+    """Rows of a plan; the gradient goes to the table's handle."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, side: RowSide, plan: Any, options: Options) -> Tensor:
+    def forward(ctx: Any, handle: Handle, reading: Reading) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``."""
-        ctx.handle, ctx.side, ctx.plan, ctx.options = handle, side, plan, options
-        waited(side)
-        with span("read"):
-            return side.read(plan).to(handle.device, options.dtype)
+        ctx.reading = reading
+        return reading.read()
 
     @staticmethod
     @as_it_is
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         """Sum the gradient by row, for the handle."""
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # none, but PyTorch's error in a second backward without retain_graph
-        options: Options = ctx.options
-        with span("sum"):
-            grads = grad_outputs[0].resolve_neg()
-            grads = ctx.side.sum(ctx.plan, grads, options.padding_idx, options.scale_grad_by_freq)
-        return ctx.handle.receive(grads, ctx.next_functions[0][0]), None, None, None
+        return ctx.reading.receive(grad_outputs[0], ctx.next_functions[0][0]), None

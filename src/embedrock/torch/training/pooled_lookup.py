@@ -14,32 +14,66 @@ from embedrock.torch.training.side import RowSide
 from embedrock.torch.training.spans import span, waited
 
 
+class PooledReading:
+    """A lookup of bags that gradients come back to: see `Reading`.
+
+    Args:
+        handle: of the rows.
+        side: where they are used.
+        bags: of the batch.
+        options: of the layer.
+    """
+
+    def __init__(self, handle: Handle, side: RowSide, bags: Any, options: Options) -> None:
+        self.handle, self.side, self.bags, self.options = handle, side, bags, options
+        self._trace = self._rows = None
+
+    def read(self, weights: Tensor | None, keeps_rows: bool = False) -> Tensor:
+        """Return the bags, (bags, dim), of positions with weights (n,), or None for ones.
+
+        Args:
+            weights: of the positions.
+            keeps_rows: `weight_grads` will be asked for.
+        """
+        waited(self.side)
+        with span("read"):
+            rows = self.side.read_rows(self.bags.plan)
+            out, self._trace = self.side.pool(rows, weights, self.bags)
+        self._rows = rows if keeps_rows else None
+        return out.to(self.handle.device, self.options.dtype)
+
+    def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
+        """Sum the gradients of the bags by row, for the handle: see `Handle.receive`."""
+        with span("sum"):
+            by_frequency = self.options.scale_grad_by_freq
+            of_rows = self.side.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
+        return self.handle.receive(of_rows, node)
+
+    def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradients of the positions' weights: (n,), like `weights`."""
+        grads = self.side.weight_grads(grads.resolve_neg(), self._rows, self.bags)
+        return grads.to(weights.device, weights.dtype)
+
+
 class PooledLookup(torch.autograd.Function):
     """Pooled rows of bags; the gradients go to the table's handle and to the weights of the positions."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Handle, side: RowSide, weights: Tensor | None, bags: Any, options: Options) -> Tensor:
+    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: PooledReading) -> Tensor:
         """Return the bags, (bags, dim), of positions with weights (n,), or None for ones."""
-        waited(side)
-        with span("read"):
-            rows = side.read_rows(bags.plan)
-            out, trace = side.pool(rows, weights, bags)
-        ctx.handle, ctx.side, ctx.bags, ctx.options, ctx.trace = handle, side, bags, options, trace
-        ctx.rows = rows if ctx.needs_input_grad[2] else None
+        ctx.reading = reading
         ctx.save_for_backward(weights)  # so that autograd notices when they are written to before the backward
-        return out.to(handle.device, options.dtype)
+        return reading.read(weights, ctx.needs_input_grad[1])
 
     @staticmethod
     @as_it_is
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Sum the gradient by row, for the handle, and by position, for the weights."""
         refuse_second_derivative()
-        grads, (weights,), side = grad_outputs[0].resolve_neg(), ctx.saved_tensors, ctx.side
+        (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
-            with span("sum"):
-                of_rows = side.unpool(grads, weights, ctx.bags, ctx.trace, ctx.options.scale_grad_by_freq)
-            of_handle = ctx.handle.receive(of_rows, ctx.next_functions[0][0])
-        if ctx.needs_input_grad[2]:
-            of_weights = side.weight_grads(grads, ctx.rows, ctx.bags).to(weights.device, weights.dtype)
-        return of_handle, None, of_weights, None, None
+            of_handle = reading.receive(grads, weights, ctx.next_functions[0][0])
+        if ctx.needs_input_grad[1]:
+            of_weights = reading.weight_grads(grads, weights)
+        return of_handle, of_weights, None

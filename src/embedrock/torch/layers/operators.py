@@ -1,0 +1,226 @@
+"""Lookups as operators of PyTorch's, which `torch.compile` takes into its graphs without looking inside.
+
+An operator takes tensors and numbers. So a layer is named by a tensor with its number: a graph that was made for one
+layer then serves all that are like it, and a graph that another process left on the disk serves this one. What a lookup
+leaves to its backward is named by a tensor, too, its *ticket*, whose memory keeps that alive: a graph drops it when no
+backward can come any more.
+
+Compilers take an operator for a function of its arguments: two lookups of the same ids in one graph may become one,
+and one whose result nobody wants is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import UnsupportedError
+from embedrock.torch.training.backward import accumulator
+from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.lookup import refuse_second_derivative
+
+# ---------------------------------------------------------------- layers
+
+_count = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(layer: Any) -> Tensor:
+    """Give a layer a number, and return it: int64 (), on the CPU."""
+    number = next(_count)
+    _layers[number] = layer
+    return torch.from_numpy(np.array(number))
+
+
+def _layer(number: Tensor, handle: Tensor, trains: bool) -> tuple[Any, Handle]:
+    """Return the layer of a number, which a graph that runs now may use, and its handle."""
+    layer = _layers.get(int(number))
+    if layer is None:
+        raise UnsupportedError(
+            "this graph names an embedding layer that is gone. Compile the model that is there: torch.compile(model)."
+        )
+    return layer, layer.enter_graph(handle, trains)
+
+
+def _own(ids: Tensor, handle: Handle) -> Tensor:
+    """Return ids that a plan may keep: a graph may write to its own. (The CPU's plans keep none.)"""
+    return ids if handle.rows_on is None else ids.clone()
+
+
+# ---------------------------------------------------------------- tickets
+
+
+class _Ticket(np.ndarray):
+    """The memory of a ticket: int64 (1,), the number of the ticket."""
+
+    reading: Any
+
+
+_tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
+
+
+def _ticket_for(reading: Any) -> Tensor:
+    number = next(_count)
+    ticket = np.array([number]).view(_Ticket)
+    ticket.reading = reading
+    _tickets[number] = ticket
+    return torch.from_numpy(ticket)
+
+
+def _no_ticket() -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _reading(ticket: Tensor) -> Any:
+    found = _tickets.get(int(ticket))
+    if found is None:
+        raise UnsupportedError(
+            "a gradient came back to a lookup in a compiled graph of which nothing is left: what autograd saves was "
+            "copied (torch.autograd.graph.save_on_cpu, saved_tensors_hooks). Leave that out, or look the rows up "
+            "outside of what is compiled."
+        )
+    return found.reading
+
+
+def _ticket_like(trains: bool) -> Tensor:
+    return torch.empty(1 if trains else 0, dtype=torch.int64, device="cpu")
+
+
+def _handle_gradient_like(grads: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=grads.device)
+
+
+# ---------------------------------------------------------------- rows
+
+
+@torch.library.custom_op("embedrock::lookup", mutates_args=())
+def lookup(
+    handle: Tensor, ids: Tensor, number: Tensor, dim: int, dtype: torch.dtype, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of ids, ``ids.shape + (dim,)`` of `dtype`, and a ticket if they train."""
+    layer, own = _layer(number, handle, trains)
+    if not trains:
+        return layer.rows_for_no_gradient(own, ids), _no_ticket()
+    reading = layer.reading(own, _own(ids, own))
+    return reading.read(), _ticket_for(reading)
+
+
+@lookup.register_fake
+def _(handle: Tensor, ids: Tensor, number: Tensor, dim: int, dtype: torch.dtype, trains: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty((*ids.shape, dim), dtype=dtype, device=handle.device), _ticket_like(trains)
+
+
+@torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
+def lookup_backward(grads: Tensor, ticket: Tensor) -> Tensor:
+    """Return the handle's gradient, float32 ()."""
+    reading = _reading(ticket)
+    return reading.receive(grads, accumulator(reading.handle)).clone()  # a graph may write to what it gets
+
+
+@lookup_backward.register_fake
+def _(grads: Tensor, ticket: Tensor) -> Tensor:
+    return _handle_gradient_like(grads)
+
+
+def _keep_ticket(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _lookup_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None, None, None, None]:
+    refuse_second_derivative()
+    return lookup_backward(grads, *ctx.saved_tensors), None, None, None, None, None
+
+
+lookup.register_autograd(_lookup_backward, setup_context=_keep_ticket)
+
+
+# ---------------------------------------------------------------- bags
+
+
+@torch.library.custom_op("embedrock::bags", mutates_args=())
+def bags(
+    handle: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    last_is_end: bool,
+    number: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    trains: bool,
+    weights_train: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return bags of rows, (bags, dim) of `dtype`, and a ticket if the rows or the weights train."""
+    layer, own = _layer(number, handle, trains)
+    reading, flat = layer.reading(own, _own(ids, own), offsets, weights, trains)
+    out = reading.read(flat, weights_train)
+    return out, _ticket_for(reading) if trains or weights_train else _no_ticket()
+
+
+@bags.register_fake
+def _(
+    handle: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    last_is_end: bool,
+    number: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    trains: bool,
+    weights_train: bool,
+) -> tuple[Tensor, Tensor]:
+    count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # len() would be a constant
+    return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(trains or weights_train)
+
+
+def _flat(weights: Tensor, reading: Any) -> Tensor:
+    """Return the weights of a lookup's positions, (n,): ids after the last bag have none."""
+    return weights.resolve_neg().reshape(-1)[: reading.bags.plan.shape[0]]
+
+
+@torch.library.custom_op("embedrock::bags_backward", mutates_args=())
+def bags_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
+    """Return the handle's gradient, float32 ()."""
+    reading = _reading(ticket)
+    flat = None if weights is None else _flat(weights, reading)
+    return reading.receive(grads, flat, accumulator(reading.handle)).clone()
+
+
+@bags_backward.register_fake
+def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
+    return _handle_gradient_like(grads)
+
+
+@torch.library.custom_op("embedrock::weights_backward", mutates_args=())
+def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
+    """Return the gradient of the positions' weights, like them."""
+    reading, out = _reading(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    flat = _flat(weights, reading)
+    out.view(-1)[: len(flat)] = reading.weight_grads(grads, flat)
+    return out
+
+
+@weights_backward.register_fake
+def _(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
+    return torch.empty_like(weights, memory_format=torch.contiguous_format)
+
+
+def _keep_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[3], output[1])
+
+
+def _bags_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative()
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    of_handle = bags_backward(grads, *saved) if needs[0] else None
+    of_weights = weights_backward(grads, *saved) if needs[3] else None
+    return of_handle, None, None, of_weights, None, None, None, None, None, None
+
+
+bags.register_autograd(_bags_backward, setup_context=_keep_weights)
