@@ -357,7 +357,7 @@ def test_words_as_ids(tmp_path: Path):
         ("a 1 2\nb nan 2\n", "line 2: expected finite float32 numbers; got nan"),
         ("a 1 2\nb 1e39 2\n", "line 2: expected finite float32 numbers; got inf"),
         ("2 2\na 1 2\n", "line 3: expected 2 rows; got the end of the file after 1"),
-        ("1 2\na 1 2\nb 3 4\n", "line 3: expected 1 rows, as line 1 says; got more"),
+        ("1 2\na 1 2\nb 3 4\n", "line 3: expected 1 row, as line 1 says; got more"),
         ("99999 99999\na 1 2\n", "line 1: expected numbers of rows and columns that fit the file"),
         ("0 2\n", "line 1: expected numbers of rows and columns that fit the file"),
     ],

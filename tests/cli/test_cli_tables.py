@@ -149,14 +149,14 @@ def test_info(run: Run, capsys: pytest.CaptureFixture[str]):
     assert run("info", "t.rock", "--at", 1)["commit"]["name"] == "first"
     assert main(["info", "t.rock"]) == 0
     text = capsys.readouterr().out
-    for part in ("60; 40 have records", "SGD(lr=0.5)", "Normal(mean=0.0, std=0.1), seed 3", "step 20", "delta "):
+    for part in ("60; 40 with records", "SGD(lr=0.5)", "Normal(mean=0.0, std=0.1), seed 3", "step 20", "delta "):
         assert part in text
 
 
 def test_info_of_open_ids(capsys: pytest.CaptureFixture[str]):
     make_table(rows=None)
     assert main(["info", "t.rock"]) == 0
-    assert "any int64 as id; 60 have records" in capsys.readouterr().out
+    assert "any int64 as id; 60 with records" in capsys.readouterr().out
 
 
 def test_commits(run: Run, capsys: pytest.CaptureFixture[str]):
@@ -217,7 +217,7 @@ def test_verify_names_file_rows_and_newest_good_commit(run: Run, capsys: pytest.
     assert newest.name in told["problems"][0]
     assert "1 of 60 records do not fit, of ids 5" in told["problems"][0]
     assert main(["verify", "t.rock"]) == DAMAGED
-    assert "1 problems; newest good commit: 1" in capsys.readouterr().out
+    assert "1 problem; newest good commit: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["manifest", "delta", "truncated", "missing"])

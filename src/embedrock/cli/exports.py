@@ -28,6 +28,7 @@ from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.space import full_disk, is_full
 from embedrock.terminal.progress import progress
+from embedrock.terminal.tables import format_count
 
 SYNC_BYTES = 256 << 20  # of vectors, between two notes in the journal
 
@@ -117,7 +118,7 @@ def _check_part(job: ExportJob, kept: dict[str, Any] | None, restart: bool) -> N
             fail(part, "no such file", "one that this command did not begin", "Move it away, or pass --restart.")
         job.journal.save({"rows": 0})
     elif kept["rows"] > job.output.rows:
-        fail(job.journal.path, f"at most {job.output.rows} rows", f"{kept['rows']}", RESTART)
+        fail(job.journal.path, f"at most {format_count(job.output.rows, 'row')}", f"{kept['rows']}", RESTART)
 
 
 def _write(job: ExportJob, start: int) -> list[Path]:
@@ -135,7 +136,12 @@ def _write(job: ExportJob, start: int) -> list[Path]:
                     saved = sink.done
                     job.journal.save({"rows": saved})
         if sink.done != job.output.rows:
-            fail(job.output.path, f"{job.output.rows} rows", f"{sink.done}", "This is a bug: please report it.")
+            fail(
+                job.output.path,
+                format_count(job.output.rows, "row"),
+                f"{sink.done}",
+                "This is a bug: please report it.",
+            )
         sink.sync()
         job.journal.save({"rows": sink.done})
         return sink.finish()
@@ -154,7 +160,7 @@ def _full_disk(job: ExportJob, done: int) -> OSError:
     parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
     written = sum(part.stat().st_size for part in parts)
     row_bytes = max(4 * output.dim + 8 * output.has_ids, written / done if done else 0)  # text takes more
-    what = f"{output.rows:,} rows of table {str(job.table.path)!r} could not be exported"
+    what = f"{format_count(output.rows, 'row')} of table {str(job.table.path)!r} could not be exported"
     remedy = "Free some space and run the same command again: it continues. No file has this name until it is whole."
     return full_disk(str(output.path), what, max(0, int(row_bytes * output.rows) - written), remedy)
 

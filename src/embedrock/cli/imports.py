@@ -22,6 +22,7 @@ from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
 from embedrock.terminal.progress import progress
+from embedrock.terminal.tables import format_count
 
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -102,7 +103,12 @@ def _job(arguments: Namespace) -> ImportJob:
     options = ReadOptions(**{name: getattr(arguments, name) for name in READ_OPTIONS})
     source = kind.read(path, options)
     if arguments.dim not in (None, source.dim):
-        fail(path, f"vectors of {arguments.dim} numbers, as --dim says", f"{source.dim}", "Leave --dim out.")
+        fail(
+            path,
+            f"vectors of {format_count(arguments.dim, 'number')}, as --dim says",
+            f"{source.dim}",
+            "Leave --dim out.",
+        )
     status = os.stat(path)
     described = asdict(options) | {
         "source": str(path),
@@ -164,10 +170,10 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
     source, rows = job.source, table.rows
     if source.dim != table.dim:
         remedy = f"Choose another table than {job.table}."
-        fail(source.path, f"vectors of {table.dim} numbers, as the table has", f"{source.dim}", remedy)
+        fail(source.path, f"vectors of {format_count(table.dim, 'number')}, as the table has", f"{source.dim}", remedy)
     if rows is not None and not source.has_ids and source.rows > rows:
         remedy = f"Choose a larger --rows, or another table than {job.table}."
-        fail(source.path, f"at most {rows} rows, as the table has", f"{source.rows}", remedy)
+        fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", f"{source.rows}", remedy)
 
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
@@ -180,7 +186,7 @@ def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
         fail(
             job.table,
             f"the table as the earlier import left it, at commit {kept.get('commit')}",
-            f"commit {table.last_commit}, after {table.steps} steps",
+            f"commit {table.last_commit}, after {format_count(table.steps, 'step')}",
             RESTART,
         )
     return min(kept["rows"], job.source.rows)

@@ -7,12 +7,23 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import embedrock
 from embedrock.errors import EmbedrockError
+from embedrock.terminal.parser import Parser
 
+DONE = 0
 FAILED = 1
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+EXAMPLES = """
+examples:
+  embedrock import vectors.csv vectors.rock      make a table of a file of vectors
+  embedrock info vectors.rock                    what it is: rows, rule, size, last commit
+  embedrock demo --steps 1000                    train a recommender on 22 million rows
+
+`embedrock help COMMAND` says more about each.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     from embedrock.cli import tables
     from embedrock.demo import command as demo
 
-    parser = argparse.ArgumentParser("embedrock", description=(embedrock.__doc__ or "").partition("\n")[0])
+    description = (embedrock.__doc__ or "").partition("\n")[0]
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("embedrock", description=description, epilog=EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(subparsers)
     bench.add_parser(subparsers)
     tables.add_parsers(subparsers)
+    _add_help(subparsers, parser)
+    parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: nothing was asked for, and nothing failed
     return parser
+
+
+def _add_help(subparsers: Any, whole: Parser) -> None:
+    parser = subparsers.add_parser("help", help="print this, or what a command does", add_help=False)
+    parser.add_argument("of", metavar="COMMAND", nargs="?", choices=list(subparsers.choices))
+    parser.set_defaults(run=lambda arguments: _help(subparsers.choices.get(arguments.of, whole)))
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return DONE

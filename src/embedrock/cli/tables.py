@@ -9,11 +9,13 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
+from embedrock.cli.nearby import check_there
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
@@ -50,8 +52,13 @@ def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str,
     parser = subparsers.add_parser(name, help=text, description=options.pop("description", description), **options)
     parser.add_argument("table", type=_table, metavar="TABLE", help="folder of the table")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=partial(_on_table, run), parser=parser)
     return parser
+
+
+def _on_table(run: Callable[[Namespace], int], arguments: Namespace) -> int:
+    check_there(arguments.table)
+    return run(arguments)
 
 
 def _add_export(subparsers: Any) -> None:
@@ -151,8 +158,8 @@ def _info_text(told: dict[str, Any]) -> str:
     facts = {
         "table": told["path"],
         "uuid": told["uuid"],
-        "rows": f"{rows}; {told['rows_touched']:,} have records",
-        "record": f"{told['record_bytes']} bytes: {told['dim']} {told['dtype']} weights, and state",
+        "rows": f"{rows}; {told['rows_touched']:,} with records",
+        "record": f"{told['record_bytes']} bytes: {format_count(told['dim'], told['dtype'] + ' weight')}, and state",
         "rule": _call(told["rule"]),
         "first values": f"{_call(told['init'])}, seed {told['seed']}",
         "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
@@ -179,8 +186,10 @@ def _commits(arguments: Namespace) -> int:
 
 
 def _commit_text(commit: dict[str, Any]) -> str:
-    number, time, rows, size, step, name = _commit_cells(commit)
-    return ", ".join(filter(None, (number, time, f"{rows} rows", size, step and f"step {step}", name)))
+    number, time, _, size, step, name = _commit_cells(commit)
+    return ", ".join(
+        filter(None, (number, time, format_count(commit["rows"], "row"), size, step and f"step {step}", name))
+    )
 
 
 def _commit_cells(commit: dict[str, Any]) -> tuple[str, ...]:
@@ -197,12 +206,11 @@ def _verify(arguments: Namespace) -> int:
     verdict = _verdict(folder)
     told = {"path": folder, **verdict._asdict()}
     good = "there is no good commit" if verdict.newest_good is None else f"newest good commit: {verdict.newest_good}"
-    summary = f"{verdict.files:,} files, {verdict.records:,} records: " + (
-        f"{len(verdict.problems)} problems; {good}"
-        if verdict.problems
-        else f"all good, up to commit {verdict.newest_good}"
-    )
-    strange = [f"{len(verdict.strange)} files that no commit names, left alone as they may be somebody's:"]
+    seen = f"{format_count(verdict.files, 'file')}, {format_count(verdict.records, 'record')}"
+    whole = f"all good, up to commit {verdict.newest_good}"
+    summary = f"{seen}: " + (f"{format_count(len(verdict.problems), 'problem')}; {good}" if verdict.problems else whole)
+    left = format_count(len(verdict.strange), "file")
+    strange = [f"{left} of which no commit knows, left alone in case they are somebody's:"]
     more = [*strange, *verdict.strange] if verdict.strange else []
     _tell(arguments, told, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
@@ -264,10 +272,9 @@ def _compact(arguments: Namespace) -> int:
 
 def _export(arguments: Namespace) -> int:
     told = exports.run_export(arguments)
-    kind = "rows, all in order" if told["all"] else "rows with records"
-    text = (
-        f"{told['rows']:,} {kind}, {told['dim']} float32 each, of commit {told['commit']}: {', '.join(told['files'])}"
-    )
+    which = "all, in order" if told["all"] else "those with records"
+    rows = f"{format_count(told['rows'], 'row')} ({which}), {told['dim']} dim"
+    text = f"{rows}, of commit {told['commit']}: {', '.join(told['files'])}"
     return _tell(arguments, told, text + _continued(told))
 
 
@@ -275,12 +282,14 @@ def _import(arguments: Namespace) -> int:
     given = [name for name in imports.NEW_TABLE if getattr(arguments, name) is not None]
     if arguments.into and given:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
+    if arguments.into:
+        check_there(arguments.table)
     told = imports.run_import(arguments)
     text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
     if told["words"]:
         text += f"; words: {told['words']}"
     if told["repeated"]:
-        text += f"; {told['repeated']:,} ids came again, and their last vectors hold"
+        text += f"; {format_count(told['repeated'], 'id')} came again: the last vector of each holds"
     return _tell(arguments, told, text + _continued(told))
 
 

@@ -22,7 +22,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.terminal.progress import print_above, progress
-from embedrock.terminal.tables import Column, format_facts, format_head, format_row, format_table
+from embedrock.terminal.tables import Column, format_count, format_facts, format_head, format_row, format_table
 
 REPORTS = 4  # how often the AUC is measured
 RECENT = 100  # batches, whose mean loss is shown
@@ -185,7 +185,7 @@ def _format_training(results: dict[str, Any]) -> str:
     steps = last["step"] - results["resumed_at"]
     rate = steps / last["train_s"] if steps else 0.0
     facts = {
-        "trained": f"{steps:,} steps in {last['train_s']:.1f} s, {rate:.0f} it/s",
+        "trained": f"{format_count(steps, 'step')} in {last['train_s']:.1f} s, {rate:.0f} it/s",
         "disk": _format_disk(results["disk"], list(tables)) if results["disk"] else "",
         "rows": f"{touched:,} of {rows:,} touched ({touched / rows:.0%})",
         "RAM": f"{format_bytes(used)} for the tables, {format_bytes(results['rss_bytes'])} for the process",

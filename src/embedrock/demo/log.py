@@ -18,7 +18,7 @@ from embedrock.demo.torch.backends import EMBEDROCK, SPARSE
 from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
 from embedrock.demo.training import Batches, Learner, Measured, Training
 from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import Column, format_facts, format_head, format_row, format_table
+from embedrock.terminal.tables import Column, format_count, format_facts, format_head, format_row, format_table
 
 CURVE_STEPS = 100  # of the two loss curves that are compared
 CURVE_TARGET, HIT_RATE_TARGET = 1e-5, 0.002
@@ -104,13 +104,15 @@ def _epoch_s(training: Training) -> float:
 def _format_start(log: Interactions, split: Split, options: LogOptions) -> str:
     order = "order of the file" if log.times is None else "time"
     repeats = f"; {split.repeats:,} repeats left out" if split.repeats else ""
-    counts = f"{len(log.users):,} interactions, {log.num_users:,} users, {log.num_items:,} items{repeats}"
-    tested = f"of {len(split.test_users):,} users, each among {CANDIDATES} unseen items"
+    seen = format_count(len(split.users), "interaction")
+    people = format_count(log.num_users, "user")
+    counts = f"{format_count(len(log.users), 'interaction')}, {people}, {format_count(log.num_items, 'item')}{repeats}"
+    tested = f"of {format_count(len(split.test_users), 'user')}, each among {CANDIDATES} unseen items"
     return format_facts(
         {
             "log": f"{options.data.name}: {log.form}\n{counts}",
             "test": f"the last item (by {order}) {tested}",
-            "train": f"{len(split.users):,} interactions, each with {NEGATIVES} unseen items, anew in every epoch",
+            "train": f"{seen}, each with {NEGATIVES} unseen items, anew in every epoch",
             "model": f"{options.model}, dim {options.dim}, Adam(lr={options.lr:g}), batch {options.batch_size:,}",
         }
     )
@@ -135,7 +137,12 @@ def _format_comparison(trainings: Sequence[Training], difference: dict[str, floa
         ("HR@10", *(f"{scores['hit_rate']:.4f}" for scores in last), _verdict(hits, HIT_RATE_TARGET)),
         ("NDCG@10", *(f"{scores['ndcg']:.4f}" for scores in last), ""),
         ("HR@10, best epoch", *(f"{best:.4f}" for best in bests), ""),
-        (f"loss, first {difference['curve_steps']} steps", "", "", _verdict(curve, CURVE_TARGET, " relative")),
+        (
+            f"loss, first {format_count(int(difference['curve_steps']), 'step')}",
+            "",
+            "",
+            _verdict(curve, CURVE_TARGET, " relative"),
+        ),
         ("an epoch, s", *(f"{_epoch_s(training):.2f}" for training in trainings), f"{difference['times_faster']:.1f}x"),
     ]
     head = ("from the same values", *(training.learner.name for training in trainings), "difference")

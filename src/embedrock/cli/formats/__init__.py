@@ -21,6 +21,7 @@ from embedrock.cli.formats._source import (
     fail,
     rows_at_once,
 )
+from embedrock.terminal.suggestions import did_you_mean
 
 
 class Format(NamedTuple):
@@ -97,7 +98,7 @@ def _by_suffix(path: Path) -> Format | None:
 def _refuse(path: Path, formats: list[Format] | tuple[Format, ...]) -> NoReturn:
     listed = ", ".join(f"{one.suffix} ({one.name})" for one in formats)
     packed = path.suffix.lower() in (*OPENERS, ".zip")
-    remedy = "Unpack it." if packed else "Pass --format NAME."
+    remedy = "Unpack it." if packed else f"Pass --format NAME.{did_you_mean(path.suffix, [f.suffix for f in formats])}"
     fail(path, f"one of {listed}", repr(path.suffix), remedy)
 
 

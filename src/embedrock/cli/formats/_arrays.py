@@ -12,6 +12,8 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, fail
+from embedrock.terminal.suggestions import did_you_mean
+from embedrock.terminal.tables import format_count
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
@@ -82,7 +84,7 @@ class Array:
     def _exactly(self, file: IO[bytes], size: int, first: int) -> bytes:
         data = file.read(size)
         if len(data) != size:
-            fail(self.path, f"{size} bytes", f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
+            fail(self.path, format_count(size, "byte"), f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
         return data
 
     def floats(self, start: int, rows: int) -> Iterator[np.ndarray]:
@@ -141,10 +143,12 @@ def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays
             fail(path, "one 2-D array of floats", listed, "Name one: --vectors NAME.")
         name = found[0]
     if name not in arrays:
-        fail(path, f"an array {name!r} of vectors", listed, "Name one of these: --vectors NAME.")
+        hint = did_you_mean(name, arrays)
+        fail(path, f"an array {name!r} of vectors", listed, f"Name one of these: --vectors NAME.{hint}")
     ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
     if ids != ROW_NUMBERS and ids not in arrays:
-        fail(path, f"an array {ids!r} of ids", listed, f"Name one of these, or say --ids {ROW_NUMBERS}.")
+        remedy = f"Name one of these, or say --ids {ROW_NUMBERS}.{did_you_mean(ids, arrays)}"
+        fail(path, f"an array {ids!r} of ids", listed, remedy)
     return Arrays(path, arrays[name], None if ids == ROW_NUMBERS else arrays[ids])
 
 
@@ -164,4 +168,10 @@ def _check_vectors(array: Array) -> None:
 def _check_ids(array: Array, rows: int) -> None:
     if array.shape != (rows,) or array.dtype.kind not in "iu" or array.bfloat16:
         remedy = f"Name another array, or say --ids {ROW_NUMBERS}."
-        fail(array.path, f"{rows} whole numbers as ids, one for each vector", array.kind, remedy, array.name)
+        fail(
+            array.path,
+            f"{format_count(rows, 'whole number')} as ids, one for each vector",
+            array.kind,
+            remedy,
+            array.name,
+        )

@@ -15,6 +15,8 @@ from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, rows_at_once
 from embedrock.cli.formats._spool import Spool
+from embedrock.terminal.suggestions import did_you_mean
+from embedrock.terminal.tables import format_count
 
 IDS, VECTORS = "id", "vector"  # names of the columns
 GET_AGAIN = "Check that it is the right file, or get it again."
@@ -74,12 +76,14 @@ class Columns(Source):
         types, listed = self._arrow.types, ", ".join(f"{field.name} ({field.type})" for field in schema)
         kinds = {field.name: field.type for field in schema}
         if self._ids is not None and not (self._ids in kinds and types.is_integer(kinds[self._ids])):
-            remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}."
+            hint = did_you_mean(self._ids, (name for name in kinds if name != self._ids))
+            remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{hint}"
             self.fail(f"a column {self._ids!r} of integers", listed, remedy)
         kind = kinds.get(self._vectors)
         is_list = (types.is_list, types.is_large_list, types.is_fixed_size_list)
         if kind is None or not any(test(kind) for test in is_list) or not types.is_floating(kind.value_type):
-            self.fail(f"a column {self._vectors!r} of lists of floats", listed, "Name it: --vectors NAME.")
+            hint = did_you_mean(self._vectors, (name for name in kinds if name != self._vectors))
+            self.fail(f"a column {self._vectors!r} of lists of floats", listed, f"Name it: --vectors NAME.{hint}")
 
     def _find_dim(self) -> int:
         first = next(self._parts([self._vectors], 0, 1)).column(0)[0].as_py()
@@ -107,7 +111,7 @@ class Columns(Source):
         lengths = self._lengths(column)
         if (lengths != self.dim).any():
             row = int(np.argmax(lengths != self.dim))
-            self.fail(f"{self.dim} numbers", f"{lengths[row]}", FIX, self.place(start + row))
+            self.fail(format_count(self.dim, "number"), f"{lengths[row]}", FIX, self.place(start + row))
         flat = column.flatten()
         if flat.null_count:
             row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False))) // self.dim

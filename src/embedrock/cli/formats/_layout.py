@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from embedrock.cli.formats._lines import BLANK, MAX_LINE_BYTES
 from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
+from embedrock.terminal.suggestions import did_you_mean
 
 SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
 BOM = b"\xef\xbb\xbf"
@@ -138,8 +139,9 @@ def _find_ids(names: tuple[str, ...], header: bool, path: Path, name: str | None
         return 0
     found = [column for column, one in enumerate(names) if (one.lower() in IDS if name is None else one == name)]
     if len(found) != 1:
-        expected = f"one column {IDS[0] if name is None else name!r} of ids"
-        _refuse(path, expected, names, f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.")
+        wanted = name or IDS[0]
+        remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{did_you_mean(wanted, names)}"
+        _refuse(path, f"one column {wanted!r} of ids", names, remedy)
     return found[0]
 
 
@@ -148,7 +150,8 @@ def _find_vectors(names: tuple[str, ...], ids: int | None, path: Path, name: str
     found = tuple(column for column, one in enumerate(names) if column != ids and wanted.fullmatch(one))
     if not found:
         expected = "columns of numbers" if name is None else f"columns {name}0, {name}1, ... of numbers"
-        _refuse(path, expected, names, "Name them: --vectors NAME takes NAME0, NAME1, ...")
+        hint = did_you_mean(name or "", (one.rstrip("0123456789_.- ") for one in names))
+        _refuse(path, expected, names, f"Name them: --vectors NAME takes NAME0, NAME1, ...{hint}")
     return found
 
 

@@ -16,6 +16,7 @@ from embedrock.cli.formats._packed import opened
 from embedrock.cli.formats._pyarrow import find_pyarrow
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source
+from embedrock.terminal.tables import format_count
 
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 LEAST_ID, MOST_ID = -(2**63), 2**63 - 1
@@ -92,7 +93,12 @@ class Delimited(Source):
         except ValueError as error:
             self.fail("columns, and quotes in pairs", f"{error}", FIX_LINE, self._layout.place(line))
         if len(fields) != columns:
-            self.fail(f"{columns} columns, as in the first line", f"{len(fields)}", FIX_LINE, self._layout.place(line))
+            self.fail(
+                f"{format_count(columns, 'column')}, as in the first line",
+                f"{len(fields)}",
+                FIX_LINE,
+                self._layout.place(line),
+            )
         return fields
 
     def _value(self, read: Callable[[str], Any], fields: list[str], column: int, line: int) -> Any:

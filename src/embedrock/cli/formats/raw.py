@@ -11,6 +11,7 @@ from embedrock.cli.formats._arrays import FLOATS, Array, Arrays, file_size
 from embedrock.cli.formats._regions import Region
 from embedrock.cli.formats._source import ReadOptions, fail
 from embedrock.cli.formats.npy import NpySink, ids_beside
+from embedrock.terminal.tables import format_count
 
 
 def read(path: Path, options: ReadOptions) -> Arrays:
@@ -22,7 +23,7 @@ def read(path: Path, options: ReadOptions) -> Arrays:
     rows, rest = divmod(file_size(path), dtype.itemsize * options.dim)
     if rest:
         expected = f"rows of {options.dim} {name}, {dtype.itemsize * options.dim} bytes each"
-        fail(path, expected, f"{file_size(path)} bytes in all", "Check --dim and --dtype.")
+        fail(path, expected, f"{format_count(file_size(path), 'byte')} in all", "Check --dim and --dtype.")
     shape = rows, options.dim
     vectors = Array(path, "", partial(open, path, "rb"), 0, dtype, shape, bfloat16=name == "bfloat16")
     return Arrays(path, vectors, ids_beside(path, options.ids))

@@ -17,6 +17,7 @@ from embedrock.cli.formats._packed import is_packed, opened
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import Batch, FileError, ReadOptions, Source, fail
 from embedrock.cli.formats.vocabulary import Vocabulary
+from embedrock.terminal.tables import format_count
 
 BLOCK_BYTES = 1 << 20
 MOST_PACKED = 1000  # bytes in one of a compressed file; zeros take that
@@ -53,7 +54,7 @@ def read_counts(file: IO[bytes], path: Path, least_bytes: int) -> tuple[int, int
     rows, dim = int(match[1]), int(match[2])
     size = file_size(path)
     if rows < 1 or dim < 1 or rows * dim * least_bytes > size * (MOST_PACKED if is_packed(path) else 1):
-        got = f"{rows} and {dim} in a file of {size} bytes"
+        got = f"{rows} and {dim} in a file of {format_count(size, 'byte')}"
         fail(path, "numbers of rows and columns that fit the file", got, "Get the file again.", "line 1")
     return rows, dim
 
@@ -98,7 +99,12 @@ class Text(Source):
                 if len(part) < wanted:
                     self._refuse_end(first + len(part))
             if next(lines, b""):
-                self.fail(f"{self.rows} rows, as line 1 says", "more", "Correct line 1.", self.place(self.rows))
+                self.fail(
+                    f"{format_count(self.rows, 'row')}, as line 1 says",
+                    "more",
+                    "Correct line 1.",
+                    self.place(self.rows),
+                )
 
     def _skip(self, lines: Iterator[bytes], start: int) -> None:
         skipped = sum(1 for _ in islice(lines, start + self._header))
@@ -106,7 +112,9 @@ class Text(Source):
             self._refuse_end(skipped - self._header)
 
     def _refuse_end(self, rows: int) -> NoReturn:
-        self.fail(f"{self.rows} rows", f"the end of the file after {rows}", "Get the file again.", self.place(rows))
+        self.fail(
+            format_count(self.rows, "row"), f"the end of the file after {rows}", "Get the file again.", self.place(rows)
+        )
 
     def _parse(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
         words, numbers = [], []
@@ -146,7 +154,12 @@ class Text(Source):
                     vectors[number] = [float(field) for field in fields[-self.dim :]]
             except ValueError as error:
                 got = f"{error}: {line[:60]!r}"
-                self.fail(f"a word and {self.dim} numbers between spaces", got, REMEDY, self.place(first + number))
+                self.fail(
+                    f"a word and {format_count(self.dim, 'number')} between spaces",
+                    got,
+                    REMEDY,
+                    self.place(first + number),
+                )
             words.append(word)
         return words, vectors
 

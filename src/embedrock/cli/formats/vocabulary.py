@@ -8,6 +8,7 @@ import numpy as np
 
 from embedrock.cli.formats._source import fail
 from embedrock.process import platform
+from embedrock.terminal.tables import format_count
 
 BLOCK_BYTES = 1 << 20
 END = ord("\n")
@@ -33,7 +34,7 @@ class Vocabulary:
         """
         outside = (ids < 0) | (ids >= len(self))
         if outside.any():
-            got = f"{len(self)} words, and a row of id {ids[np.argmax(outside)]}"
+            got = f"{format_count(len(self), 'word')}, and a row of id {ids[np.argmax(outside)]}"
             fail(self._path, "a word for each row", got, "Name another file by --words, or '' to write ids as words.")
         return [self._word(start, end) for start, end in zip(*self._bounds(ids), strict=True)]
 
@@ -85,7 +86,7 @@ def keep_lines(path: Path, count: int) -> None:
     """
     seen = size = 0
     if not path.exists():
-        fail(path, f"{count} lines from an earlier run", "no such file", "Begin anew: --restart.")
+        fail(path, f"{format_count(count, 'line')} from an earlier run", "no such file", "Begin anew: --restart.")
     with open(path, "r+b") as file:
         while seen < count and (block := file.read(BLOCK_BYTES)):
             here = block.count(b"\n")
@@ -95,7 +96,7 @@ def keep_lines(path: Path, count: int) -> None:
                 size += len(block)
             seen += here
         if seen < count:
-            fail(path, f"{count} lines from an earlier run", f"{seen}", "Begin anew: --restart.")
+            fail(path, f"{format_count(count, 'line')} from an earlier run", f"{seen}", "Begin anew: --restart.")
         file.truncate(size)
 
 

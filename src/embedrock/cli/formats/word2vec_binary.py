@@ -12,6 +12,7 @@ import numpy as np
 from embedrock.cli.formats._packed import opened
 from embedrock.cli.formats._source import Batch, ReadOptions, Source
 from embedrock.cli.formats.text import named_batch, read_counts, wants_words_as_ids
+from embedrock.terminal.tables import format_count
 
 MAX_WORD_BYTES = 4096
 BLOCK_BYTES = 1 << 20
@@ -60,7 +61,7 @@ class Word2vecBinary(Source):
             at = space + 1 + width
             if at > len(buffer):
                 got = f"the end of the file after {len(buffer) - space - 1}"
-                self.fail(f"{width} bytes of numbers", got, REMEDY, self.place(row))
+                self.fail(f"{format_count(width, 'byte')} of numbers", got, REMEDY, self.place(row))
             yield word, buffer[space + 1 : at]
         if (buffer[at:] + file.read(2)).strip(b"\n"):
-            self.fail(f"{self.rows} rows, as line 1 says", "more bytes after them", REMEDY)
+            self.fail(f"{format_count(self.rows, 'row')}, as line 1 says", "more bytes after them", REMEDY)

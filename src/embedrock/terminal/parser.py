@@ -1,0 +1,29 @@
+"""`Parser`: argparse's, which asks whether something else was meant where a name is mistyped."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from embedrock.terminal.suggestions import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line. Where it does not know a name, it asks about the one that is most like it."""
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the arguments, and no others: what a command does not know is an error of that command."""
+        found, unknown = super().parse_known_args(None if args is None else list(args), namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hint = did_you_mean(options[0], self._option_string_actions) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += "." + did_you_mean(str(value), map(str, action.choices or ()))
+            raise
