@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -392,3 +393,25 @@ def test_a_kill_at_every_moment_of_a_save(tmp_path: Path):
         shutil.rmtree(folder)
     assert found == {0, 1, 2}
     assert event > 15
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("Too many open files (24)")]
+)
+def test_a_process_that_may_open_no_more_files_is_no_damage(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = Model(tmp_path, "150KB")
+
+    def refused(*args: Any, **how: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", refused)
+        with pytest.raises(
+            OSError, match=r"Too many open files: this process, of .*Raise the limit .`ulimit -n 65536`"
+        ):
+            ert.save(model, tmp_path / "checkpoints", 1)
+    ert.save(model, tmp_path / "checkpoints", 1)
+    assert ert.load(model, tmp_path / "checkpoints") == 1
+    model.close()

@@ -9,13 +9,14 @@ from types import ModuleType
 import pytest
 
 from embedrock.machine import vfs
-from embedrock.store import compaction, reading, runs, store
+from embedrock.store import compaction, folding, reading, runs, store
 from embedrock.table import files, rows
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
     compaction: {"CHUNK_BYTES": 1, "PIECE_BYTES": 300, "SCAN_ROWS": 64},
     commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
+    folding: {"FAN": 3, "LEVEL_BYTES": 1 << 13, "PIECE_BYTES": 300},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
     files: {"LEAST_COMPACTED_BYTES": 1 << 14},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},

@@ -635,7 +635,7 @@ def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tu
     finished(durability.stop_compaction)
     check_still(both, clock)
     assert len(both.store.base_runs) == chunks
-    assert durability.compactions_failed == 0
+    assert durability.upkeep.failed == 0
     both.store.commit_is_awaited = False
     both.commit()
     both.close()
@@ -645,7 +645,7 @@ def test_a_compaction_leaves_the_disk_to_a_commit_and_stops_when_told(paused: tu
 def test_a_compaction_goes_on_when_the_commit_has_ended_or_it_must(name: str, paused: tuple[Both, Clock, Files]):
     both, clock, durability = paused
     check_still(both, clock)
-    thread = durability._compaction
+    thread = durability.upkeep.compaction
     assert thread is not None
     setattr(both.store, name, name == "hurry")
     finished(thread.join)
@@ -661,7 +661,7 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
     both.step()
     both.commit()
     both.check_ended()
-    thread = durability._compaction
+    thread = durability.upkeep.compaction
     assert thread is not None
     finished(thread.join)
     both.close()

@@ -29,6 +29,7 @@ DIRECT_BYTES = 32 << 20  # a file that has grown to this is read past the page c
 BLOCK = 4096  # what offsets, sizes and addresses of direct reads are multiples of
 DIRECT_WRITE_BYTES = 256 << 10  # what is written at once past the page cache, at least ...
 BOUNCE_BYTES = 4 << 20  # ... and at most
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 Data = bytes | bytearray | memoryview
 Int64 = npt.NDArray[np.int64]
@@ -43,6 +44,29 @@ def retried(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             return call(*args, **kwargs)
         except InterruptedError:
             continue
+
+
+def opened(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return ``call(...)``, which opens a file; where too many are open, the error says how to have fewer, or more."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        if not lacks_files(error):
+            raise
+        code, where = getattr(error, "errno", errno.EMFILE), getattr(error, "filename", None)
+        limit = None if code == errno.ENFILE else platform.open_file_limit()
+        whose = "the machine" if limit is None else f"this process, of {limit},"
+        told = (
+            f"{os.strerror(code)}: {whose} has no more left. A table on disk holds a few dozen, and one for each "
+            "128 MiB of its rows. Raise the limit (`ulimit -n 65536` before Python starts; LimitNOFILE= of a service), "
+            "or close tables and files that are not in use"
+        )
+        raise OSError(code, told, where) from error
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Return whether an error says that too many files are open; some libraries say so in words only."""
+    return getattr(error, "errno", None) in TOO_MANY_FILES or os.strerror(errno.EMFILE) in str(error)
 
 
 class System(ABC):
@@ -378,11 +402,11 @@ class OSSystem(System):
     def open(self, path: str, flags: int) -> int:
         flags |= O_NONBLOCK  # a pipe in the place of a file would block for ever; files do not care
         try:
-            fd = os.open(path, flags, 0o666)
+            fd = opened(os.open, path, flags, 0o666)
         except OSError as error:
             if not flags & O_DIRECT or error.errno != errno.EINVAL:
                 raise
-            fd = os.open(path, flags & ~O_DIRECT, 0o666)
+            fd = opened(os.open, path, flags & ~O_DIRECT, 0o666)
         self._paths[fd] = path
         platform.allow_more_files_than(fd)
         if platform.is_direct(fd):
@@ -464,7 +488,7 @@ class OSSystem(System):
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
-        platform.sync_folder(path)
+        opened(platform.sync_folder, path)
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
@@ -479,7 +503,7 @@ class OSSystem(System):
         os.unlink(path)
 
     def listdir(self, path: str) -> list[str]:
-        return os.listdir(path)
+        return opened(os.listdir, path)
 
     def exists(self, path: str) -> bool:
         try:
@@ -492,7 +516,7 @@ class OSSystem(System):
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = opened(os.open, path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             platform.lock(fd, wait=False)
             # In this order it needs no space where an older lock left as much: a table on a full disk can be opened.

@@ -137,6 +137,11 @@ def free_bytes(path: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def open_file_limit() -> int | None:
+    """Return how many files this process may have open; None where nobody says."""
+    return None if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def allow_more_files_than(fd: int) -> None:
     """Raise this process's own limit of open files in time, as a large table has a file for each 128 MiB."""
     if resource is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,12 @@ PIECE_BYTES = 4 << 20  # read and written at a time
 
 class Stopped(Exception):
     """Compaction was told to stop. Nothing has changed."""
+
+
+def let_commits_pass(store: Store, stops: Callable[[], bool]) -> None:
+    """Leave the disk to a commit that somebody waits for."""
+    while store.commit_is_awaited and not store.hurry and not stops():
+        time.sleep(PAUSE_SECONDS)
 
 
 class Source(NamedTuple):
@@ -78,8 +85,8 @@ def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None
         Stopped: `stops` said so.
         OSError: the disk. Nothing has changed.
     """
-    with store.compacting:
-        _compact(store, _source(store, _first_unpublished(store), store.manifest.rows), rate, stops)
+    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.manifest.rows)) as source:
+        _compact(store, source, rate, stops)
 
 
 def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
@@ -96,7 +103,8 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
     try:
         with store.compacting:
             if is_crowded():
-                _compact(store, _source(store, store.next_run(), rows), None, lambda: False)
+                with _chosen(store, lambda: (store.next_run(), rows)) as source:
+                    _compact(store, source, None, lambda: False)
     finally:
         store.hurry = False
 
@@ -120,6 +128,18 @@ def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[
 def _first_unpublished(store: Store) -> int:
     with store.lock:
         return min((log.number for log in store.logs), default=store.next_run())
+
+
+@contextmanager
+def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]]) -> Iterator[Source]:
+    """Choose what is folded: runs up to a number, of so many rows. Meanwhile nobody makes one of them."""
+    try:
+        with store.folding:
+            store.compacted_below, rows = choose()
+            source = _source(store, store.compacted_below, rows)
+        yield source
+    finally:
+        store.compacted_below = 0
 
 
 def _source(store: Store, first_kept: int, rows: int | None) -> Source:
@@ -222,8 +242,7 @@ class _Writer:
             early = self._written / self._rate - (time.monotonic() - self._started)
             if early > 0:
                 time.sleep(early)
-        while self._store.commit_is_awaited and not self._store.hurry and not self._stops():
-            time.sleep(PAUSE_SECONDS)
+        let_commits_pass(self._store, self._stops)
 
     def _is_late(self) -> bool:
         """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""

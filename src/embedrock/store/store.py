@@ -78,6 +78,8 @@ class Store:
         manifest: the last commit.
         history: arrays of the rule's, as of the commit that it was opened at; nothing, or one item.
         compacting: held by the one compaction under way.
+        folding: held by who makes one of several logs, or chooses those that a compaction folds.
+        compacted_below: logs of less than this number belong to the compaction under way.
         hurry: it is not to mind its limit of rate, nor commits.
         overlay_bytes: how large the overlay may become.
         commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
@@ -91,6 +93,7 @@ class Store:
         self.system, self.folder, self._held = system, folder, lock
         self.lock = forks.lock(forks.Rank.SECTION)
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
+        self.folding, self.compacted_below = threading.Lock(), 0
         self.overlay_bytes = 1 << 62
         self.broken: str | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
@@ -162,7 +165,7 @@ class Store:
         delta = [self._open_run(entry, manifest, runs) for entry in manifest.delta]
         overlay = Overlay()
         for run in delta:
-            overlay.insert(run.index(), _locations(run.number, 0, run.count))
+            overlay.insert(run.index(), locations_of(run.number, 0, run.count))
         history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
         index = base_of(base)
         self._check_count(manifest, index, overlay)
@@ -249,7 +252,7 @@ class Store:
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Append what `seal` returned to a log, one thread at a time, and return where its records are now."""
-        return _locations(log.number, log.append(sealed, ids), len(ids))
+        return locations_of(log.number, log.append(sealed, ids), len(ids))
 
     def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Note where the newest records of ids are, which were just appended."""
@@ -463,7 +466,7 @@ class Store:
             self.logs.remove(made)
             # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
             ids, index = np.unique(log.ids()[::-1], return_index=True)
-            old = _locations(log.number, 0, log.count)[::-1][index]
+            old = locations_of(log.number, 0, log.count)[::-1][index]
             try:
                 new = self._copied(ids, old, made)
                 newest = self.overlay.find(ids) == old
@@ -484,7 +487,7 @@ class Store:
             sealed = self.seal(records, slots, part)
             log.append(sealed, part)
             self.add(bytes_written=sealed.nbytes)
-        return _locations(log.number, 0, len(ids))
+        return locations_of(log.number, 0, len(ids))
 
     def forget(self, runs: Sequence[Run]) -> None:
         """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
@@ -493,6 +496,25 @@ class Store:
             self._active = self._active if self._active in self.logs else None
             self.drop(runs)
             self._unlink([run.path for run in runs if run.path not in self._frozen])
+
+    def replace(self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+        """Read records from a run in place of those that it was made of, neighbours in `delta`.
+
+        Args:
+            runs: whose files no longer are of use, unless a commit names them.
+            made: of the number of the last of them.
+            ids: without repeats.
+            old, new: their locations before and now.
+        """
+        with self.lock:
+            newest = self.overlay.find(ids) == old  # others have newer records elsewhere
+            self.overlay.insert(ids[newest], new[newest])
+            first = self.delta.index(runs[0])
+            self.delta[first : first + len(runs)] = [made]
+            self.drop(runs)
+            self.take(made)
+            committed = {entry.file for entry in self.manifest.delta}
+            self._unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
     def _remove(self, logs: Sequence[Log]) -> None:
         """Remove logs that hold nothing of use."""
@@ -553,6 +575,7 @@ def base_of(runs: Sequence[Run]) -> Base:
     return Base([Chunk(r.lo, r.hi, r.kind, r.number, r.count, None if r.kind == "full" else r.index()) for r in runs])
 
 
-def _locations(number: int, first: int, count: int) -> np.ndarray:
+def locations_of(number: int, first: int, count: int) -> np.ndarray:
+    """Return the locations of so many records of a run, from one on: int64 (count,)."""
     start = (number << INDEX_BITS) + first
     return np.arange(start, start + count)

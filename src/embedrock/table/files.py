@@ -24,7 +24,7 @@ from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.compaction import Stopped, compact
+from embedrock.store.compaction import compact
 from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
 from embedrock.store.runs import damaged
@@ -32,6 +32,7 @@ from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.home import Home, Version
 from embedrock.table.rows import Rows
+from embedrock.table.upkeep import Upkeep
 from embedrock.tiers.budget import budget_of
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit
@@ -41,7 +42,6 @@ from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
 MODES = ("w", "r")
-COMPACTED_BYTES_PER_SECOND = 100e6  # in the background, so that it leaves most of a disk to training
 FULLNESS = 5 / 6  # of the overlay, from which on compaction makes room. It rewrites all, so it should fold many rows.
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
@@ -114,18 +114,17 @@ class Files(Home):
     Attributes:
         subject: what error messages call the table.
         budget: the RAM that its tiers may take.
-        compactions_failed: in the background.
+        upkeep: of the files, in the background.
     """
 
     def __init__(self, store: Store, opening: Opening) -> None:
         self.store, self.opening = store, opening
         self.subject = f"table {opening.name or opening.path!r}"
         self.budget = budget_of(opening.memory)
-        self._compaction: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self.upkeep = Upkeep(opening.path)
         self._commit: Commit | None = None
         self._process = os.getpid()
-        self.compactions_failed, self._told, self._closed = 0, False, False
+        self._told = self._closed = False
 
     @property
     def reopening(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -215,7 +214,7 @@ class Files(Home):
             self.abandon(rows.version)
 
     def stats(self) -> dict[str, float]:
-        return {"compactions_failed": self.compactions_failed}
+        return {"compactions_failed": self.upkeep.failed}
 
     # ---------------------------------------------------------------- rows as of a commit
 
@@ -345,6 +344,7 @@ class Files(Home):
         crowded = self.store.overlay.nbytes > LEAST_OVERLAY_BYTES and self.store.fullness > FULLNESS
         if crowded or delta > max(base, LEAST_COMPACTED_BYTES):
             self.compact_in_background()
+        self.upkeep.fold(self.store)
         self._check_index(tier)
 
     def _check_index(self, tier: Disk) -> None:
@@ -394,29 +394,7 @@ class Files(Home):
 
     def compact_in_background(self) -> None:
         """Fold logs into base chunks while others go on, unless that is under way."""
-        if self._compaction is None or not self._compaction.is_alive():
-            self._stopping.clear()
-            thread = threading.Thread(target=self._compact, name="embedrock-compact", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system allows no more threads: it is tried again after the next commit
-                self.compactions_failed += 1
-            else:
-                self._compaction = thread
-
-    def _compact(self) -> None:
-        try:
-            compact(self.store, COMPACTED_BYTES_PER_SECOND, self._stopping.is_set)
-        except Stopped:
-            pass
-        except Exception as error:
-            self.compactions_failed += 1
-            warnings.warn(
-                f"{self.opening.path} could not be compacted, and is as it was: {error}. It is tried again after the "
-                "next commit.",
-                RuntimeWarning,
-                stacklevel=1,
-            )
+        self.upkeep.compact(self.store)
 
     def compact(self, rows: Rows) -> None:
         """Fold logs into base chunks, while others have the table."""
@@ -435,11 +413,8 @@ class Files(Home):
         return self.store.manifest.commit
 
     def stop_compaction(self) -> None:
-        """End a compaction in the background; what it has written so far is removed."""
-        if self._compaction is not None:
-            self._stopping.set()
-            self._compaction.join()
-            self._compaction = None
+        """End what compacts or folds in the background; what that has written so far is removed."""
+        self.upkeep.stop()
 
     def abandon(self, version: Version) -> None:
         """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""

@@ -23,6 +23,7 @@ from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, colle
 from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
 from embedrock.machine.paths import local_path
 from embedrock.machine.space import full_disk, is_full
+from embedrock.machine.vfs import lacks_files, opened
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
@@ -72,7 +73,7 @@ def save(
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
     parts = _named(optimizer)
-    before = checkpoints(folder, ENDINGS)
+    before = opened(checkpoints, folder, ENDINGS)
     if before and before[-1].step > made.step:
         raise ArgumentError(
             f"`step` of ert.save must be at least that of the last checkpoint, {before[-1].step}: got {made.step}. "
@@ -90,14 +91,14 @@ def save(
 
 
 def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
-    made.begin()
+    opened(made.begin)
     for table in tables:
         table.commit(step=made.step, name=made.commit_name)
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
         content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
     try:
-        with made.draft.open("wb") as file:
+        with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
         made.publish()
@@ -160,7 +161,7 @@ def load(
         ArgumentError: it is that of another model, or of other tables.
     """
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
-    found = checkpoints(folder, ENDINGS)
+    found = opened(checkpoints, folder, ENDINGS)
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
     content = _read(found[-1].file)
@@ -208,11 +209,13 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
         CorruptTableError: it is damaged, or not one of ours.
     """
     try:
-        _check_sums(file)
-        content = torch.load(file, map_location="cpu", weights_only=True, **how)
+        opened(_check_sums, file)
+        content = opened(torch.load, file, map_location="cpu", weights_only=True, **how)
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes make their readers raise anything
+        if lacks_files(error):  # which says nothing of the file
+            raise
         raise CorruptTableError(
             f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, remove it: ert.load then takes the "
             "one before."

@@ -1,0 +1,120 @@
+"""Folding: many small logs of past commits become one, so that few files are open, however many commits were made.
+
+Compaction, which rewrites nearly all of a table, waits for as many bytes in logs as the base has. Until then each
+commit leaves a file. So logs of about one size become one larger one as soon as there are `FAN` of them. Each row is
+written again once or twice for each factor of `FAN` by which logs grow, and fewer than ``FAN * levels`` are open: 32 of
+up to 1 MiB, 64 of up to 256 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from embedrock.machine.vfs import retried
+from embedrock.store import folder as folders
+from embedrock.store.reading import read_records
+from embedrock.store.runs import Log, Run, RunFile, piece_rows
+from embedrock.store.store import Store, locations_of, open_run
+
+FAN = 16  # logs of a size that become one
+LEVEL_BYTES = 64 << 10  # logs of up to so many bytes are of level 0; of the next one up to `FAN` times as many
+PIECE_BYTES = 4 << 20  # read and written at a time
+
+
+def due(sizes: Sequence[int]) -> int:
+    """Return how many of the newest logs should become one, by their sizes, the oldest first.
+
+    Example:
+        >>> due([10**9] + [5000] * 15), due([10**9] + [5000] * 16)
+        (0, 16)
+    """
+    levels = [_level(size) for size in sizes]
+    for level in range(max(levels, default=-1) + 1):
+        tail = next((number for number, each in enumerate(reversed(levels)) if each > level), len(levels))
+        if tail >= FAN * (level + 1):
+            return tail
+    return 0
+
+
+def _level(nbytes: int) -> int:
+    level = 0
+    while nbytes > LEVEL_BYTES * FAN**level:
+        level += 1
+    return level
+
+
+def fold(store: Store, most_bytes: int | None, pace: Callable[[], None]) -> bool:
+    """Make one log of those that are `due`. The next commit publishes it; until then the old files stay.
+
+    Logs that a compaction is folding meanwhile stay as they are. Returns whether there are larger ones to be folded.
+
+    Args:
+        store: of the table; others may use it meanwhile.
+        most_bytes: leave more than that for another call; None: as many as are due.
+        pace: called every few MB; it may raise.
+
+    Raises:
+        OSError: the disk. Nothing has changed.
+    """
+    if not store.folding.acquire(blocking=most_bytes is None):
+        return False
+    try:
+        with store.lock:
+            logs = [run for run in store.delta if run.number >= store.compacted_below]
+        logs = logs[len(logs) - due([run.file.size for run in logs]) :]
+        is_left = most_bytes is not None and sum(run.file.size for run in logs) > most_bytes
+        if logs and not is_left:
+            _fold(store, logs, pace)
+        return is_left
+    finally:
+        store.folding.release()
+
+
+def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
+    ids, old = _newest(logs)
+    entry = _written(store, ids, old, pace)
+    try:
+        # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
+        run = open_run(store.system, store.folder, entry, store.manifest, logs[-1].number)
+    except BaseException:
+        _remove(store, entry.file)
+        raise
+    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count))
+
+
+def _newest(logs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Return all ids of logs, ascending, and where the newest record is that these logs have of each."""
+    ids = np.concatenate([run.index() for run in logs])
+    where = np.concatenate([locations_of(run.number, 0, run.count) for run in logs])
+    ids, index = np.unique(ids[::-1], return_index=True)
+    return ids, where[::-1][index]
+
+
+def _written(store: Store, ids: np.ndarray, locations: np.ndarray, pace: Callable[[], None]) -> RunFile:
+    name, manifest = store.free_name(f"delta/{store.manifest.commit + 1:010d}", ".dlt"), store.manifest
+    log = Log.create(store.system, store.folder, name, manifest.uuid, manifest.record_bytes, -1)
+    try:
+        piece = piece_rows(manifest.record_bytes, PIECE_BYTES)
+        for start in range(0, len(ids), piece):
+            pace()
+            part, old = ids[start : start + piece], locations[start : start + piece]
+            slots, records = np.arange(len(part)), np.empty((len(part), manifest.record_bytes), np.uint8)
+            read_records(store.system, store.runs, old, part, records, slots)
+            sealed = store.seal(records, slots, part)
+            log.append(sealed, part)
+            store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)
+        return log.seal()
+    except BaseException:
+        _remove(store, name)
+        raise
+    finally:
+        log.close()
+
+
+def _remove(store: Store, name: str) -> None:
+    # What cannot be removed now is removed as an orphan by the next writer.
+    with contextlib.suppress(OSError):
+        retried(store.system.unlink, folders.join(store.folder, name))
