@@ -60,6 +60,18 @@ def test_other_paths_are_taken_as_they_are(path: str):
     assert local_path(path) == path
 
 
+def test_a_home_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(
+        er.ArgumentError, match=r"got '~/t\.rock', whose ~ only shells replace\. Pass '/home/me/t\.rock'"
+    ):
+        er.Table(10, 4, path="~/t.rock")
+    assert local_path("~nobody-of-this-name/t.rock") == "~nobody-of-this-name/t.rock"
+    (tmp_path / "~").mkdir()
+    assert local_path("~/t.rock") == "~/t.rock"
+    (tmp_path / "~").rmdir()
+
+
 @pytest.mark.parametrize("moved", [{"old": "s3://users"}, lambda path: "s3://users"], ids=["mapping", "function"])
 def test_no_table_was_moved_to_an_address(moved: Relocate):
     with pytest.raises(

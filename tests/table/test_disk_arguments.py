@@ -102,6 +102,36 @@ def test_a_folder_whose_parent_is_missing(tmp_path: Path):
         make(tmp_path / "below" / "users.rock")
 
 
+NEAR = {
+    "a file": ("thesis.tex", r"This is a file: '.*thesis\.tex'"),
+    "the folder around tables": ("", r"These in it are tables: items\.rock, users\.rock: "),
+    "a folder inside": ("users.rock/delta", r"It is inside of one: '.*/users\.rock': "),
+    "a file inside": ("users.rock/LOCK", r"It is inside of one: '.*/users\.rock': "),
+    "a typing error": ("user.rock", r"Did you mean 'users\.rock'\?: "),
+    "nothing near": ("parts", r"Make one: er\.Table\(rows, dim, path=\.\.\.\), or look for a typing error: "),
+}
+
+
+@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("mode", ["w", "r"])
+def test_near_misses_are_told(near: str, mode: str, tmp_path: Path):
+    for name in ("users.rock", "items.rock"):
+        make(tmp_path / name).close()
+    (tmp_path / "thesis.tex").write_text("mine")
+    name, hint = NEAR[near]
+    with pytest.raises(TableFileError, match=rf"a folder with manifest/\*\.json was expected\. {hint}"):
+        er.open(tmp_path / name, mode=mode)
+
+
+@pytest.mark.parametrize("inside", ["new.rock", "delta/new.rock", "delta"])
+def test_a_table_is_not_made_inside_of_another(inside: str, tmp_path: Path):
+    make(tmp_path / "users.rock").close()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TableFileError, match=r"this is inside of the table at '.*/users\.rock'\. Choose another path"):
+        make(tmp_path / "users.rock" / inside)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path):
     make(tmp_path).close()
     er.open(tmp_path).close()

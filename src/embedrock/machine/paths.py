@@ -23,7 +23,8 @@ def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
         kind: what is there, or shall be: a folder or a file.
 
     Raises:
-        ArgumentError: it is an address (``s3://...``), of which the system would make a folder ``s3:``, or no path.
+        ArgumentError: it is an address (``s3://...``), of which the system would make a folder ``s3:``, begins with
+            ``~``, or is no path.
 
     Example:
         >>> local_path("users.rock")
@@ -32,6 +33,11 @@ def local_path(path: Any, what: str = "`path`", kind: str = "folder") -> str:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{what} must be the name of a {kind}: got {path!r}.")
+    if text.startswith("~") and not os.path.exists(text.split("/")[0]) and os.path.expanduser(text) != text:
+        raise ArgumentError(
+            f"{what} must be the name of a {kind} as the system knows it: got {text!r}, whose ~ only shells replace. "
+            f"Pass {os.path.expanduser(text)!r}, which os.path.expanduser makes of it."
+        )
     found = _ADDRESS.match(text)
     if found and (found[2] or not os.path.exists(f"{found[1]}:")):
         raise ArgumentError(
