@@ -34,7 +34,16 @@ from embedrock.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
-from embedrock.initializers import Constant, FromArray, FromBfloat16, Initializer, Normal, Uniform, Zeros
+from embedrock.initializers import (
+    Constant,
+    FromArray,
+    FromBfloat16,
+    Initializer,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
 from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
@@ -79,6 +88,7 @@ __all__ = [
     "Table",
     "TableFileError",
     "TableLockedError",
+    "TruncatedNormal",
     "UncommittedWarning",
     "Uniform",
     "UnknownArgumentError",

@@ -38,7 +38,7 @@ def example_records() -> None:
 
 def example_first_values() -> None:
     for form, kind, seed in itertools.product(forms(Adam(), (1, 64)), generator.DRAWS, (1, 2**64 - 1)):
-        drawn, values = (kind, 0.0, 1.0), torch.empty(8, form.dim)
+        drawn, values = (kind, 0.0, 1.0, 0.1), torch.empty(8, form.dim)
         rows.read(PLACES, PLACES, ONE, seed, drawn, form, values)
         new, first_state = torch.zeros(8, dtype=torch.uint8), torch.empty(form.state_width)
         rows.begin(PLACES, new, PLACES, seed, drawn, first_state, ONE, ONE, form)

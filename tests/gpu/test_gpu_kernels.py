@@ -150,11 +150,17 @@ def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
     return records.view(spec.storage.words)[:, : spec.dim]
 
 
-DRAWN = [("constant", 0.3, 0.0), ("uniform", -1e-7, 0.01), ("uniform", -3.0, 5.0), ("normal", 0.3, 0.7)]
+DRAWN = [
+    ("constant", 0.3, 0.0),
+    ("uniform", -1e-7, 0.01),
+    ("uniform", -3.0, 5.0),
+    ("normal", 0.3, 0.7),
+    ("truncated_normal", 0.3, 0.7, 0.02275),
+]
 SEED = -(2**63) + 12345
 
 
-def first_values(drawn: tuple[str, float, float], ids: np.ndarray, dim: int) -> np.ndarray:
+def first_values(drawn: tuple[Any, ...], ids: np.ndarray, dim: int) -> np.ndarray:
     """Return those of the CPU, not rounded."""
     (kind, *numbers), out = drawn, np.empty((len(ids), dim), np.float32)
     made = (ids, numbers[0]) if kind == "constant" else (ids, np.uint64(SEED % 2**64), *numbers)
@@ -169,9 +175,7 @@ def any_ids(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("drawn", DRAWN, ids=str)
 @pytest.mark.parametrize("dim", [1, 37, 64, 1030])
-def test_rows_without_a_record_have_the_first_values_of_the_cpu(
-    dim: int, drawn: tuple[str, float, float], dtype: str
-) -> None:
+def test_rows_without_a_record_have_the_first_values_of_the_cpu(dim: int, drawn: tuple[Any, ...], dtype: str) -> None:
     rng = np.random.default_rng(dim)
     ids, slots = any_ids(rng), rng.permutation(20)[:13]
     records, spec = make_records(rng, 20, None, dim, dtype)
@@ -231,11 +235,11 @@ def test_begin(rule: Rule | None, dim: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("drawn", DRAWN, ids=str)
-def test_records_begin_with_the_first_values_of_the_cpu(drawn: tuple[str, float, float], dtype: str) -> None:
+def test_records_begin_with_the_first_values_of_the_cpu(drawn: tuple[Any, ...], dtype: str) -> None:
     check_begin(Adam(), 37, dtype, drawn)
 
 
-def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[str, float, float]) -> None:
+def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...]) -> None:
     rng = np.random.default_rng(dim)
     records, spec = make_records(rng, 20, rule, dim, dtype)
     records[:] = poison(records.shape, np.float32)

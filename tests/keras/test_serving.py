@@ -30,6 +30,8 @@ INITIALIZERS = [
     er.Normal(),
     er.Normal(0.3, 1e-5),
     er.Normal(0.0, 0.0),
+    er.TruncatedNormal(0.3, 1e-5),
+    er.TruncatedNormal(cut=6.0),
 ]
 
 # Runs where `import embedrock` fails: compares the bits of what `lookup` returns with those of files.

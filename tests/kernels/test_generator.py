@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import embedrock as er
 from embedrock.kernels import cpu, reference
 
 DEFINITION = (Path(__file__).resolve().parents[2] / "docs" / "first-values.md").read_text()
@@ -23,7 +24,13 @@ IDS = st.integers(-(2**63), 2**63 - 1) | st.sampled_from(
     [edge + offset for edge in (0, 2**31, 2**32, -(2**31), -(2**32)) for offset in (-1, 0, 1)]
 )
 SEEDS = st.integers(0, 2**64 - 1)
-PARAMETERS = {"uniform_values": (-0.3, 0.7), "normal_values": (0.1, 0.02), "constant_values": (0.25,)}
+BEYOND = er.TruncatedNormal().beyond
+PARAMETERS = {
+    "uniform_values": (-0.3, 0.7),
+    "normal_values": (0.1, 0.02),
+    "truncated_normal_values": (0.1, 0.02, BEYOND),
+    "constant_values": (0.25,),
+}
 
 
 def table(header: str) -> list[list[str]]:
@@ -86,6 +93,14 @@ def test_published_normal_quantiles(word: str, z: str, _rounded: str):
     assert bits(np.float32(cpu.generator.standard_normal(drawn))) == int(z, 16)
 
 
+@pytest.mark.parametrize(("word", "z", "_rounded"), table("word | z of cut 2 |"))
+def test_published_truncated_quantiles(word: str, z: str, _rounded: str):
+    drawn, cut = np.uint32(int(word, 16)), np.float32(BEYOND)
+    assert bits(reference.generator.truncated_normal(np.array([drawn]), BEYOND)).tolist() == [int(z, 16)]
+    inside = np.float32(1) - np.float32(2) * cut
+    assert bits(np.float32(cpu.generator.truncated_normal(drawn, cut, inside))) == int(z, 16)
+
+
 def test_published_coefficients():
     rows = table("power | L | N | D")
     for column, ours in enumerate(("LOG_SERIES", "NUMERATOR", "DENOMINATOR"), start=1):
@@ -110,6 +125,7 @@ def c_program(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.word_of.argtypes, library.word_of.restype = [ctypes.c_uint64, ctypes.c_int64, u32, u32, u32], u32
     library.uniform_of.argtypes, library.uniform_of.restype = [u32, f32, f32], f32
     library.standard_normal_of.argtypes, library.standard_normal_of.restype = [u32], f32
+    library.truncated_normal_of.argtypes, library.truncated_normal_of.restype = [u32, f32], f32
     return library
 
 
@@ -121,6 +137,8 @@ def test_the_c_program_gives_the_same_first_values(c_program: ctypes.CDLL):
     normal = by_cpu("normal_values", ids, seed, 7, 0.0, 1.0)[:, column]
     assert uniform.tolist() == [c_program.uniform_of(word, -0.3, 0.7) for word in words]
     assert normal.tolist() == [c_program.standard_normal_of(word) for word in words]
+    truncated = by_cpu("truncated_normal_values", ids, seed, 7, 0.0, 1.0, BEYOND)[:, column]
+    assert truncated.tolist() == [c_program.truncated_normal_of(word, BEYOND) for word in words]
     rounding = by_cpu("rounding_words", ids, seed, 7, 5, dtype=np.uint32)[:, column]
     assert rounding.tolist() == [c_program.word_of(seed, row_id, column, 1, 5) for row_id in ids.tolist()]
 
@@ -183,6 +201,19 @@ def test_the_normal_quantile_is_accurate_from_the_middle_to_the_tail():
     assert np.max(np.abs(z - exact)[exact <= 4]) < 1.34e-6
     mirrored = reference.generator.standard_normal((k << 1 | 1).astype(np.uint32))
     np.testing.assert_array_equal(mirrored, -z)
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 2.0, 3.0, 6.0])
+def test_the_truncated_quantile_is_accurate_and_ends_at_the_cut(cut: float):
+    beyond = er.TruncatedNormal(cut=cut).beyond
+    k = np.concatenate([np.arange(2**12), 2**31 - 1 - np.arange(2**12), np.arange(2**12, 2**31, 100_003)])
+    z = reference.generator.truncated_normal((k << 1).astype(np.uint32), beyond).astype(np.float64)
+    exact = stats.norm.isf(beyond + (1 - 2 * beyond) * (k + 0.5) * 2.0**-32)
+    assert np.max(np.abs(z - exact) / exact) < 2e-6
+    assert z.max() <= cut * (1 + 2e-6)
+    assert beyond == pytest.approx(stats.norm.sf(cut), rel=1e-7)
+    nothing = reference.generator.truncated_normal((k << 1).astype(np.uint32), 0.0)  # is cut off
+    np.testing.assert_array_equal(nothing, reference.generator.standard_normal((k << 1).astype(np.uint32)))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from embedrock.device.pooling import DeviceBags
 from embedrock.device.steps import Judged, Targets, judge
 from embedrock.device.timeline import Timeline
 from embedrock.errors import ArgumentError
-from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Rule
@@ -42,16 +42,16 @@ DRAWS: dict[type[Initializer], tuple[str, tuple[str, ...]]] = {
     Constant: ("constant", ("value",)),
     Uniform: ("uniform", ("low", "high")),
     Normal: ("normal", ("mean", "std")),
+    TruncatedNormal: ("truncated_normal", ("mean", "std", "beyond")),
 }
 
 
-def drawn_by(init: Initializer) -> tuple[str, float, float] | None:
-    """Return the kernel of an initializer and its two numbers, or None where only the CPU can draw first values."""
+def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
+    """Return the kernel of an initializer and its numbers, or None where only the CPU can draw first values."""
     if type(init) not in DRAWS:
         return None
     kind, fields = DRAWS[type(init)]
-    a, b, *_ = *(float(getattr(init, field)) for field in fields), 0.0
-    return kind, a, b
+    return kind, *(float(getattr(init, field)) for field in fields)
 
 
 FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has to look long ago

@@ -10,9 +10,10 @@ from embedrock.initializers.constant import Constant, Zeros
 from embedrock.initializers.from_array import FromArray
 from embedrock.initializers.from_bfloat16 import FromBfloat16
 from embedrock.initializers.normal import Normal
+from embedrock.initializers.truncated_normal import TruncatedNormal
 from embedrock.initializers.uniform import Uniform
 
-INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, FromArray)
+INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)
 
 
 def read_initializer(description: dict[str, Any]) -> Initializer:
@@ -35,6 +36,7 @@ __all__ = [
     "FromBfloat16",
     "Initializer",
     "Normal",
+    "TruncatedNormal",
     "Uniform",
     "Zeros",
     "read_initializer",

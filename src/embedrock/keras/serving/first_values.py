@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.reference import generator
 from embedrock.spec import Spec
 
@@ -46,9 +46,16 @@ def philox(counter: list[tf.Tensor], seed: int) -> list[tf.Tensor]:
 
 def standard_normal(words: tf.Tensor) -> tf.Tensor:
     """Return the standard normal values that belong to `words`, uint64 below 2**32 of any shape."""
+    return _quantile(words, *_tail(words))
+
+
+def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     k = tf.cast(_high(words, 1), tf.int32)
     p = (tf.cast(k, tf.float32) + 0.5) * 2.0**-32
-    x = (tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31
+    return p, (tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31
+
+
+def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = (x * _polynomial(w, generator.NUMERATOR)) / _polynomial(w, generator.DENOMINATOR)
     sign = 1 - 2 * tf.cast(tf.bitwise.bitwise_and(words, np.uint64(1)), tf.int32)  # z is never 0
@@ -77,12 +84,20 @@ def _normal(init: Normal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     return np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids))
 
 
+def _truncated_normal(init: TruncatedNormal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
+    words, beyond = _words(spec, ids), np.float32(init.beyond)
+    inside = np.float32(1) - np.float32(2) * beyond
+    p, x = _tail(words)
+    return np.float32(init.mean) + np.float32(init.std) * _quantile(words, beyond + inside * p, inside * x)
+
+
 def _constant(init: Constant, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     return tf.fill([tf.size(ids), spec.dim], np.float32(init.value))
 
 
 _DRAWS: dict[type[Initializer], Callable[..., tf.Tensor]] = {
     Normal: _normal,
+    TruncatedNormal: _truncated_normal,
     Uniform: _uniform,
     Constant: _constant,
     Zeros: _constant,

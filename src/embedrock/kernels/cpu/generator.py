@@ -76,10 +76,27 @@ def _uniform(word):
 @inlined
 def standard_normal(word):
     """Return the standard normal value that belongs to one word."""
+    p, x = _tail(word)
+    return _quantile(word, p, x)
+
+
+@inlined
+def truncated_normal(word, cut, inside):
+    """Return the value that belongs to one word, normal without `cut` of each tail; `inside` is ``1 - 2 * cut``."""
+    p, x = _tail(word)
+    return _quantile(word, cut + inside * p, inside * x)
+
+
+@inlined
+def _tail(word):
     # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
     k = np.int32(word >> np.uint32(1))
     p = (np.float32(k) + np.float32(0.5)) * np.float32(2.0**-32)
-    x = (np.float32(np.int32(0x7FFFFFFF - k)) + np.float32(0.5)) * np.float32(2.0**-31)
+    return p, (np.float32(np.int32(0x7FFFFFFF - k)) + np.float32(0.5)) * np.float32(2.0**-31)
+
+
+@inlined
+def _quantile(word, p, x):
     w = _minus_log((np.float32(4.0) * p) * (np.float32(1.0) - p))
     z = (x * _polynomial(w, NUMERATOR)) / _polynomial(w, DENOMINATOR)
     return np.uint32(np.float32(z).view(np.uint32) | np.uint32(word << np.uint32(31))).view(np.float32)
@@ -125,6 +142,20 @@ def normal_values(ids, seed, mean, std, out, lo, hi):
         fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
         for column in range(row.shape[0]):
             row[column] = middle + scale * standard_normal(np.float32(row[column]).view(np.uint32))
+
+
+@kernel(over="ids", reads=("ids",), grain=256)
+def truncated_normal_values(ids, seed, mean, std, beyond, out, lo, hi):
+    """Fill rows [lo, hi) of `out` (n, dim) float32 with normal first values without `beyond` of each tail."""
+    words = out.view(np.uint32)
+    middle, scale, cut = np.float32(mean), np.float32(std), np.float32(beyond)
+    inside = np.float32(1.0) - np.float32(2.0) * cut
+    for i in range(lo, hi):
+        row = out[i]
+        fill_words(ids[i], seed, FIRST_VALUES, 0, words[i])
+        for column in range(row.shape[0]):
+            word = np.float32(row[column]).view(np.uint32)
+            row[column] = middle + scale * truncated_normal(word, cut, inside)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)

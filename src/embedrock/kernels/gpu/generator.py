@@ -49,10 +49,20 @@ def rounding_words(ids, seed, step, BLOCK: tl.constexpr):
 @inlined
 def standard_normal(word):
     """Return the standard normal values that belong to words."""
+    p, x = _tail(word)
+    return _quantile(word, p, x)
+
+
+@inlined
+def _tail(word):
     # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
     k = (word >> 1).to(tl.int32)
     p = (k.to(tl.float32) + 0.5) * 2.0**-32
-    x = ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31
+    return p, ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31
+
+
+@inlined
+def _quantile(word, p, x):
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = tl.div_rn(x * _polynomial(w, NUMERATOR, 7), _polynomial(w, DENOMINATOR, 6))
     return (z.to(tl.uint32, bitcast=True) | (word << 31)).to(tl.float32, bitcast=True)
@@ -75,22 +85,30 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @inlined
-def constant(ids, seed, value, unused, BLOCK: tl.constexpr):
+def constant(ids, seed, value, unused, unused_too, BLOCK: tl.constexpr):
     return tl.full([ids.shape[0], BLOCK], value, tl.float32)
 
 
 @inlined
-def uniform(ids, seed, low, high, BLOCK: tl.constexpr):
+def uniform(ids, seed, low, high, unused, BLOCK: tl.constexpr):
     word = first_words(ids, seed, BLOCK)
     return low + (high - low) * ((word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24)
 
 
 @inlined
-def normal(ids, seed, mean, std, BLOCK: tl.constexpr):
+def normal(ids, seed, mean, std, unused, BLOCK: tl.constexpr):
     return mean + std * standard_normal(first_words(ids, seed, BLOCK))
 
 
-DRAWS = {"constant": constant, "uniform": uniform, "normal": normal}
+@inlined
+def truncated_normal(ids, seed, mean, std, beyond, BLOCK: tl.constexpr):
+    word = first_words(ids, seed, BLOCK)
+    p, x = _tail(word)
+    inside = 1.0 - 2.0 * beyond
+    return mean + std * _quantile(word, beyond + inside * p, inside * x)
+
+
+DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": truncated_normal}
 
 
 def draw_args(seed, drawn):
@@ -98,7 +116,9 @@ def draw_args(seed, drawn):
 
     Args:
         seed: 64 bits.
-        drawn: how first values are drawn: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, std).
+        drawn: how first values are drawn: ("constant", value), ("uniform", low, high), ("normal", mean, std) or
+            ("truncated_normal", mean, std, beyond).
     """
-    kind, a, b = drawn
-    return (seed % 2**64, single(a), single(b)), {"DRAW": DRAWS[kind]}
+    kind, *numbers = drawn
+    a, b, c, *_ = *map(single, numbers), *[single(0.0)] * 3
+    return (seed % 2**64, a, b, c), {"DRAW": DRAWS[kind]}

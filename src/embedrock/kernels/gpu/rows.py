@@ -74,6 +74,7 @@ def _read(
     seed: tl.uint64,
     a,
     b,
+    c,
     out,
     DRAW: tl.constexpr,
     FORM: tl.constexpr,
@@ -87,7 +88,7 @@ def _read(
     values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
     absent = here & (place < 0)
     if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-        drawn = DRAW(tl.load(ids + u, mask=absent, other=0), seed, a, b, BLOCK)
+        drawn = DRAW(tl.load(ids + u, mask=absent, other=0), seed, a, b, c, BLOCK)
         values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
     at, inside = _tile(u, here, BLOCK, FORM)
     tl.store(out + at, values, mask=inside)
@@ -118,6 +119,7 @@ def _begin(
     seed: tl.uint64,
     a,
     b,
+    c,
     first_state,
     count,
     live,
@@ -136,7 +138,7 @@ def _begin(
     if tl.max(here.to(tl.int32), 0) > 0:  # most rows have records
         place = tl.load(places + u, mask=here, other=0)
         columns = tl.arange(0, BLOCK)[None, :]
-        drawn = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, BLOCK)
+        drawn = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, c, BLOCK)
         words = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
         tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=here[:, None] & (columns < WORDS))
         columns = tl.arange(0, TAIL_BLOCK)

@@ -78,10 +78,25 @@ def _polynomial(x: NDArray[Any], coefficients: tuple[np.float32, ...]) -> NDArra
 
 def standard_normal(words: NDArray[np.uint32]) -> NDArray[np.float32]:
     """Return the standard normal values that belong to `words` (any shape)."""
+    return _quantile(words, *_tail(words))
+
+
+def truncated_normal(words: NDArray[np.uint32], beyond: float) -> NDArray[np.float32]:
+    """Return the values that belong to `words` (any shape), normal but for the tails: `beyond` of each is cut off."""
+    cut = np.float32(beyond)
+    inside = np.float32(1) - np.float32(2) * cut
+    p, x = _tail(words)
+    return _quantile(words, cut + inside * p, inside * x)
+
+
+def _tail(words: NDArray[np.uint32]) -> tuple[NDArray[Any], NDArray[Any]]:
     # p is the probability beyond |z|, and x = 1 - 2 p, made from k so that nothing cancels.
     k = (words >> 1).astype(np.int32)
     p = (k.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    x = ((0x7FFFFFFF - k).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+    return p, ((0x7FFFFFFF - k).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+
+
+def _quantile(words: NDArray[np.uint32], p: NDArray[Any], x: NDArray[Any]) -> NDArray[np.float32]:
     w = _minus_log((np.float32(4) * p) * (np.float32(1) - p))
     z = (x * _polynomial(w, NUMERATOR)) / _polynomial(w, DENOMINATOR)
     return (z.view(np.uint32) | words << 31).view(np.float32)
@@ -102,6 +117,14 @@ def normal_values(
     """Fill `out` (n, dim) with the first values of the rows `ids` (n,): normal, `mean` and `std`."""
     words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
     out[:] = np.float32(mean) + np.float32(std) * standard_normal(words)
+
+
+def truncated_normal_values(
+    ids: NDArray[np.int64], seed: int | np.uint64, mean: float, std: float, beyond: float, out: NDArray[np.float32]
+) -> None:
+    """Fill `out` (n, dim) with the first values of the rows `ids` (n,): normal without `beyond` of each tail."""
+    words = _words(ids, seed, FIRST_VALUES, 0, out.shape[1])
+    out[:] = np.float32(mean) + np.float32(std) * truncated_normal(words, beyond)
 
 
 def constant_values(ids: NDArray[np.int64], value: float, out: NDArray[np.float32]) -> None:
