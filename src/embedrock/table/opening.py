@@ -53,7 +53,7 @@ def make_rows(
         first: for a new table, where no init or no seed was given; None: `own_first_values`.
     """
     check_rule(options["rule"])
-    _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)")
+    _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
     _check(options, options["directory"])
     left_out = {name: None for name in FirstValues._fields if options[name] is None}
     drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
@@ -128,9 +128,10 @@ def check_rule(rule: Any) -> None:
     _check_kind("rule", rule, Rule, "er.Adam()")
 
 
-def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+def _check_kind(name: str, value: object, kind: type, example: str, of_names: str = "") -> None:
     if value is not None and not isinstance(value, kind):
         hint = f"Pass an instance: {example}." if isinstance(value, type) else f"For example {example}."
+        hint = f"{hint} {of_names}" if of_names and isinstance(value, str) else hint
         raise ArgumentError(f"`{name}` must be a {kind.__name__} or None: got {value!r}. {hint}")
 
 

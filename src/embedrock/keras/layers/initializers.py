@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from embedrock.fronts.initializers import OTHERS, meant, needs_rows, scaled
+from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.keras.workers.exchange import Workers
 from embedrock.table.opening import FirstValues
 
 DEFAULT = "uniform"  # as in `keras.layers.Embedding`
+KINDS = ("uniform", "normal")
+NAMES = (
+    *("zeros", "ones", "constant", "truncated_normal"),
+    *(f"{name}_{kind}" for name in ("random", "glorot", "he", "lecun") for kind in KINDS),
+)
+OTHER_NAMES = (("xavier", "glorot"), ("kaiming", "he"))  # PyTorch's, and Keras' of the same
+ALIASES = {f"{theirs}_{kind}": f"{ours}_{kind}" for theirs, ours in OTHER_NAMES for kind in KINDS}
 
 
 class Drawn(NamedTuple):
@@ -66,34 +73,42 @@ def _drawn_seed(made: Any) -> int:
 
 def _keras_initializer(given: Any) -> Any:
     try:
-        return initializers.get(given)
+        return initializers.get(ALIASES.get(given, given) if isinstance(given, str) else given)
     except (ValueError, TypeError) as error:
+        near = meant(given, [*NAMES, *ALIASES]) if isinstance(given, str) else ""
         raise ArgumentError(
             f"`embeddings_initializer` must be one of Keras' or of Embedrock's, such as er.Uniform(-0.05, 0.05): got "
-            f"{given!r}."
+            f"{given!r}.{near}"
         ) from error
 
 
 def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
-    match made:
-        case initializers.Zeros():
-            return Zeros()
-        case initializers.Ones():
-            return Constant(1.0)
-        case initializers.Constant():
-            return Constant(made.value)
-        case initializers.RandomUniform():
-            return Uniform(made.minval, made.maxval)
-        case initializers.RandomNormal():
-            return Normal(made.mean, made.stddev)
-        case initializers.VarianceScaling() if made.distribution in ("uniform", "untruncated_normal") and rows:
-            fans = {"fan_in": rows, "fan_out": dim, "fan_avg": (rows + dim) / 2}
-            variance = made.scale / max(1.0, fans[made.mode])
-            if made.distribution == "uniform":
-                return Uniform(-math.sqrt(3 * variance), math.sqrt(3 * variance))
-            return Normal(0.0, math.sqrt(variance))
+    if type(made) in vars(initializers).values():  # a class of somebody's own draws as it likes, whatever it is made of
+        match made:
+            case initializers.Zeros():
+                return Zeros()
+            case initializers.Ones():
+                return Constant(1.0)
+            case initializers.Constant():
+                return Constant(made.value)
+            case initializers.RandomUniform():
+                return Uniform(made.minval, made.maxval)
+            case initializers.RandomNormal():
+                return Normal(made.mean, made.stddev)
+            case initializers.TruncatedNormal():
+                return TruncatedNormal(made.mean, made.stddev)
+            case initializers.VarianceScaling():
+                return _scaled(made, given, rows, dim)
     raise UnsupportedError(
-        f"`embeddings_initializer` must draw each row by itself: got {given!r}. Use zeros, ones, constant, "
-        "random_uniform, random_normal, glorot_uniform, he_uniform or lecun_uniform, or one of Embedrock's: "
-        "er.Normal(std=0.05)."
+        f"`embeddings_initializer` must draw each row by itself: got {given!r}. Use {', '.join(NAMES)}, or one of "
+        f"Embedrock's: er.Normal(std=0.05). {OTHERS}."
     )
+
+
+def _scaled(made: Any, given: Any, rows: int | None, dim: int) -> Initializer:
+    """Return what is scaled by the fans of a weight (rows, dim): for Keras, that is (fan_in, fan_out)."""
+    if rows is None and made.mode != "fan_out":
+        raise ArgumentError(needs_rows("`embeddings_initializer`", given))
+    fans = {"fan_in": rows or 0, "fan_out": dim, "fan_avg": ((rows or 0) + dim) / 2}
+    distribution = "normal" if made.distribution == "untruncated_normal" else made.distribution
+    return scaled(distribution, made.scale / max(1.0, fans[made.mode]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
+from embedrock.torch.layers.initializers import initializer_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,7 +39,7 @@ class PretrainedOptions(LayerOptions, total=False):
 class RowOptions(PretrainedOptions, total=False):
     """Options of a layer's table, besides rows and dim."""
 
-    init: Annotated[Initializer | None, Option(2, None)]
+    init: Annotated[Initializer | str | Callable[..., Any] | None, Option(2, None)]
     dtype: Annotated[torch.dtype, Option(4, torch.float32)]
 
 
@@ -79,6 +81,8 @@ def table_of(
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
+    if not isinstance(rows, Table):
+        stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
     return open_table(layer, rows, dim, padding_idx, stored, first, dim_name="embedding_dim")
 

@@ -38,7 +38,10 @@ class Embedding(RowLayer):
         path: folder of a table on disk, made where there is none; one that is there is resumed, and told so by a
             line to stderr. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
-        init: first values, by default ``er.Normal(0, 1)`` as in PyTorch.
+        init: first values, by default ``er.Normal(0, 1)`` as in PyTorch: one of Embedrock's initializers; a name such
+            as "xavier_uniform", "kaiming_normal" or "zeros"; a function of `torch.nn.init`; or one with arguments,
+            ``functools.partial(torch.nn.init.normal_, std=0.02)``. Its numbers are those of a weight of shape
+            (num_embeddings, embedding_dim), as PyTorch computes them.
         seed: of the first values. None: one number of PyTorch's generator on the CPU, which `torch.manual_seed` sets,
             is drawn (of every layer that makes its table and was given none). It is kept with the rows, as in
             ``state_dict()``; a table that is there at `path` keeps its own.

@@ -230,8 +230,9 @@ class RowLayer(nn.Module):
             f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. "
             "For all rows at once, as a head or a softmax needs them, call layer(torch.arange(n)), which is "
             "differentiable. Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
-            "layer.table.assign(ids, values), choose first values by init=er.Uniform(-0.1, 0.1), load weights by "
-            "from_pretrained(weights) or load_state_dict, and share rows by making the other layer of layer.table."
+            "layer.table.assign(ids, values), choose first values by init='xavier_uniform' or init=er.Uniform(-0.1, "
+            "0.1), load weights by from_pretrained(weights) or load_state_dict, and share rows by making the other "
+            "layer of layer.table."
         )
 
     def __getattr__(self, name: str) -> Any:
