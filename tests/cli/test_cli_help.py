@@ -12,7 +12,7 @@ import pytest
 import embedrock as er
 from embedrock.cli import nearby
 from embedrock.cli.main import FAILED, main
-from embedrock.terminal.suggestions import did_you_mean, nearest
+from embedrock.fronts.suggestions import did_you_mean, nearest
 from embedrock.terminal.tables import format_count
 
 USAGE = 2

@@ -1,10 +1,8 @@
-"""What the initializers of frameworks come to: distributions of some variance, and how names of others are refused."""
+"""What the initializers of frameworks come to: distributions of some variance; and what is said of others."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
 
 from embedrock.initializers import Initializer, Normal, TruncatedNormal, Uniform
 
@@ -31,17 +29,6 @@ def scaled(distribution: str, variance: float) -> Initializer:
     if distribution == "normal":
         return Normal(0.0, math.sqrt(variance))
     return TruncatedNormal(0.0, math.sqrt(variance) / TRUNCATED_STD)
-
-
-def meant(given: str, names: Iterable[str]) -> str:
-    """Return a question for the name that was meant, with a space before it; "" where none is near.
-
-    Example:
-        >>> meant("xavier_unifrom", ["xavier_uniform", "zeros"])
-        " Did you mean 'xavier_uniform'?"
-    """
-    near = difflib.get_close_matches(given.lower(), names, 1, 0.7)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def needs_rows(argument: str, given: object) -> str:

@@ -12,7 +12,7 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, fail
-from embedrock.terminal.suggestions import did_you_mean
+from embedrock.fronts.suggestions import did_you_mean
 from embedrock.terminal.tables import format_count
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.

@@ -15,7 +15,7 @@ from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, rows_at_once
 from embedrock.cli.formats._spool import Spool
-from embedrock.terminal.suggestions import did_you_mean
+from embedrock.fronts.suggestions import did_you_mean
 from embedrock.terminal.tables import format_count
 
 IDS, VECTORS = "id", "vector"  # names of the columns

@@ -8,7 +8,8 @@ import tensorflow as tf
 from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.initializers import OTHERS, meant, needs_rows, scaled
+from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
+from embedrock.fronts.suggestions import did_you_mean
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.keras.workers.exchange import Workers
 from embedrock.table.opening import FirstValues
@@ -75,7 +76,7 @@ def _keras_initializer(given: Any) -> Any:
     try:
         return initializers.get(ALIASES.get(given, given) if isinstance(given, str) else given)
     except (ValueError, TypeError) as error:
-        near = meant(given, [*NAMES, *ALIASES]) if isinstance(given, str) else ""
+        near = did_you_mean(given, [*NAMES, *ALIASES]) if isinstance(given, str) else ""
         raise ArgumentError(
             f"`embeddings_initializer` must be one of Keras' or of Embedrock's, such as er.Uniform(-0.05, 0.05): got "
             f"{given!r}.{near}"

@@ -13,7 +13,8 @@ from typing import Any
 from torch.nn import init as functions
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.initializers import OTHERS, meant, needs_rows, scaled
+from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
+from embedrock.fronts.suggestions import did_you_mean
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 
 NEVER_BEYOND = 6.34  # standard deviations: no value of `Normal` is
@@ -100,7 +101,7 @@ def _named(layer: str, given: Any) -> tuple[str, dict[str, Any]]:
     """Return the name of a function of `torch.nn.init`, and its arguments but for the tensor."""
     if isinstance(given, str):
         if given.rstrip("_") not in NAMES:
-            near = meant(given.rstrip("_"), NAMES)
+            near = did_you_mean(given.rstrip("_"), NAMES)
             raise ArgumentError(f"`init` of {layer} must be one of {', '.join(NAMES)}: got {given!r}.{near}")
         name, keywords = NAMES[given.rstrip("_")]
         return name, _arguments(layer, name, keywords)
