@@ -106,7 +106,6 @@ def test_scalars_without_tensorboard(table: er.Table, tmp_path: Path):
 
 
 def test_scalars_of_keras_own_callback(table: er.Table, tmp_path: Path):
-    pytest.importorskip("tensorboard")
     callbacks = [TableStats(every=1), keras.callbacks.TensorBoard(str(tmp_path / "log"), update_freq="batch")]
     model_of(table).fit(*data(), batch_size=BATCH, callbacks=callbacks, verbose=0)
     found = scalars(tmp_path / "log" / "train")

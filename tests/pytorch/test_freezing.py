@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.torch import freezing
+from slow import slow
 
 ROWS, DIM = 50, 4
 IDS = torch.tensor([[3, 14, 15], [9, 2, 6]])
@@ -134,7 +137,43 @@ def test_aot_inductor(tmp_path: Path):
         torch.testing.assert_close(served(IDS, IN_BAGS), model(IDS, IN_BAGS))
 
 
-def test_onnx(tmp_path: Path):
-    pytest.importorskip("onnxscript")
-    model = trained(Model())
-    torch.onnx.export(ert.freeze(model), (IDS, IN_BAGS), str(tmp_path / "model.onnx"), dynamo=True)
+# ---------------------------------------------------------------- ONNX
+
+
+class Bags(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.bag = ert.EmbeddingBag(ROWS, DIM, **arguments)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.bag(ids, offsets)
+
+
+ONNX: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any]] = {
+    "all rows": (Model, (IDS, IN_BAGS), None),
+    "some rows": (Model, (IDS, IN_BAGS), {"item": [3, 15, 2], "tags": IN_BAGS}),
+    "open ids": (lambda: nn.Sequential(ert.Embedding(None, DIM)), (IDS,), {"0": [-(2**63), 14, 2**63 - 1]}),
+    "sums": (lambda: Bags(mode="sum", padding_idx=3), (IDS.reshape(-1), torch.tensor([0, 2, 2])), None),
+    "maxima": (lambda: Bags(mode="max"), (IDS.reshape(-1), torch.tensor([0, 2])), {"bag": [3, 14, 9]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # PyTorch's own
+@pytest.mark.parametrize("case", ["all rows", "some rows", *slow("open ids", "sums", "maxima")])
+def test_onnx(case: str, tmp_path: Path):
+    """By ONNX's reference, which is NumPy: rows, and the map to them, are those of the model."""
+    make, inputs, ids = ONNX[case]
+    frozen = ert.freeze(make().eval(), ids)
+    torch.onnx.export(frozen, inputs, str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
+    served = ReferenceEvaluator(str(tmp_path / "model.onnx"))
+    found = served.run(None, dict(zip(served.input_names, [x.numpy() for x in inputs], strict=True)))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(np.asarray(found[0])), frozen(*inputs))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 1000])
+def test_the_search_that_onnx_has(count: int):
+    draw = torch.Generator().manual_seed(count)
+    ids = torch.randint(-(2**62), 2**62, (count,), generator=draw).unique()
+    wanted = torch.cat([ids - 1, ids, ids + 1, torch.tensor([-(2**63), 2**63 - 1])])
+    assert torch.equal(freezing._count_below(ids, wanted), torch.searchsorted(ids, wanted))

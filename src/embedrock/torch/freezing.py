@@ -48,8 +48,19 @@ class KnownRows(nn.Module):
     def places(self, ids: Tensor) -> Tensor:
         """Return where the rows of ids are: int64, n for those that are not known."""
         wanted = ids.to(torch.int64)
-        at = torch.searchsorted(self.ids, wanted).clamp(max=len(self.ids) - 1)
+        search = _count_below if torch.onnx.is_in_onnx_export() else torch.searchsorted
+        at = search(self.ids, wanted).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[at] == wanted, at, len(self.ids))
+
+
+def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
+    """Return how many ids are less than each: int64. ONNX lacks `torch.searchsorted`, ten times as fast."""
+    found = torch.zeros_like(wanted)
+    for bit in reversed(range(len(ids).bit_length())):
+        more = found + (1 << bit)
+        is_below = ids[more.clamp(max=len(ids)) - 1] < wanted
+        found = torch.where(is_below & (more <= len(ids)), more, found)
+    return found
 
 
 def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
