@@ -9,6 +9,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.process import forks
+from embedrock.wording import check_choice
 
 if TYPE_CHECKING:
     from embedrock.initializers import Initializer
@@ -78,8 +79,7 @@ class Spec:
         if self.rows is not None:
             check_count("rows", self.rows, "Pass rows=None for open ids.")
         check_count("dim", self.dim)
-        if self.dtype not in STORAGES:
-            raise ArgumentError(f"`dtype` must be one of {', '.join(STORAGES)}: got {self.dtype!r}.")
+        check_choice("dtype", self.dtype, STORAGES)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)

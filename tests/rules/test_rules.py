@@ -294,7 +294,7 @@ def test_rules_that_moved_rows_without_records_cannot_be_replaced(rule: er.Rule)
     table.set_rule(rule)
     table.update([1], np.ones((1, 4), np.float32))
     before = table.lookup(range(10))
-    with pytest.raises(er.UnsupportedError, match=r"cannot be replaced after 1 steps by .*dense=True"):
+    with pytest.raises(er.UnsupportedError, match=r"cannot be replaced after 1 step by .*dense=True"):
         table.set_rule(er.SGD())
     table.set_rule(dataclasses.replace(rule, lr=0.5))  # pyright: ignore[reportArgumentType]
     assert table.rule == dataclasses.replace(rule, lr=0.5)  # pyright: ignore[reportArgumentType]

@@ -331,7 +331,7 @@ def test_damage_is_never_stepped_over(opener: str, tmp_path: Path):
 # ---------------------------------------------------------------- arguments
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"mode": "a"}, er.ArgumentError, "`mode` must be one of 'w', 'r': got 'a'"),
+    ({"mode": "a"}, er.ArgumentError, "`mode` must be one of w, r: got 'a'"),
     ({"policy": "fifo"}, er.ArgumentError, "`policy` must be one of lru, clock, lfu: got 'fifo'"),
     ({"keep": 0}, er.ArgumentError, "`keep` must be a whole number of at least 1: got 0"),
     ({"keep": True}, er.ArgumentError, "`keep` must be a whole number of at least 1: got True"),

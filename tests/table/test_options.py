@@ -39,5 +39,5 @@ def test_options_make_another_table_like_it():
 
 def test_open_refuses_what_it_does_not_take(tmp_path: Any):
     unknown: dict[str, Any] = {"depth": 5}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
+    with pytest.raises(TypeError, match=r"er\.open has no argument 'depth'"):
         er.open(tmp_path, **unknown)

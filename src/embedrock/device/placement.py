@@ -7,6 +7,7 @@ from typing import NamedTuple
 from embedrock.kernels.gpu.cache import MOST_SLOTS
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
+from embedrock.wording import counted
 
 MAP_BYTES = 4  # for each row of the table: where it is
 SLOT_BYTES = 17  # for each record of the cache: whose it is, how often and when it was used, whether it changed
@@ -28,7 +29,7 @@ class DevicePlacement(NamedTuple):
 
     def __str__(self) -> str:
         if self.mode == "cached":
-            return f"{self.near_rows} rows cached ({format_bytes(self.bytes)})"
+            return f"{counted(self.near_rows, 'row')} cached ({format_bytes(self.bytes)})"
         return {"device": f"all rows ({format_bytes(self.bytes)})", "host": "rows used in RAM"}[self.mode]
 
 

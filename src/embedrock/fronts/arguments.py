@@ -17,20 +17,23 @@ from embedrock.rules import Rule
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
+from embedrock.wording import did_you_mean
 
 
-def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str]) -> None:
+def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str], known: Iterable[str] = ()) -> None:
     """Raise an error for the first of `arguments`, names that the layer does not take.
 
     Args:
         layer: its name, such as "ert.Embedding", for error messages.
         arguments: names that were given.
         refused: of names that users of the framework know, what to do instead.
+        known: names that the layer takes.
     """
     for name in arguments:
         if name in refused:
             raise UnsupportedError(f"`{name}` of {layer}: {refused[name]}.")
-        raise UnknownArgumentError(f"{layer} has no argument `{name}`: see help({layer}) for those it has.")
+        meant = did_you_mean(name, known)
+        raise UnknownArgumentError(f"{layer} has no argument `{name}`: see help({layer}) for those it has.{meant}")
 
 
 def open_table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from embedrock.errors import ArgumentError
 from embedrock.initializers._initializer import Initializer
 from embedrock.initializers.constant import Constant, Zeros
 from embedrock.initializers.from_array import FromArray
@@ -12,6 +11,7 @@ from embedrock.initializers.from_bfloat16 import FromBfloat16
 from embedrock.initializers.normal import Normal
 from embedrock.initializers.truncated_normal import TruncatedNormal
 from embedrock.initializers.uniform import Uniform
+from embedrock.wording import not_one_of
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)
 
@@ -25,7 +25,7 @@ def read_initializer(description: dict[str, Any]) -> Initializer:
     kinds = {kind.__name__: kind for kind in INITIALIZERS if kind is not FromArray}
     arguments = {key: value for key, value in description.items() if key != "name"}
     if description.get("name") not in kinds:
-        raise ArgumentError(f"a saved initializer must be one of {', '.join(kinds)}: got {description.get('name')!r}.")
+        raise not_one_of("a saved initializer", description.get("name"), kinds)
     return kinds[description["name"]](**arguments)
 
 

@@ -22,6 +22,7 @@ from embedrock.keras.training.lookup import checked_ids
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.prefetch import Ticket
 from embedrock.table.table import Table
+from embedrock.wording import counted
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
 # Global batches that `experimental_distribute_dataset`, and so `fit`, takes ahead of the step under a strategy of
@@ -209,8 +210,8 @@ class _Passes:
         memory = table.memory_for(rows)
         return CacheTooSmallError(
             f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
-            f"once, here {rows} rows of {len(window)}: memory={format_bytes(memory)} ({memory} bytes) is enough for "
-            "them, and a lower `depth` needs less."
+            f"once, here {counted(rows, 'row')} of {len(window)}: memory={format_bytes(memory)} ({memory} bytes) is "
+            "enough for them, and a lower `depth` needs less."
         )
 
 

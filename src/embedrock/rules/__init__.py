@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from embedrock.errors import ArgumentError
 from embedrock.rules._rule import LAST_STEP, History, Rule, StateColumn
 from embedrock.rules.adagrad import Adagrad, RowwiseAdagrad
 from embedrock.rules.adam import Adam, AdamW
 from embedrock.rules.ftrl import Ftrl
 from embedrock.rules.rmsprop import RMSprop
 from embedrock.rules.sgd import SGD, Momentum
+from embedrock.wording import not_one_of
 
 RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Ftrl)
 
@@ -32,7 +32,7 @@ def read_rule(description: dict[str, Any] | None) -> Rule | None:
     kinds = {kind.__name__: kind for kind in RULES}
     hyperparameters = {key: value for key, value in description.items() if key != "name"}
     if description.get("name") not in kinds:
-        raise ArgumentError(f"a saved rule must be one of {', '.join(kinds)}: got {description.get('name')!r}.")
+        raise not_one_of("a saved rule", description.get("name"), kinds)
     return kinds[description["name"]](**hyperparameters)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.rules._rule import History, Rule
+from embedrock.wording import counted
 
 
 class DenseHistory(History):
@@ -74,7 +75,7 @@ class DenseHistory(History):
                 got = f"{np.asarray(state[name]).dtype} {np.shape(state[name])}" if name in state else "none"
                 raise ArgumentError(
                     f"`history_{name}` of a state of {self._kind.__name__}(dense=True) must have shape {shape} of "
-                    f"floats after {steps} steps: got {got}."
+                    f"floats after {counted(steps, 'step')}: got {got}."
                 )
         self._clear()
         self._steps = steps

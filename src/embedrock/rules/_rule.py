@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnknownArgumentError
+from embedrock.wording import did_you_mean
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)  # kernels have float32 numbers
 
@@ -148,7 +149,7 @@ class Rule(ABC):
             if name not in known:
                 raise UnknownArgumentError(
                     f"{type(self).__name__} has no hyperparameter {name!r} that a step may change: "
-                    f"it has {', '.join(sorted(known))}."
+                    f"it has {', '.join(sorted(known))}.{did_you_mean(name, known)}"
                 )
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
@@ -175,8 +176,8 @@ def _checked(init: Callable[..., None], names: list[str]) -> Callable[..., None]
     def __init__(self: Rule, *args: Any, **kwargs: Any) -> None:
         unknown = [name for name in kwargs if name not in names]
         if unknown or len(args) > len(names):
-            got = repr(unknown[0]) if unknown else f"{len(args)} values"
-            raise UnknownArgumentError(f"{type(self).__name__} takes {', '.join(names)}: got {got}.")
+            got = f"{unknown[0]!r}.{did_you_mean(unknown[0], names)}" if unknown else f"{len(args)} values."
+            raise UnknownArgumentError(f"{type(self).__name__} takes {', '.join(names)}: got {got}")
         init(self, *args, **kwargs)
         given = {*names[: len(args)], *kwargs}
         object.__setattr__(self, "_brings_lr", "lr" in given)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from embedrock.errors import MissingFileError, NewerFormatError
 from embedrock.machine.vfs import System, read_whole, write_whole
 from embedrock.store.runs import FORMAT, KINDS, REMEDY, UNMARKED, RunFile, damaged, run_bytes
+from embedrock.wording import counted
 
 MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
@@ -341,6 +342,6 @@ def _check_entry(entry: RunFile, record_bytes: int, where: str) -> None:
         raise damaged(where, f"lo < hi of {entry.file}", f"{entry.lo}, {entry.hi}")
     distinct = entry.index != "ids" or entry.file.startswith("base/")
     if (distinct and entry.count > span) or (entry.index == "full" and entry.count != span):
-        raise damaged(where, f"{entry.file} to have records for {span} ids", entry.count)
+        raise damaged(where, f"{entry.file} to have records for {counted(span, 'id')}", entry.count)
     if entry.size != size:
         raise damaged(where, f"{entry.file} of {size} bytes, as its records take", entry.size)

@@ -20,6 +20,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
 from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retried
+from embedrock.wording import counted
 
 FORMAT = 2  # of what is written
 UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
@@ -143,7 +144,7 @@ class Run:
             file = open_file(system, where, direct)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingFileError(
-                f"{where} is missing: the commit needs its {entry.count} records. {REMEDY}"
+                f"{where} is missing: the commit needs its {counted(entry.count, 'record')}. {REMEDY}"
             ) from error
         try:
             if file.size != entry.size:
@@ -191,7 +192,11 @@ class Run:
         if self.kind == "bits":
             ones, rest = _count_ones(index), (self.hi - self.lo) % 64
             if ones != self.count or (rest and int(index[-1]) >> rest):
-                raise damaged(where, f"{self.count} ids in [{self.lo}, {self.hi})", f"{ones} ids, or ids above")
+                raise damaged(
+                    where,
+                    f"{counted(self.count, 'id')} in [{self.lo}, {self.hi})",
+                    f"{counted(ones, 'id')}, or ids above",
+                )
         elif self.kind == "ids":
             if int(index.min()) < self.lo or int(index.max()) >= self.hi:
                 raise damaged(where, f"ids in [{self.lo}, {self.hi})", f"{index.min()} to {index.max()}")

@@ -16,6 +16,7 @@ from embedrock.store.history import check_history
 from embedrock.store.manifest import Manifest
 from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
+from embedrock.wording import counted
 
 PIECE_BYTES = 4 << 20
 NAMED = 8  # ids that a problem names
@@ -100,7 +101,8 @@ def _problems_of(system: System, folder: str, entry: RunFile, manifest: Manifest
         return []
     named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
     return [
-        f"{run.file.path} is damaged: the checksums of {len(bad)} of {run.count} records do not fit, of ids {named}."
+        f"{run.file.path} is damaged: the checksums of {len(bad)} of {counted(run.count, 'record')} do not fit, of ids "
+        f"{named}."
     ]
 
 

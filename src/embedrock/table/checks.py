@@ -19,6 +19,7 @@ from embedrock.errors import (
 )
 from embedrock.rules import Rule
 from embedrock.table.rows import Rows, rounded
+from embedrock.wording import counted
 
 
 def check_out(out: Any, shape: tuple[int, ...], subject: str) -> None:
@@ -95,7 +96,7 @@ def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
     """Return the error of a step by gradients with NaN or Inf."""
     bad = grads.nonfinite_ids()
     return NonFiniteGradientError(
-        f"gradients of {subject} must be finite: got NaN or Inf in {len(bad)} of {len(grads.values)} rows, "
+        f"gradients of {subject} must be finite: got NaN or Inf in {len(bad)} of {counted(len(grads.values), 'row')}, "
         f"first ids {bad[:8].tolist()}. The step was refused, nothing has changed. Lower the learning rate, clip "
         'or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
         len(bad),

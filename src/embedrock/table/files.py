@@ -40,6 +40,7 @@ from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import INDEX_SHARE, check_budget, most_for
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
+from embedrock.wording import check_choice, counted
 
 MODES = ("w", "r")
 FULLNESS = 5 / 6  # of the overlay, from which on compaction makes room. It rewrites all, so it should fold many rows.
@@ -83,8 +84,7 @@ class Opening(NamedTuple):
             ArgumentError: a value that cannot work.
             UnsupportedError: there are no tables on disk here.
         """
-        if self.mode not in MODES:
-            raise ArgumentError(f"`mode` must be one of {', '.join(map(repr, MODES))}: got {self.mode!r}.")
+        check_choice("mode", self.mode, MODES)
         if self.at is not None and self.mode != "r":
             raise ArgumentError(
                 f'`at` ({self.at!r}) goes with mode="r": a writer works on the last commit. '
@@ -97,8 +97,7 @@ class Opening(NamedTuple):
                 raise ArgumentError(
                     f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
                 )
-        if self.policy not in POLICIES:
-            raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {self.policy!r}.")
+        check_choice("policy", self.policy, POLICIES)
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
         return self._replace(path=path)
@@ -234,7 +233,7 @@ class Files(Home):
         if bool(manifest.history) != (history is not None) and (manifest.history or manifest.steps):
             expected, got = ("one", "none") if history else ("none", "one")
             where = manifests.path_of(self.opening.path, manifest.commit)
-            raise damaged(where, f"{expected} `history` after {manifest.steps} steps of {spec.rule}", got)
+            raise damaged(where, f"{expected} `history` after {counted(manifest.steps, 'step')} of {spec.rule}", got)
         if history is not None and manifest.history:
             try:
                 history.load(self.store.history[0], manifest.steps)

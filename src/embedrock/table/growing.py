@@ -10,6 +10,7 @@ from embedrock.spec import Spec, check_count
 from embedrock.table.facts import Facts, whole
 from embedrock.table.opening import index
 from embedrock.table.rows import Rows
+from embedrock.wording import counted
 
 
 class Growing(Facts):
@@ -88,9 +89,9 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
         first = type(init)(init.array[:had])
         if first.describe() == own.describe() and first.digest == own.digest:
             return init
-    rows, got = "any id" if count is None else f"{count} rows", "no other one" if init is None else init
+    rows, got = "any id" if count is None else counted(count, "row"), "no other one" if init is None else init
     raise ArgumentError(
-        f"first values of {subject} come from an array of {had} rows: got {got} for {rows}. Pass "
+        f"first values of {subject} come from an array of {counted(had, 'row')}: got {got} for {rows}. Pass "
         f"init=er.{type(own).__name__}(array) with an array of {count or 'so many'} rows, of which the first {had} are "
         "those of the old one."
     )

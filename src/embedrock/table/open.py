@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Unpack
 
+from embedrock.errors import UnknownArgumentError
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.process.interrupts import held_back
 from embedrock.table.opening import open_rows
-from embedrock.table.options import OpenOptions, filled, shows
+from embedrock.table.options import OpenOptions, declared, filled, shows
 from embedrock.table.table import Table
+from embedrock.wording import did_you_mean
 
 
 @shows(OpenOptions)
@@ -50,4 +52,8 @@ def open_table(
 
 
 def _refuse(unknown: list[str]) -> None:
-    raise TypeError(f"open_table() got an unexpected keyword argument {unknown[0]!r}")
+    names = ["mode", "at", *(name for name, option in declared(OpenOptions).items() if not option.is_internal)]
+    raise UnknownArgumentError(
+        f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."
+        f"{did_you_mean(unknown[0], names)}"
+    )

@@ -20,6 +20,7 @@ from embedrock.table.options import refuse_options_of_files
 from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import check_directory
+from embedrock.wording import check_choice
 
 ON_NONFINITE = ("raise", "skip")
 
@@ -80,8 +81,7 @@ def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
 
 def _check(options: Mapping[str, Any], directory: str) -> None:
     check_directory(directory)
-    if (got := options["on_nonfinite"]) not in ON_NONFINITE:
-        raise ArgumentError(f"`on_nonfinite` must be one of {', '.join(ON_NONFINITE)}: got {got!r}.")
+    check_choice("on_nonfinite", options["on_nonfinite"], ON_NONFINITE)
 
 
 def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:

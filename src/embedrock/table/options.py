@@ -18,6 +18,7 @@ from embedrock.initializers import Initializer
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.rules import Rule
+from embedrock.wording import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,8 +124,9 @@ def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:
 def refuse_unknown(unknown: list[str]) -> None:
     """Raise `UnknownArgumentError` for names that `er.Table` does not take."""
     names = [name for name, option in declared(TableOptions).items() if not option.is_internal]
+    meant = did_you_mean(unknown[0], ["rows", "dim", *names])
     raise UnknownArgumentError(
-        f"Table has no argument {unknown[0]!r}: it takes rows, dim, {', '.join(names[:-1])} and {names[-1]}."
+        f"Table has no argument {unknown[0]!r}: it takes rows, dim, {', '.join(names[:-1])} and {names[-1]}.{meant}"
     )
 
 

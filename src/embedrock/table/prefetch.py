@@ -22,6 +22,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
+from embedrock.wording import counted
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.
@@ -227,8 +228,8 @@ class _Window(Generic[T]):
         memory = table.memory_for(rows)
         return CacheTooSmallError(
             f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
-            f"once, here {rows} rows: memory={format_bytes(memory)} ({memory} bytes) is enough for them, and a lower "
-            "`depth` needs less."
+            f"once, here {counted(rows, 'row')}: memory={format_bytes(memory)} ({memory} bytes) is enough for them, "
+            "and a lower `depth` needs less."
         )
 
     def _pull(self) -> None:

@@ -23,6 +23,7 @@ from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
+from embedrock.wording import counted
 
 EXPORT_BATCH_ROWS = 65_536
 STEP_HERE_BYTES = 64 << 10  # records of a step that takes less time than to hand it over to a thread
@@ -181,7 +182,7 @@ class Rows:
         if self._tier is None:
             return "closed"
         count, used, budget = self._tier.count, *map(format_bytes, (self._tier.bytes_used, self._tier.budget_bytes))
-        state = f"{count} row{'s' * (count != 1)} touched, {self.home.where}, {used} of {budget}"
+        state = f"{counted(count, 'row')} touched, {self.home.where}, {used} of {budget}"
         return state if self.side is None else f"{state}, {self.side!r}"
 
     # ---------------------------------------------------------------- reading
@@ -434,9 +435,9 @@ class Rows:
             return
         if self.first_scale != 1.0:
             raise UnsupportedError(
-                f"the rule of {self.subject} cannot be replaced after {self.steps} steps by {self.spec.rule}: that "
-                "also moved rows without records, whose first values would come back. Look up the rows that you need, "
-                "and assign them to a new table."
+                f"the rule of {self.subject} cannot be replaced after {counted(self.steps, 'step')} by "
+                f"{self.spec.rule}: that also moved rows without records, whose first values would come back. Look up "
+                "the rows that you need, and assign them to a new table."
             )
         is_as_committed = self.version.is_committed and not self.steps
         self.home.lay_out(self, spec)

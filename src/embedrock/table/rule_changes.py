@@ -12,6 +12,7 @@ from typing import NamedTuple
 from embedrock.errors import ArgumentError
 from embedrock.rules import Rule
 from embedrock.table.rows import Rows
+from embedrock.wording import plural
 
 
 class RuleTaker(NamedTuple):
@@ -83,5 +84,6 @@ def lost_state(rows: Rows, rule: Rule | None) -> str:
     if rows.first_scale != 1.0:  # which `Rows.set_rule` refuses, whatever else
         return ""
     names = ", ".join(column.name for column in had.state())
-    steps = f"{rows.steps:,} {'step' if rows.steps == 1 else 'steps'}"
-    return f"has made {steps}, and the state ({names}) of {rows.tier.count:,} rows would be lost"
+    steps, count = rows.steps, rows.tier.count
+    made, of = f"{steps:,} {plural(steps, 'step')}", f"{count:,} {plural(count, 'row')}"
+    return f"has made {made}, and the state ({names}) of {of} would be lost"

@@ -18,6 +18,7 @@ from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import lost_state
 from embedrock.tiers.records import wrong_last_steps
 from embedrock.tiers.tier import Tier
+from embedrock.wording import counted
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
@@ -75,8 +76,8 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
             raise refuse_repeated(ids)
         if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
             raise ArgumentError(
-                f"`records` of a state for {rows.subject} must have been last stepped in one of its {steps} steps: got "
-                "some of another. The state is damaged: load another one."
+                f"`records` of a state for {rows.subject} must have been last stepped in one of its steps, 1 to "
+                f"{steps}: got some of another. The state is damaged: load another one."
             )
         tier.paste_records(ids, records)
     rows.install(spec, tier, history, steps, int(header["skipped_steps"]))
@@ -112,7 +113,7 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
 def _how_to_grow(key: str, saved: int | None, rows: int | None) -> str:
     if key != "rows" or saved is None or (rows is not None and rows < saved):
         return ""
-    return f" A table of {saved} rows that has loaded the state gets more by grow({rows})."
+    return f" A table of {counted(saved, 'row')} that has loaded the state gets more by grow({rows})."
 
 
 def _check_number(key: str, value: Any, rows: Rows) -> None:

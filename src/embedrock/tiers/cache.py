@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import ArgumentError
 from embedrock.machine.arena import PAGE, reserve
 from embedrock.tiers.directory import (
     ENTRY_BYTES,
@@ -20,6 +19,7 @@ from embedrock.tiers.directory import (
     new_entries,
     rehashed,
 )
+from embedrock.wording import check_choice
 
 DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, which belong to the table; the last two keep a row from leaving
 FULLEST = 0.8  # share of the hash table's entries in use, at most
@@ -451,8 +451,7 @@ class _Rows(Direct):
 def _policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
-        raise ArgumentError(f"`policy` must be one of {', '.join(POLICIES)}: got {policy!r}.")
+    check_choice("policy", policy, POLICIES)
     return POLICIES[policy]
 
 

@@ -25,6 +25,7 @@ from embedrock.tiers.placing import memory_for, most_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
+from embedrock.wording import counted
 
 LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
 MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
@@ -175,7 +176,7 @@ class Disk(Tier):
         wrong = wrong_last_steps(self.spec, records, slots, steps)
         if wrong.size:
             named = ", ".join(map(str, found.ids[wrong[:NAMED]].tolist()))
-            expected = f"records that were last stepped in one of its {steps} steps"
+            expected = f"records that were last stepped in one of its steps, 1 to {steps}"
             raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
 
     @contextmanager
@@ -290,9 +291,9 @@ class Disk(Tier):
 
     def _refuse(self, count: int, in_use: int, least: int) -> NoReturn:
         raise CacheTooSmallError(
-            f"the cache of {self.subject} holds {self.cache.capacity} rows, and this batch needs {count} more while "
-            f"{in_use} are in use by unfinished ones. memory={format_bytes(least)} ({least} bytes; now "
-            f"{self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
+            f"the cache of {self.subject} holds {counted(self.cache.capacity, 'row')}, and this batch needs "
+            f"{count} more while {in_use} are in use by unfinished ones. memory={format_bytes(least)} ({least} bytes; "
+            f"now {self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
         )
 
     def _evict(self, victims: np.ndarray) -> None:

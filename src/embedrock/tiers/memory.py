@@ -12,6 +12,7 @@ from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
 from embedrock.tiers.tier import Placement, Tier
+from embedrock.wording import check_choice, counted
 
 # Up to this size, about that of a last-level cache, a direct table is the faster one. Above it a hashed one is, besides
 # using less RAM: records lie in order of first touch, so hot rows, which come early, share pages and DRAM rows. A step
@@ -54,7 +55,7 @@ def _hashed(spec: Spec, budget: int, subject: str) -> Placement:
     slots = budget // row_bytes
     if not slots:
         raise MemoryBudgetError(
-            f"a row of {subject} takes {row_bytes} bytes: budget {budget} bytes. "
+            f"a row of {subject} takes {row_bytes} bytes: budget {counted(budget, 'byte')}. "
             "Raise memory=, or use a smaller dim, dtype or rule state."
         )
     return Placement(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False)
@@ -62,8 +63,7 @@ def _hashed(spec: Spec, budget: int, subject: str) -> Placement:
 
 def check_directory(directory: str) -> None:
     """Raise `ArgumentError` where there is no such directory."""
-    if directory not in DIRECTORIES:
-        raise ArgumentError(f"`directory` must be one of {', '.join(DIRECTORIES)}: got {directory!r}.")
+    check_choice("directory", directory, DIRECTORIES)
 
 
 class Memory(Tier):
@@ -103,9 +103,10 @@ class Memory(Tier):
         if not self.has_room(more):
             needed = self._bytes_with(more)
             raise MemoryBudgetError(
-                f"{self.subject} has {self.directory.count} rows in RAM and this batch touches {more} new ones: "
-                f"{format_bytes(needed)} ({needed} bytes) needed, budget {format_bytes(self.budget_bytes)}. "
-                "Raise memory=, touch fewer rows, or use a smaller dim, dtype or rule state."
+                f"{self.subject} has {counted(self.directory.count, 'row')} in RAM and this batch touches "
+                f"{counted(more, 'new one')}: {format_bytes(needed)} ({needed} bytes) needed, budget "
+                f"{format_bytes(self.budget_bytes)}. Raise memory=, touch fewer rows, or use a smaller dim, dtype or "
+                "rule state."
             )
 
     def has_room(self, rows: int) -> bool:

@@ -13,6 +13,7 @@ from embedrock.keras.layers.options import RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import Request
 from embedrock.table.table import Table
+from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "sqrtn", "max")
 
@@ -64,7 +65,7 @@ class EmbeddingBag(LookupLayer):
         **options: Unpack[RowLayerOptions],
     ) -> None:
         if mode not in MODES:
-            raise ArgumentError(f"`mode` of erk.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
+            raise not_one_of("`mode` of erk.EmbeddingBag", mode, MODES)
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, sharded=sharded, **options)
         self.mode = mode
 

@@ -13,6 +13,7 @@ from embedrock.keras.layers.pretrained import pretrained_options
 from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.keras.training.lookup import check_id_dtype
 from embedrock.keras.training.requests import Request
+from embedrock.wording import counted
 
 
 class UndeclaredIdsError(IdTypeError, NotImplementedError):
@@ -84,7 +85,7 @@ class LookupLayer(RowLayer):
         factors = [None] * len(parts) if weights is None else keras.tree.flatten(weights)
         if len(factors) != len(parts):
             raise ArgumentError(
-                f"`weights` of {self.label} must have the structure of the ids, {len(parts)} tensors: got "
+                f"`weights` of {self.label} must have the structure of the ids, {counted(len(parts), 'tensor')}: got "
                 f"{len(factors)}."
             )
         return [self.ask(part, factor) for part, factor in zip(parts, factors, strict=True)]

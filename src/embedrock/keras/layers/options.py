@@ -36,6 +36,8 @@ class RowLayerOptions(LayerOptions, total=False):
 
 
 OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
+OWN = ("input_dim", "output_dim", "embeddings_initializer", "mask_zero", "mode", "sharded")  # that are not the table's
+KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from embedrock.fronts.arguments import open_table, refuse
 from embedrock.initializers import FromArray
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import drawn_by
-from embedrock.keras.layers.options import REFUSED, RowLayerOptions, shows, split_options
+from embedrock.keras.layers.options import KNOWN, REFUSED, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
@@ -41,7 +41,7 @@ class RowLayer(keras.layers.Layer):
     ) -> None:
         kind = f"erk.{type(self).__name__}"
         of_table, of_keras, others = split_options(options)
-        refuse(kind, [name for name, value in others.items() if value is not None], REFUSED)
+        refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
         super().__init__(**of_keras)
         self.mask_zero = self.supports_masking = mask_zero
         self.supports_jit = False  # XLA cannot call the host

@@ -15,6 +15,7 @@ from embedrock.spec import Spec
 from embedrock.table import saved
 from embedrock.table.description import rule_of
 from embedrock.table.table import Table, rows_of
+from embedrock.wording import counted
 
 BATCH_BYTES = 16 << 20
 SCALARS, IDS, RECORDS, HISTORY = "table.json", "ids.bin", "records.bin", "history_{}.npy"
@@ -89,6 +90,6 @@ def _batches(folder: Path, spec: Spec, count: int) -> Iterator[tuple[np.ndarray,
             ids, records = ids_file.read(rows * 8), records_file.read(rows * width)
             if len(ids) != rows * 8 or len(records) != rows * width:
                 raise CorruptTableError(
-                    f"{folder}/{RECORDS} is damaged: it must hold {count} records of {width} bytes."
+                    f"{folder}/{RECORDS} is damaged: it must hold {counted(count, 'record')} of {width} bytes."
                 )
             yield np.frombuffer(ids, "<i8").astype(np.int64), np.frombuffer(records, np.uint8).reshape(rows, width)

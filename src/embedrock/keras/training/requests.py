@@ -15,6 +15,7 @@ from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
 from embedrock.keras.training.handle import Handle
 from embedrock.table.table import Table
+from embedrock.wording import counted
 
 
 class Request(NamedTuple):
@@ -190,7 +191,7 @@ def _ends(request: Request) -> np.ndarray:
     if request.weights is not None and request.weights.size != request.ids.size:
         raise ArgumentError(
             f"`weights` of {request.handle.label} must have one weight for each id: got {request.weights.size} for "
-            f"{request.ids.size} ids. Give them the shape of the ids."
+            f"{counted(request.ids.size, 'id')}. Give them the shape of the ids."
         )
     return request.offsets[1:]
 

@@ -17,6 +17,7 @@ from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
+from embedrock.wording import not_one_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -27,6 +28,8 @@ REFUSED = {
     "_weight": "pass init= for first values, or use from_pretrained(weights)",
     "_freeze": "call requires_grad_(False) on the layer",
 }
+# Arguments of layers that are not the table's.
+OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
@@ -46,7 +49,7 @@ class RowOptions(PretrainedOptions, total=False):
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
     """Return a torch dtype as the core names it."""
     if dtype not in NAMES:
-        raise ArgumentError(f"`dtype` of {layer} must be one of {', '.join(map(str, NAMES))}: got {dtype!r}.")
+        raise not_one_of(f"`dtype` of {layer}", dtype, map(str, NAMES))
     return NAMES[dtype]
 
 
@@ -79,7 +82,8 @@ def table_of(
     layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, options: RowOptions
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
-    given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED))
+    known = (*OWN, *declared(RowOptions))
+    given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
@@ -92,7 +96,7 @@ def pretrained_table(
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
     known = declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()
-    refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED)
+    refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")

@@ -19,6 +19,7 @@ from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_te
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup, PooledReading
+from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "max")
 
@@ -62,7 +63,7 @@ class EmbeddingBag(RowLayer):
         **options: Unpack[RowOptions],
     ) -> None:
         if mode not in MODES:
-            raise ArgumentError(f"`mode` of ert.EmbeddingBag must be one of {', '.join(MODES)}: got {mode!r}.")
+            raise not_one_of("`mode` of ert.EmbeddingBag", mode, MODES)
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
