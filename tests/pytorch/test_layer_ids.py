@@ -18,19 +18,19 @@ BAGS = torch.tensor([1, 2, 50, 3, 4])
 JAGGED = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 50]), BAGS[:0]], layout=torch.jagged)
 
 
-def tower() -> nn.ModuleDict:
+def tower() -> Any:
     return nn.ModuleDict({"user": ert.Embedding(50, 4), "tags": ert.EmbeddingBag(50, 4)})
 
 
 @pytest.fixture
-def model() -> nn.ModuleDict:
+def model() -> Any:
     made = nn.ModuleDict({"left": tower(), "right": tower()})
     ert.Adam(made)
     return made
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_layer_and_the_place(model: nn.ModuleDict, trains: bool):
+def test_the_layer_and_the_place(model: Any, trains: bool):
     model.requires_grad_(trains)
     user, tags = model["right"]["user"], model["right"]["tags"]
     for call, label, got in (
@@ -59,7 +59,7 @@ def test_a_model_without_an_optimizer_is_named_by_its_state():
             each["user"](BAGS)
 
 
-def test_other_errors_of_a_table_name_its_layer(model: nn.ModuleDict):
+def test_other_errors_of_a_table_name_its_layer(model: Any):
     layer = model["left"]["user"]
     optimizer = ert.SGD(model, lr=0.1)
     out = layer(torch.tensor([[1, 2], [7, 3]]))
@@ -79,7 +79,7 @@ def test_other_errors_of_a_table_name_its_layer(model: nn.ModuleDict):
 
 
 def test_a_table_on_disk_is_named_by_its_layer_and_its_path(tmp_path: Path):
-    model = nn.ModuleDict({"user": ert.Embedding(50, 4, path=tmp_path / "t.rock")})
+    model: Any = nn.ModuleDict({"user": ert.Embedding(50, 4, path=tmp_path / "t.rock")})
     ert.Adam(model)
     named = re.escape(f"'user', Embedding(50, 4) at {str(tmp_path / 't.rock')!r}")
     with pytest.raises(er.IdError, match=rf"`ids` of {named} must lie in"):

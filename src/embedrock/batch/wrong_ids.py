@@ -157,6 +157,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    plain = next((kind(value) for kind in (str, bytes) if isinstance(value, kind)), value)  # np.str_ shows its type
-    text = repr(plain)
+    if isinstance(value, str):  # np.str_ and np.bytes_ would show their types
+        value = str(value)
+    text = repr(bytes(value) if isinstance(value, bytes) else value)
     return text if len(text) <= 40 else f"{text[:37]}..."
