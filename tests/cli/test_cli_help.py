@@ -12,8 +12,8 @@ import pytest
 import embedrock as er
 from embedrock.cli import nearby
 from embedrock.cli.main import FAILED, main
-from embedrock.fronts.suggestions import did_you_mean, nearest
 from embedrock.terminal.tables import format_count
+from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
 COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 
 from embedrock.errors import TableFileError
-from embedrock.fronts.suggestions import nearest
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store.folder import check_table, holds_table
+from embedrock.wording import nearest
 
 CHECKPOINT = re.compile(r"step-\d+-[0-9a-f]{8}\..+")  # how `ert.save` and Keras' `TableCheckpoint` name files
 LOOKED_AT = 1000  # names in a folder, at most

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from embedrock.fronts.suggestions import did_you_mean
+from embedrock.wording import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from embedrock.wording import plural
+
 NAME_WIDTH = 7  # of facts, at least: those printed one after the other are aligned
 
 
@@ -95,7 +97,7 @@ def format_count(number: int, noun: str) -> str:
         >>> format_count(1, "row"), format_count(12345, "row")
         ('1 row', '12,345 rows')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {plural(number, noun)}"
 
 
 def format_number(value: float) -> str:

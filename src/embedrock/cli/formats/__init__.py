@@ -21,7 +21,7 @@ from embedrock.cli.formats._source import (
     fail,
     rows_at_once,
 )
-from embedrock.fronts.suggestions import did_you_mean
+from embedrock.wording import did_you_mean
 
 
 class Format(NamedTuple):

@@ -12,8 +12,8 @@ from typing import IO
 import numpy as np
 
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, fail
-from embedrock.fronts.suggestions import did_you_mean
 from embedrock.terminal.tables import format_count
+from embedrock.wording import did_you_mean
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}

@@ -15,8 +15,8 @@ from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, rows_at_once
 from embedrock.cli.formats._spool import Spool
-from embedrock.fronts.suggestions import did_you_mean
 from embedrock.terminal.tables import format_count
+from embedrock.wording import did_you_mean
 
 IDS, VECTORS = "id", "vector"  # names of the columns
 GET_AGAIN = "Check that it is the right file, or get it again."

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from embedrock.cli.formats._lines import BLANK, MAX_LINE_BYTES
 from embedrock.cli.formats._source import ROW_NUMBERS, ReadOptions, fail
-from embedrock.fronts.suggestions import did_you_mean
+from embedrock.wording import did_you_mean
 
 SEPARATORS = (",", ";", "\t")  # looked for where the first line does not have the one that the file's name says
 BOM = b"\xef\xbb\xbf"

@@ -9,10 +9,10 @@ from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
-from embedrock.fronts.suggestions import did_you_mean
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.keras.workers.exchange import Workers
 from embedrock.table.opening import FirstValues
+from embedrock.wording import did_you_mean
 
 DEFAULT = "uniform"  # as in `keras.layers.Embedding`
 KINDS = ("uniform", "normal")

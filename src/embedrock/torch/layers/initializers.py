@@ -14,8 +14,8 @@ from torch.nn import init as functions
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.initializers import OTHERS, needs_rows, scaled
-from embedrock.fronts.suggestions import did_you_mean
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
+from embedrock.wording import did_you_mean
 
 NEVER_BEYOND = 6.34  # standard deviations: no value of `Normal` is
 
