@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats import FileError, ReadOptions, Source, _fast_csv, _lines, delimited, format_to_read
 
 # What a field may hold that one of two readers could see otherwise.
@@ -235,3 +236,38 @@ def test_ram_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
         assert seen == 200_000 - part
     assert max(peaks) < 2e6, peaks
+
+
+# ---------------------------------------------------------------- strings as ids
+
+
+def test_strings_as_ids(tmp_path: Path):
+    """They are told the ways that work, as everywhere else."""
+    text = str(told(write(tmp_path, "id,a\n7,1\nann,2\n"), ReadOptions(), fast=True))
+    assert "line 3, column 'id': expected a whole number as id; got 'ann'. Fix or remove the line." in text
+    assert text.endswith(OF_STRINGS)
+    for other in ("", "0.5"):
+        assert OF_STRINGS not in str(told(write(tmp_path, f"id,a\n{other},2\n"), ReadOptions(), fast=True))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather"])
+def test_strings_as_ids_in_columns(tmp_path: Path, suffix: str):
+    arrow: Any = pytest.importorskip("pyarrow", reason="Parquet and Arrow need pyarrow")
+    table = arrow.table({"id": ["ann", "bob"], "vector": [[1.0], [2.0]]})
+    path = str(tmp_path / f"a{suffix}")
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        pytest.importorskip("pyarrow.feather").write_feather(table, path)
+    with pytest.raises(FileError) as caught:
+        opened(Path(path))
+    assert "expected a column 'id' of integers; got id (string)" in str(caught.value)
+    assert str(caught.value).endswith(OF_STRINGS)
+
+
+def test_strings_as_ids_in_npz(tmp_path: Path):
+    np.savez(tmp_path / "a.npz", vectors=np.zeros((2, 1)), ids=np.array(["ann", "bob"]))
+    with pytest.raises(FileError) as caught:
+        opened(tmp_path / "a.npz")
+    assert "ids: expected numbers; got an array of <U3, which are strings. If they are ids: " in str(caught.value)
+    assert str(caught.value).endswith(OF_STRINGS)

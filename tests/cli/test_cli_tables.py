@@ -117,8 +117,8 @@ def stopped_after(rows: int, where: Any) -> Iterator[None]:
     seen = 0
 
     @contextmanager
-    def progress(label: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-        def advance(count: int):
+    def progress(label: str, total: int, done: int) -> Iterator[Callable[..., None]]:
+        def advance(count: int, note: str = ""):
             nonlocal seen
             seen += count
             if seen >= rows:

@@ -22,7 +22,7 @@ from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
 from embedrock.terminal.progress import progress
-from embedrock.terminal.tables import format_count
+from embedrock.terminal.tables import format_count, format_number
 
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
@@ -205,7 +205,7 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
 
 
 def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, start: int, repeated: int) -> int:
-    done = saved = start
+    done, saved, began = start, start, time.perf_counter()
     label = f"import {job.source.path.name}"
     with progress(label, job.source.rows, start) as advance, ahead(job.source.batches(start)) as batches:
         for batch in batches:
@@ -216,7 +216,8 @@ def _assign(job: ImportJob, table: er.Table, words: VocabularyWriter | None, sta
             if words is not None and batch.words is not None:
                 words.write(batch.words)
             done += len(batch.ids)
-            advance(len(batch.ids))
+            megabytes = job.bytes * (done - start) / job.source.rows / 1e6
+            advance(len(batch.ids), f"{format_number(megabytes / (time.perf_counter() - began))} MB/s")
             if done - saved >= job.commit_rows:
                 _save(job, table, words, done, repeated)
                 saved = done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -35,9 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after ``embedrock``; None: those of this process.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal lacks the letters of a path or a name
     try:
-        arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
+        try:
+            arguments = _parser().parse_args(argv)
+            return arguments.run(arguments)
+        finally:
+            sys.stdout.flush()  # so that a reader that left is noticed here, and not when Python ends
     except EmbedrockError as error:
         print(f"embedrock: error: {error}", file=sys.stderr)
         return FAILED

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
+from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats._arrays import as_ids
 from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.cli.formats._sink import Output
@@ -77,13 +78,18 @@ class Columns(Source):
         kinds = {field.name: field.type for field in schema}
         if self._ids is not None and not (self._ids in kinds and types.is_integer(kinds[self._ids])):
             hint = did_you_mean(self._ids, (name for name in kinds if name != self._ids))
-            remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{hint}"
+            words = f" {OF_STRINGS}" if self._is_text(kinds.get(self._ids)) else hint
+            remedy = f"Name it: --ids NAME, or say --ids {ROW_NUMBERS}.{words}"
             self.fail(f"a column {self._ids!r} of integers", listed, remedy)
         kind = kinds.get(self._vectors)
         is_list = (types.is_list, types.is_large_list, types.is_fixed_size_list)
         if kind is None or not any(test(kind) for test in is_list) or not types.is_floating(kind.value_type):
             hint = did_you_mean(self._vectors, (name for name in kinds if name != self._vectors))
             self.fail(f"a column {self._vectors!r} of lists of floats", listed, f"Name it: --vectors NAME.{hint}")
+
+    def _is_text(self, kind: Any) -> bool:
+        types = self._arrow.types
+        return kind is not None and (types.is_string(kind) or types.is_large_string(kind))
 
     def _find_dim(self) -> int:
         first = next(self._parts([self._vectors], 0, 1)).column(0)[0].as_py()

@@ -101,7 +101,8 @@ def as_number(text: str) -> float:
         raise ValueError("a number") from None
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return whether a field says a number."""
     try:
         as_number(text)
     except ValueError:
@@ -119,8 +120,8 @@ def _first_line(file: BufferedReader, path: Path) -> tuple[int, bytes]:
 
 def _is_header(fields: list[str], path: Path, line: int) -> bool:
     """Return whether the first line names the columns. Names may be numbers only as pandas counts columns: 0, 1, ..."""
-    numbers = [field for field in fields if _is_number(field)]
-    names = [field for field in fields if not _is_number(field)]
+    numbers = [field for field in fields if is_number(field)]
+    names = [field for field in fields if not is_number(field)]
     counted = numbers == [str(number) for number in range(len(numbers))]
     if not names and counted and len(fields) > 1:
         fail(path, "names of columns, or a row", "0, 1, 2, ..., which may be both", SAY_HEADER, f"line {line}")

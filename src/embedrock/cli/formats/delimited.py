@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats._fast_csv import FastReader, Rows
-from embedrock.cli.formats._layout import FIX_LINE, IDS, as_number, read_layout, skip_bom, split
+from embedrock.cli.formats._layout import FIX_LINE, IDS, as_number, is_number, read_layout, skip_bom, split
 from embedrock.cli.formats._lines import Block, LineSink, blocks, numbers_format
 from embedrock.cli.formats._packed import opened
 from embedrock.cli.formats._pyarrow import find_pyarrow
@@ -107,11 +108,12 @@ class Delimited(Source):
             return read(text)
         except ValueError as error:
             got = repr(text[:60]) if text.strip() else "an empty field"
-            self.fail(f"{error}", got, self._remedy(column), self._layout.place(line, column))
+            self.fail(f"{error}", got, self._remedy(text, column), self._layout.place(line, column))
 
-    def _remedy(self, column: int) -> str:
+    def _remedy(self, text: str, column: int) -> str:
         if column == self._layout.ids:
-            return f"{FIX_LINE} Another column may have the ids: --ids NAME; or none: --ids {ROW_NUMBERS}."
+            words = "" if is_number(text) or not text.strip() else f" {OF_STRINGS}"
+            return f"{FIX_LINE} Another column may have the ids: --ids NAME; or none: --ids {ROW_NUMBERS}.{words}"
         return f"{FIX_LINE} Where only some columns are numbers, --vectors NAME takes NAME0, NAME1, ..."
 
 

@@ -10,6 +10,7 @@ from typing import IO
 
 import numpy as np
 
+from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats._arrays import Array, Arrays, file_size
 from embedrock.cli.formats._regions import Region, Regions
 from embedrock.cli.formats._sink import Output, part_of, publish
@@ -59,6 +60,8 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
         shape, fortran, dtype = READERS[version](file, max_header_size=MAX_HEADER_BYTES)
     except BROKEN as error:
         fail(path, "a .npy file of numbers", f"{error}", "Write it by numpy.save.", name)
+    if dtype.kind in "US":
+        fail(path, "numbers", f"an array of {dtype}, which are strings", f"If they are ids: {OF_STRINGS}", name)
     if dtype.kind not in "fiu":
         fail(path, "numbers", f"an array of {dtype}", "Nothing is unpickled. Convert it to float32.", name)
     return Array(path, name, partial(open, path, "rb"), file.tell(), dtype, shape, fortran)

@@ -180,7 +180,7 @@ def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: 
         try:
             ids[row] = int(word)
         except (ValueError, OverflowError) as error:
-            remedy = f"Leave --ids {WORDS} out: rows are then numbered."
+            remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
             raise FileError(
                 f"{source.path}, {source.place(first + row)}: expected an int64 as word, for it is the id; "
                 f"got {word[:60]!r}. {remedy}"
