@@ -166,7 +166,8 @@ def test_onnx(case: str, tmp_path: Path):
     frozen = ert.freeze(make().eval(), ids)
     torch.onnx.export(frozen, inputs, str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
     served = ReferenceEvaluator(str(tmp_path / "model.onnx"))
-    found = served.run(None, dict(zip(served.input_names, [x.numpy() for x in inputs], strict=True)))
+    names = map(str, served.input_names)
+    found: Any = served.run(None, dict(zip(names, [x.numpy() for x in inputs], strict=True)))
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(np.asarray(found[0])), frozen(*inputs))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from datetime import UTC, datetime
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError
+from embedrock.fronts.stats import TableNumbers
 from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.table.table import Table
 
@@ -63,7 +63,7 @@ class TableStats(keras.callbacks.Callback):
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._writer: Any = None
         self._batches = 0
-        self._counted: dict[tuple[str, str], tuple[float, float]] = {}  # hits and misses, when last logged
+        self._numbers = {"batch": TableNumbers(), "epoch": TableNumbers()}
 
     def set_model(self, model: Any) -> None:
         """Take the tables of a model."""
@@ -73,8 +73,8 @@ class TableStats(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count."""
         self._batches = 0
-        counts = {name: _counts(table.stats()) for name, table in self._tables().items()}
-        self._counted = {(name, period): at for name, at in counts.items() for period in ("batch", "epoch")}
+        for numbers in self._numbers.values():
+            numbers.begin(self._tables().values())
         if self._log_dir is not None:
             self._writer = tf.summary.create_file_writer(self._log_dir)
 
@@ -100,36 +100,10 @@ class TableStats(keras.callbacks.Callback):
         return {name: table for table, name in reversed(names.items())}
 
     def _log(self, logs: Any, period: str, step: int) -> None:
-        numbers = {
-            f"{name}/{what}": float(value)
-            for name, table in self._tables().items()
-            for what, value in self._numbers(name, period, table).items()
-        }
+        numbers = self._numbers[period].of(self._tables())
         if logs is not None:
             logs.update(numbers)
         if self._writer is not None:
             with self._writer.as_default():
                 for name, value in numbers.items():
                     tf.summary.write(f"{period}_{name}", value, step, SCALAR)
-
-    def _numbers(self, name: str, period: str, table: Table) -> dict[str, float]:
-        stats = table.stats()
-        numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
-        if not table.is_on_disk:
-            return numbers
-        before, now = self._counted.get((name, period), (0.0, 0.0)), _counts(stats)
-        self._counted[name, period] = now
-        hits, misses = now[0] - before[0], now[1] - before[1]
-        if hits + misses:
-            numbers["hit_rate"] = hits / (hits + misses)
-        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": _age_s(table)}
-
-
-def _counts(stats: dict[str, float]) -> tuple[float, float]:
-    return stats.get("hits", 0), stats.get("misses", 0)
-
-
-def _age_s(table: Table) -> float:
-    """Return the seconds since a table's last commit."""
-    made = datetime.fromisoformat(table.commits()[-1]["time"])
-    return max(0.0, (datetime.now(UTC) - made).total_seconds())

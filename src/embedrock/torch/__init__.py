@@ -26,6 +26,7 @@ from embedrock.torch.optim import (
 from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.saving.release import release
+from embedrock.torch.stats import log_stats
 from embedrock.torch.training.dense_watch import UntrainedWarning
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
@@ -57,6 +58,7 @@ __all__ = [
     "freeze",
     "handles",
     "load",
+    "log_stats",
     "num_parameters",
     "optimizer",
     "place",

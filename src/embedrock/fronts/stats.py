@@ -1,0 +1,70 @@
+"""Numbers about tables for logs: what front ends show of them, and what they call it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from embedrock.table.table import Table
+
+
+class _Counts(NamedTuple):
+    """Rows that were asked for since a table was opened, by whether they were in its cache."""
+
+    hits: float
+    misses: float
+
+
+class TableNumbers:
+    """Numbers about tables, as logs show them: ``"<name>/<what>"``.
+
+    - ``rows``: rows that were ever stepped, and so are stored;
+    - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+
+    and for a table on disk,
+
+    - ``disk_bytes``: its files;
+    - ``hit_rate``: how many of the rows that were asked for since the last time were in the cache; left out where none
+      were asked for;
+    - ``commit_age_s``: seconds since its last commit.
+    """
+
+    def __init__(self) -> None:
+        self._counted: weakref.WeakKeyDictionary[Table, _Counts] = weakref.WeakKeyDictionary()
+
+    def begin(self, tables: Iterable[Table]) -> None:
+        """Count what is asked for from now on."""
+        for table in tables:
+            self._counted[table] = _counts(table.stats())
+
+    def of(self, tables: Mapping[str, Table]) -> dict[str, float]:
+        """Return the numbers of tables, by their names."""
+        return {
+            f"{name}/{what}": float(value)
+            for name, table in tables.items()
+            for what, value in self._of_one(table).items()
+        }
+
+    def _of_one(self, table: Table) -> dict[str, float]:
+        stats = table.stats()
+        numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
+        if not table.is_on_disk:
+            return numbers
+        before, now = self._counted.get(table, _Counts(0, 0)), _counts(stats)
+        self._counted[table] = now
+        hits, misses = now.hits - before.hits, now.misses - before.misses
+        if hits + misses:
+            numbers["hit_rate"] = hits / (hits + misses)
+        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": _age_s(table)}
+
+
+def _counts(stats: dict[str, float]) -> _Counts:
+    return _Counts(stats.get("hits", 0), stats.get("misses", 0))
+
+
+def _age_s(table: Table) -> float:
+    """Return the seconds since a table's last commit."""
+    made = datetime.fromisoformat(table.commits()[-1]["time"])
+    return max(0.0, (datetime.now(UTC) - made).total_seconds())
