@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.cli import nearby
+from embedrock import cli
 from embedrock.cli.main import FAILED, main
+from embedrock.store.nearby import CHECKPOINT
 from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
@@ -198,7 +199,7 @@ def test_checkpoints_of_a_model(capsys: pytest.CaptureFixture[str]):
         capsys, "info", "ckpt"
     )
     assert "This is a checkpoint of a model: load it with the model, by ert.load(" in error(capsys, "info", str(file))
-    assert nearby.CHECKPOINT.fullmatch("step-10-0123abcd.weights.h5")
+    assert CHECKPOINT.fullmatch("step-10-0123abcd.weights.h5")
 
 
 def test_the_name_of_checkpoints_is_theirs(tmp_path: Path):
@@ -208,7 +209,7 @@ def test_the_name_of_checkpoints_is_theirs(tmp_path: Path):
 
     ert.save(torch.nn.Linear(1, 1), tmp_path / "ckpt", step=3)
     names = [one.name for one in (tmp_path / "ckpt").iterdir()]
-    assert any(nearby.CHECKPOINT.fullmatch(name) for name in names), names
+    assert any(CHECKPOINT.fullmatch(name) for name in names), names
 
 
 # ---------------------------------------------------------------- plurals
@@ -239,7 +240,7 @@ def test_one_of_each_is_said_so(capsys: pytest.CaptureFixture[str]):
 
 def test_no_count_of_the_command_line_is_spelled_by_hand():
     """A number of things is written by `format_count`, which knows the plural."""
-    folder = Path(nearby.__file__).parents[1]
+    folder = Path(cli.__file__).parents[1]
     nouns = "files|rows|records|problems|commits|words|lines|ids|steps|columns|numbers"
     by_hand = re.compile(rf"\{{[^{{}}]*\}} (?:{nouns})\b(?!/s)")
     found = [

@@ -21,6 +21,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.nearby import holds_table
 from embedrock.store.verify import verify
 from kill_loop import INTERRUPTED, KINDS, PLANTED, train
 from same_tables import check_same
@@ -200,7 +201,7 @@ class Story:
 
     def _look(self) -> None:
         """Fail if what a process has left that was stopped is not whole for a reader."""
-        if folders.holds_table(OS_SYSTEM, self.path):
+        if holds_table(OS_SYSTEM, self.path):
             with er.open(self.path, mode="r", memory=self._memory()) as table:
                 table.lookup(np.arange(100))
             assert verify(OS_SYSTEM, self.path).problems == []
@@ -210,7 +211,7 @@ class Story:
 
     def check(self) -> None:
         """Fail unless the table is that of the last commit acknowledged, or of one since."""
-        if not folders.holds_table(OS_SYSTEM, self.path):
+        if not holds_table(OS_SYSTEM, self.path):
             assert self._acknowledged < 0, "the table is gone"
             return
         mode = str(self.rng.choice(["w", "r"]))

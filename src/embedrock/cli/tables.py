@@ -15,13 +15,13 @@ from typing import Any
 import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
-from embedrock.cli.nearby import check_there
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.nearby import check_table
 from embedrock.store.store import Store
 from embedrock.store.verify import Verification, verify
 from embedrock.table.description import describe_spec
@@ -57,7 +57,7 @@ def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str,
 
 
 def _on_table(run: Callable[[Namespace], int], arguments: Namespace) -> int:
-    check_there(arguments.table)
+    check_table(OS_SYSTEM, arguments.table)
     return run(arguments)
 
 
@@ -218,7 +218,7 @@ def _verify(arguments: Namespace) -> int:
 
 def _check_format(folder: str) -> None:
     """Raise what `er.open` would, but for damage."""
-    folders.check_table(OS_SYSTEM, folder)
+    check_table(OS_SYSTEM, folder)
     try:
         folders.newest(OS_SYSTEM, folder)
     except CorruptTableError:
@@ -283,7 +283,7 @@ def _import(arguments: Namespace) -> int:
     if arguments.into and given:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
     if arguments.into:
-        check_there(arguments.table)
+        check_table(OS_SYSTEM, arguments.table)
     told = imports.run_import(arguments)
     text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
     if told["words"]:

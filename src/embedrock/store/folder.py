@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import json
 import os
@@ -23,11 +22,11 @@ from embedrock.machine import space
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
+from embedrock.store.nearby import check_table, table_around
 
 FOLDERS = ("manifest", "base", "delta", "history")
 LOCK = "LOCK"
 LOCK_BYTES = 4096
-NEAR = 3  # tables that an error names
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -35,50 +34,6 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 def join(folder: str, name: str) -> str:
     """Return the path of a file of the table; names have forward slashes."""
     return f"{folder}/{name}"
-
-
-def holds_table(system: System, folder: str) -> bool:
-    """Return whether there is a table, which has a commit from the moment that it is made."""
-    inside = join(folder, "manifest")
-    return system.exists(inside) and bool(manifests.numbers(system, folder))
-
-
-def check_table(system: System, folder: str) -> None:
-    """Raise `TableFileError` if there is no table; it says which one may be meant."""
-    if not holds_table(system, folder):
-        hint = "Make one: er.Table(rows, dim, path=...), or look for a typing error"
-        with contextlib.suppress(OSError):
-            hint = _meant(system, folder) or hint
-        text = f"there is no table here: a folder with manifest/*.json was expected. {hint}"
-        raise TableFileError(errno.ENOENT, text, folder)
-
-
-def _meant(system: System, folder: str) -> str | None:
-    """Return what somebody may have meant who took a path for that of a table; None where there is nothing near."""
-    parent, name = os.path.split(folder)
-    if system.exists(folder):
-        if (outer := _table_around(system, folder)) is not None:
-            return f"It is inside of one: {outer!r}"
-        try:
-            inside = [each for each in sorted(system.listdir(folder)) if holds_table(system, join(folder, each))]
-        except NotADirectoryError:
-            return "This is a file"
-        return f"These in it are tables: {', '.join(inside[:NEAR])}" if inside else None
-    beside = system.listdir(parent) if system.exists(parent) else []
-    near = [
-        each for each in difflib.get_close_matches(name, beside, NEAR, 0.75) if holds_table(system, join(parent, each))
-    ]
-    return f"Did you mean {' or '.join(map(repr, near))}?" if near else None
-
-
-def _table_around(system: System, folder: str) -> str | None:
-    """Return the folder of the table that a path is inside of, None if it is in none."""
-    while (parent := os.path.dirname(folder)) != folder:
-        with contextlib.suppress(OSError):  # of a folder that this process may not look into
-            if holds_table(system, parent):
-                return parent
-        folder = parent
-    return None
 
 
 def make(system: System, folder: str) -> None:
@@ -90,7 +45,7 @@ def make(system: System, folder: str) -> None:
     parent = os.path.dirname(folder) or "."
     if not system.exists(parent):
         raise TableFileError(errno.ENOENT, "a table needs a folder to lie in. Make this one first", parent)
-    if (outer := _table_around(system, folder)) is not None:
+    if (outer := table_around(system, folder)) is not None:
         raise TableFileError(errno.EEXIST, f"this is inside of the table at {outer!r}. Choose another path", folder)
     with _refused("a table cannot be made where this process may not write. Choose another path", folder):
         if not system.exists(folder):

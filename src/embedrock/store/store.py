@@ -21,6 +21,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import read_history
 from embedrock.store.manifest import HistoryFile, Manifest, RunFile
+from embedrock.store.nearby import check_table
 from embedrock.store.orphans import remove_orphans
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
@@ -127,7 +128,7 @@ class Store:
             write: become its one writer.
             locked: refuse to write where the file system has no locks.
         """
-        folders.check_table(system, folder)
+        check_table(system, folder)
         if not write:
             return cls._open_to_read(system, folder, at)
         held = folders.lock(system, folder, locked)

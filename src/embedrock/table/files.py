@@ -27,6 +27,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
 from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
+from embedrock.store.nearby import holds_table
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
@@ -470,7 +471,7 @@ def open_or_make_files(opening: Opening, spec: Spec, given: dict[str, Any]) -> t
         spec: of a new table.
         given: what the caller asked for, by the names of `describe_spec`; an existing table must agree.
     """
-    if opening.mode == "r" or folders.holds_table(opening.system, opening.path):
+    if opening.mode == "r" or holds_table(opening.system, opening.path):
         return _open_given(opening, spec, given)
     check_budget(spec, budget_of(opening.memory), f"table {opening.path!r}")  # what cannot be opened is not made
     manifest = Manifest(
@@ -489,7 +490,7 @@ def open_or_make_files(opening: Opening, spec: Spec, given: dict[str, Any]) -> t
     try:
         return Files(Store.create(opening.system, opening.path, manifest, opening.lock), opening), spec
     except FileExistsError:
-        if not folders.holds_table(opening.system, opening.path):
+        if not holds_table(opening.system, opening.path):
             raise
         return _open_given(opening, spec, given)  # somebody else was faster
 

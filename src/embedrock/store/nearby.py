@@ -1,0 +1,95 @@
+"""Whether there is a table at a path, and what somebody may have meant where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+
+from embedrock.errors import TableFileError
+from embedrock.machine.vfs import System
+from embedrock.store import manifest as manifests
+from embedrock.wording import nearest
+
+CHECKPOINT = re.compile(r"step-\d+-[0-9a-f]{8}\..+")  # how `ert.save` and Keras' `TableCheckpoint` name files
+LOOKED_AT = 1000  # names in a folder, at most
+SHOWN = 3
+
+
+def holds_table(system: System, folder: str) -> bool:
+    """Return whether there is a table, which has a commit from the moment that it is made."""
+    return system.exists(f"{folder}/manifest") and bool(manifests.numbers(system, folder))
+
+
+def check_table(system: System, path: str) -> None:
+    """Raise `TableFileError` if there is no table; it says what may be meant instead."""
+    if not holds_table(system, path):
+        hint = _hint(system, os.path.abspath(path))
+        expected = ": a folder with manifest/*.json was expected"
+        make = "Make one: er.Table(rows, dim, path=...), or look for a typing error"
+        text = f"there is no table here{'' if hint else expected}. {hint or make}"
+        raise TableFileError(errno.ENOENT, text, path)
+
+
+def table_around(system: System, path: str) -> str | None:
+    """Return the folder of the table that a path is inside of, None if it is in none."""
+    return next((folder for folder in _parents(path) if _is_table(system, folder)), None)
+
+
+def _parents(path: str) -> Iterator[str]:
+    while (parent := os.path.dirname(path)) != path:
+        yield parent
+        path = parent
+
+
+def _hint(system: System, path: str) -> str:
+    if (around := table_around(system, path)) is not None:
+        return f"It lies inside of one: {around}"
+    folder, name = os.path.split(path)
+    try:
+        names = system.listdir(path)
+    except FileNotFoundError:
+        tables = _tables_in(system, folder)
+        meant = nearest(name, tables)
+        return f"Did you mean {folder}/{meant}?" if meant else _listed(folder, tables)
+    except NotADirectoryError:
+        return _what_file_is(name)
+    except OSError:  # not ours to look into
+        return ""
+    hint = _listed(path, _tables_in(system, path))
+    if any(map(CHECKPOINT.fullmatch, names)):
+        return f"It has checkpoints of a model, whose tables lie where its layers' path= says. {hint}".rstrip()
+    return hint
+
+
+def _what_file_is(name: str) -> str:
+    if CHECKPOINT.fullmatch(name):
+        return (
+            "This is a checkpoint of a model: load it with the model, by ert.load(model, folder) or Keras. Its tables "
+            "lie where the layers' path= says"
+        )
+    return "A table is a folder, and this is a file. To make a table of a file of vectors: embedrock import FILE TABLE"
+
+
+def _listed(folder: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(f"{folder}/{name}" for name in names[:SHOWN])
+    more = ", ..." if len(names) > SHOWN else ""
+    return f"There {'is one' if len(names) == 1 else 'are some'} in {folder}: {shown}{more}"
+
+
+def _tables_in(system: System, folder: str) -> list[str]:
+    try:
+        names = sorted(system.listdir(folder))[:LOOKED_AT]
+    except OSError:  # not there, or not ours to look into
+        return []
+    return [name for name in names if _is_table(system, f"{folder}/{name}")]
+
+
+def _is_table(system: System, folder: str) -> bool:
+    with contextlib.suppress(OSError):  # not ours to look into
+        return holds_table(system, folder)
+    return False
