@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from twins import weight_of
+from twins import embedding_twins, weight_of
 
 import embedrock.torch as ert
 from pages import run_page
@@ -78,8 +78,8 @@ def check_same(one: list[Tensor], other: list[Tensor]) -> None:
 # ---------------------------------------------------------------- one fit of each trainer
 
 
-def lit_of(model: Model) -> Any:
-    """Return a model as Lightning takes it."""
+def lit_of(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = optimizer_of) -> Any:
+    """Return a model as Lightning takes it, with an optimizer that is made of it."""
     pl = pytest.importorskip("lightning.pytorch")
 
     class Lit(pl.LightningModule):
@@ -91,7 +91,7 @@ def lit_of(model: Model) -> Any:
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self) -> Any:
-            optimizer = optimizer_of(self.model)
+            optimizer = make(self.model)
             return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)}
 
     return Lit()
@@ -216,6 +216,33 @@ def test_trainers_do_what_a_loop_does(tmp_path: Path):
             for scheduler in schedulers:
                 scheduler.step()
     check_same(result_of(model), result_of(twin))
+
+
+class Twin(nn.Module):
+    def __init__(self, rows: nn.Module, dense: nn.Linear) -> None:
+        super().__init__()
+        self.rows, self.dense = rows, copy.deepcopy(dense)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.dense(self.rows(ids)).squeeze(-1) - labels).square().mean()}
+
+
+def test_lightning_clips_each_element(tmp_path: Path):
+    """`gradient_clip_algorithm="value"`, as of `nn.Embedding`."""
+    layers, dense = embedding_twins(ROWS, DIM), nn.Linear(DIM, 1)
+    mine, theirs = (Twin(layer, dense) for layer in layers)
+    first, limit = weight_of(layers[0]), 1e-3
+    arguments: Any = {"gradient_clip_val": limit, "gradient_clip_algorithm": "value", "enable_checkpointing": False}
+    for model, make in (
+        (mine, lambda model: ert.optimizer(model, rows=ert.SGD, dense=torch.optim.SGD, lr=1.0)),
+        (theirs, lambda model: torch.optim.SGD(model.parameters(), lr=1.0)),
+    ):
+        lightning_trainer(1, [], **arguments).fit(lit_of(model, make), DataLoader(DATA, batch_size=8))
+    moved = weight_of(layers[0]) - first
+    assert moved.abs().max() >= 0.99 * limit  # some were clipped
+    assert len(moved.abs().unique()) > 2  # not all of them
+    torch.testing.assert_close(weight_of(layers[0]), layers[1].weight.detach(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(mine.dense.weight, theirs.dense.weight, rtol=0, atol=1e-7)
 
 
 def test_save_pretrained(tmp_path: Path):
