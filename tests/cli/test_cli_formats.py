@@ -523,6 +523,13 @@ def test_npz_refused(tmp_path: Path):
     assert "expected rows one after the other" in refusal(path)
     np.savez(path, vectors=np.array([Bomb()], object))
     assert "Nothing is unpickled." in refusal(path)
+    np.savez(path, vectors=vectors_of(2), ids=np.array(["a", "b"]))
+    assert (
+        "ids: expected numbers; got an array of <U1, which are strings. If they are ids: Make integers of words"
+        in refusal(path)
+    )
+    np.savez(path, vectors=vectors_of(2), ids=np.array([1, 2**64 - 1], np.uint64))
+    assert "got 18446744073709551615. Take hashes by their bits, ids.view(np.int64)." in refusal(path)
     np.savez_compressed(path, vectors=vectors_of(40))
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path, "w") as archive:

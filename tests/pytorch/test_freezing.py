@@ -97,7 +97,7 @@ def test_wrong_ids():
         ({"1": [1]}, er.ArgumentError, r"must name embedding layers of the model \('0'\): got '1'"),
         ({ert.Embedding(3, 3): [1]}, er.ArgumentError, "must name embedding layers of the model"),
         ({"0": np.empty(0, np.int64)}, er.ArgumentError, "must not be empty"),
-        ({"0": [ROWS]}, er.IdError, rf"`ids` of Embedding\(50, 4\) must lie in \[0, {ROWS}\)"),
+        ({"0": [ROWS]}, er.IdError, rf"^`ids` of Embedding\(50, 4\) must lie in \[0, {ROWS}\)"),
         ({"0": [0.5]}, er.IdTypeError, r"Embedding\(50, 4\)"),
     ):
         with pytest.raises(error, match=text):

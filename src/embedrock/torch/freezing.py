@@ -108,7 +108,7 @@ def _by_layer(layers: Mapping[str, RowLayer], ids: Ids) -> dict[RowLayer, np.nda
         if layer is None or not any(layer is known for known in layers.values()):
             names = ", ".join(map(repr, layers)) or "none"
             raise ArgumentError(f"`ids` of ert.freeze must name embedding layers of the model ({names}): got {key!r}.")
-        array = np.unique(check_ids(np.asarray(values), layer.num_embeddings, f"`ids` of {layer.handle.label}"))
+        array = np.unique(check_ids(np.asarray(values), layer.num_embeddings, layer.handle.label))
         if not len(array):
             raise ArgumentError(f"`ids` of ert.freeze for {layer.handle.label} must not be empty.")
         if layer.padding_idx is not None:

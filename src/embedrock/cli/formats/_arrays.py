@@ -129,7 +129,12 @@ def as_ids(ids: np.ndarray, source: Source, start: int) -> np.ndarray:
     """Return whole numbers of any type as int64; they are those of rows `start` and on."""
     if ids.dtype.kind == "u" and ids.size and int(ids.max()) >= 2**63:
         row = int(np.argmax(ids))
-        source.fail("ids below 2**63", f"{ids[row]}", "Renumber the ids.", source.place(start + row))
+        source.fail(
+            "ids below 2**63",
+            f"{ids[row]}",
+            "Take hashes by their bits, ids.view(np.int64).",
+            source.place(start + row),
+        )
     return ids.astype(np.int64)
 
 

@@ -21,10 +21,6 @@ class FileError(EmbedrockError, ValueError):
     """A file of vectors that cannot be read, or written, as asked."""
 
 
-class MissingPackageError(EmbedrockError, ImportError):
-    """A format needs a package that is not installed."""
-
-
 class Batch(NamedTuple):
     """Rows of a file, in its order.
 
