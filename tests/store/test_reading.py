@@ -58,9 +58,12 @@ def at(run: int, indexes: np.ndarray) -> np.ndarray:
 class Recorder:
     """A system that notes what is asked of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, direct: bool = True) -> None:
         self.requests: list[tuple[int, int]] = []
-        self.address = 0
+        self.address, self._direct = 0, direct
+
+    def is_direct(self, fd: int) -> bool:
+        return self._direct
 
     def read_many(self, fds, offsets, sizes, out, starts) -> None:
         self.requests += zip(offsets.tolist(), sizes.tolist(), strict=True)
@@ -72,6 +75,7 @@ class Plain:
     """A system without threads: the loop that every system starts from."""
 
     pread = staticmethod(OS_SYSTEM.pread)
+    is_direct = staticmethod(OS_SYSTEM.is_direct)
 
     def read_many(self, fds, offsets, sizes, out, starts) -> None:
         System.read_many(self, fds, offsets, sizes, out, starts)  # pyright: ignore[reportArgumentType]
@@ -154,6 +158,30 @@ def test_requests_are_whole_blocks_that_neighbours_share(tmp_path: Path):
     assert requests(6, 6 + 42) == [(8192, 4096), (40960, 4096)]
     assert recorder.address % 4096 == 0
     run.file.close()
+
+
+def test_of_a_file_in_the_page_cache_little_more_is_read_than_asked_for(tmp_path: Path):
+    run, recorder = store(tmp_path / "a", 772, 3000, 0), Recorder(direct=False)
+
+    def requests(*indexes: int) -> list[tuple[int, int]]:
+        recorder.requests.clear()
+        check(recorder, {0: run}, [(0, index) for index in indexes])
+        return recorder.requests
+
+    assert requests(0) == [(4096, 832)]  # 776 bytes in whole lines of 64
+    assert requests(0, 1, 1, 2) == [(4096, 2368)]
+    assert requests(20, 5) == [(7936, 832), (19584, 832)]
+    run.file.close()
+
+
+def test_files_of_both_kinds_at_once(tmp_path: Path):
+    runs = {0: store(tmp_path / "a", 96, 900, 0), 1: store(tmp_path / "b", 96, 900, 1, direct=True)}
+    draw = np.random.default_rng(0)
+    counts = check(OS_SYSTEM, runs, [(int(run), int(index)) for run, index in draw.integers(0, (2, 900), (300, 2))])
+    if OS_SYSTEM.is_direct(runs[1].file.fd):
+        assert counts.nbytes < 900 * 100 + 150 * 256 + 8192
+    for run in runs.values():
+        run.file.close()
 
 
 def test_nothing():

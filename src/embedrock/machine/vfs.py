@@ -150,16 +150,20 @@ class System(ABC):
 
         Args:
             fds: descriptors of the pieces, (n,) int64, as are the next three; they may repeat.
-            offsets: where each begins in its file, a multiple of `BLOCK`.
-            sizes: bytes of each, a multiple of `BLOCK`.
+            offsets: where each begins in its file, a multiple of `BLOCK` where that `is_direct`.
+            sizes: bytes of each, likewise.
             out: flat memory whose address is a multiple of `BLOCK`.
-            starts: where each goes, a multiple of `BLOCK`; what lies behind the end of a file is zeroed.
+            starts: where each goes, likewise; what lies behind the end of a file is zeroed.
         """
         memory, columns = out.data, (fds, offsets, sizes, starts)
         for fd, offset, size, start in zip(*(column.tolist() for column in columns), strict=True):
             data = _read_fully(self, fd, size, offset)
             memory[start : start + len(data)] = data
             out[start + len(data) : start + size] = 0
+
+    def is_direct(self, fd: int) -> bool:
+        """Return whether a file is read past the page cache, in whole blocks."""
+        return False
 
     def behind(self, fd: int, start: int, end: int) -> None:
         """Start to write bytes that were appended, so that dirty memory is bounded and a later sync short."""
@@ -540,6 +544,9 @@ class OSSystem(System):
             start, end = int(starts[i]), int(starts[i] + sizes[i])
             found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))
             out[start + found : end] = 0
+
+    def is_direct(self, fd: int) -> bool:
+        return fd in self._direct
 
     def _read_again(self, fd: int, memory: memoryview, offset: int) -> int:
         """Fill `memory` from a file up to its end, and return how far; errors carry their number and the path."""

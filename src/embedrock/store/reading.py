@@ -1,9 +1,9 @@
-"""Reading stored records: sorted, in whole blocks, neighbours together, each checked by its CRC."""
+"""Reading stored records: sorted, neighbours together, each checked by its CRC; from disk, in whole blocks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,9 @@ from embedrock.machine.vfs import System
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
 GAP = 16 << 10  # bytes between two records that are read along rather than asked for apart
+# A small file is in the page cache, where bytes that nobody needs cost more than a request. Of a table of 31 MB with a
+# cache of a quarter, a step of 16,384 rows read 31 MB in 17 ms; with these, 4.5 MB in 12.
+CACHED_BLOCK, CACHED_GAP = 64, 512
 NAMED = 8  # ids that an error names
 
 
@@ -84,15 +87,56 @@ def read_records(
         OSError: the system could not read.
     """
     order = np.argsort(locations)
-    locations, ids, slots = locations[order], ids[order], slots[order]
+    locations, counts = locations[order], Counts(0, 0)
+    for files, part in _by_kind(system, runs, locations):
+        chosen = order[part]
+        done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
+        counts = Counts(counts.requests + done.requests, counts.nbytes + done.nbytes)
+    return counts
+
+
+class _Files(NamedTuple):
+    """The files of runs, of which all are read past the page cache, or none.
+
+    Attributes:
+        runs: by number.
+        fds: by number; as they were, as a file that grows is read by another one from some size on.
+        block: what is read are whole ones of so many bytes.
+        gap: bytes between two records that are read along.
+    """
+
+    runs: Sequence[ReadableRun] | Mapping[int, ReadableRun]
+    fds: dict[int, int]
+    block: int
+    gap: int
+
+
+def _by_kind(
+    system: System, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray
+) -> Iterator[tuple[_Files, np.ndarray]]:
+    """Yield the files of either kind, and which of the locations, which ascend, lie in them."""
+    numbers = locations >> kernels.reference.storage.RUN_SHIFT
+    fds = {number: runs[number].file.fd for number in np.unique(numbers).tolist()}
+    direct = np.array([number for number, fd in fds.items() if system.is_direct(fd)], np.int64)
+    is_direct = np.isin(numbers, direct)
+    kinds = (is_direct, kernels.cpu.storage.BLOCK, GAP), (~is_direct, CACHED_BLOCK, CACHED_GAP)
+    for chosen, block, gap in kinds:
+        if chosen.any():
+            yield _Files(runs, fds, block, gap), np.flatnonzero(chosen)
+
+
+def _read_part(
+    system: System, files: _Files, locations: np.ndarray, ids: np.ndarray, records: np.ndarray, slots: np.ndarray
+) -> Counts:
+    """Read records whose locations ascend."""
     done = requests = nbytes = 0
-    while done < len(order):
-        piece = _Piece(runs, locations[done:], records.shape[1] + kernels.reference.storage.CRC_BYTES)
+    while done < len(locations):
+        piece = _Piece(files, locations[done:], records.shape[1] + kernels.reference.storage.CRC_BYTES)
         piece.read(system)
         part = slice(done, done + piece.count)
         bad = piece.unseal(ids[part], records, slots[part])
         if len(bad):
-            raise _corrupt(runs, locations[part][bad], ids[part][bad])
+            raise _corrupt(files.runs, locations[part][bad], ids[part][bad])
         done, requests, nbytes = done + piece.count, requests + piece.requests.shape[1], nbytes + piece.nbytes
     return Counts(requests, nbytes)
 
@@ -100,25 +144,23 @@ def read_records(
 class _Piece:
     """As many records as fit this thread's staging memory."""
 
-    def __init__(
-        self, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, stride: int
-    ) -> None:
+    def __init__(self, files: _Files, locations: np.ndarray, stride: int) -> None:
         storage = kernels.cpu.storage
         room = max(STAGING_BYTES, stride + 2 * storage.BLOCK)
         locations = locations[: room // stride + 1]
         requests, self.starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
-        first = runs[int(locations[0]) >> storage.RUN_SHIFT].first
-        args = locations, first, stride, (GAP, LONGEST_REQUEST, room), requests, self.starts
-        self.count, count, self.nbytes = storage.plan_reads(*args)
+        first = files.runs[int(locations[0]) >> storage.RUN_SHIFT].first
+        limits = files.block, files.gap, LONGEST_REQUEST, room
+        self.count, count, self.nbytes = storage.plan_reads(locations, first, stride, limits, requests, self.starts)
         self.starts, self.requests = self.starts[: self.count], requests[:, :count]
         self._numbers, self._of_request = np.unique(self.requests[0], return_inverse=True)
-        self._runs = [runs[number] for number in self._numbers.tolist()]
+        self._runs = [files.runs[number] for number in self._numbers.tolist()]
+        self._fds = np.array([files.fds[number] for number in self._numbers.tolist()], np.int64)
         self._locations, self._memory = locations[: self.count], _staging.take(room)
 
     def read(self, system: System) -> None:
-        fds = np.array([run.file.fd for run in self._runs], np.int64)[self._of_request]
         offsets, sizes, starts = (np.ascontiguousarray(row) for row in self.requests[1:])
-        system.read_many(fds, offsets, sizes, self._memory, starts)
+        system.read_many(self._fds[self._of_request], offsets, sizes, self._memory, starts)
 
     def unseal(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Copy the records out, and return which ones are damaged."""

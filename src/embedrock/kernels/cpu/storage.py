@@ -270,11 +270,11 @@ def list_bits(words, ones_before, low, ids):
 
 @kernel()
 def plan_reads(locations, first, stride, limits, requests, starts):
-    gap, longest, room = limits
+    block, gap, longest, room = limits
     count, used, run, begin, end = 0, 0, -1, 0, 0
     for i in range(locations.shape[0]):
         offset = first + (locations[i] & ((1 << RUN_SHIFT) - 1)) * stride
-        lowest, highest = offset & -BLOCK, (offset + stride + BLOCK - 1) & -BLOCK
+        lowest, highest = offset & -block, (offset + stride + block - 1) & -block
         if locations[i] >> RUN_SHIFT == run and lowest <= end + gap and highest - begin <= longest:
             more, new = highest - end, False
         else:

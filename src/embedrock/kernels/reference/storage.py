@@ -244,7 +244,7 @@ def plan_reads(
     locations: np.ndarray,
     first: int,
     stride: int,
-    limits: tuple[int, int, int],
+    limits: tuple[int, int, int, int],
     requests: np.ndarray,
     starts: np.ndarray,
 ) -> tuple[int, int, int]:
@@ -254,19 +254,19 @@ def plan_reads(
         locations: may repeat.
         first: offset of a run's first record in its file.
         stride: bytes from one record to the next.
-        limits: (bytes between two records that are read along rather than asked for apart, the most bytes of a request
-            for more than one record, the bytes of staging memory).
+        limits: (bytes of a block, a power of two; bytes between two records that are read along rather than asked for
+            apart; the most bytes of a request for more than one record; the bytes of staging memory).
         requests: (4, n): receives (run, offset, size, start in staging) of each request.
         starts: receives where each record will be in staging.
 
     Returns:
         How many records the plan covers (as many as fit the staging memory), its requests, and its bytes.
     """
-    gap, longest, room = limits
+    block, gap, longest, room = limits
     count = used = 0
     for i, location in enumerate(locations.tolist()):
         offset = first + (location & ((1 << RUN_SHIFT) - 1)) * stride
-        low, high = offset // BLOCK * BLOCK, -(-(offset + stride) // BLOCK) * BLOCK
+        low, high = offset // block * block, -(-(offset + stride) // block) * block
         run, begin, size, start = requests[:, count - 1].tolist() if count else (-1, 0, 0, 0)
         if location >> RUN_SHIFT == run and low <= begin + size + gap and high - begin <= longest:
             grown = high - begin
