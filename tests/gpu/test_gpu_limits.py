@@ -260,3 +260,11 @@ def test_a_step_that_fails_for_memory_once_its_records_are_made_is_made_by_the_n
     optimizer.step()
     np.testing.assert_array_equal(layer.table.export()[0], [5, 6])
     np.testing.assert_array_equal(layer.table.lookup([5, 6]), np.full((2, 2), -1.0))
+
+
+def test_a_share_is_of_the_whole_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attach, "memory_limit", lambda: 4000)
+    monkeypatch.setattr(attach, "_total_bytes", lambda device: 8000)
+    assert attach._bytes_of("25%", torch.device("cpu")) == 1000  # of the interpreter
+    assert attach._bytes_of("25%", torch.device("cuda")) == 2000
+    assert attach._bytes_of(7, torch.device("cuda")) == 7

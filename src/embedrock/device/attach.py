@@ -16,6 +16,7 @@ from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.machine.ram import available_bytes, memory_limit
+from embedrock.machine.sizes import parse_bytes
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
@@ -58,20 +59,21 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _made(table: Table, device: torch.device) -> DeviceSide:
-    budget = table.device_memory if table.device_memory is not None else _free_bytes(device) // placement.FREE_SHARE
+    given = table.device_memory
+    budget = _free_bytes(device) // placement.FREE_SHARE if given is None else _bytes_of(given, device)
     rows = rows_of(table)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
     if tier is not None:
         return DirectSide(rows, tier, device, placement.choose(table.spec, budget))
-    if table.device_memory and table.is_on_disk:
+    if given and table.is_on_disk:
         warnings.warn(
             f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
-            f"{table.device_memory} is not used.",
+            f"{given} is not used.",
             PlacementWarning,
             stacklevel=5,
         )
     # How many rows there will be nobody knows: there is a cache where its size was said.
-    near = 0 if table.is_on_disk else min(table.device_memory or 0, budget) // slot_bytes(table.spec)
+    near = 0 if table.is_on_disk or given is None else budget // slot_bytes(table.spec)
     return HostedSide(rows, rows.tier, device, min(near, table.rows or near))
 
 
@@ -87,6 +89,18 @@ def _may_be_planned_there(spec: Spec, budget: int) -> bool:
         return False
     # Pinned RAM is taken for all rows at once.
     return placement.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
+
+
+def _bytes_of(size: int | str, device: torch.device) -> int:
+    """Return a size in bytes; a share is one of the GPU's whole memory."""
+    if not isinstance(size, str):
+        return size
+    of_gpu = device.type == "cuda"
+    return parse_bytes(size, "device_memory", lambda: _total_bytes(device) if of_gpu else memory_limit())
+
+
+def _total_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,11 +1,18 @@
-"""Sizes in bytes: parsing ("512MiB") and printing."""
+"""Sizes in bytes: parsing ("512MiB", "25%") and printing."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
+from collections.abc import Callable
+from numbers import Real
+from typing import TypeAlias
 
 from embedrock.errors import ArgumentError
+from embedrock.machine.ram import memory_limit
+
+Size: TypeAlias = int | float | str  # as users give one
 
 UNITS = {
     "": 1,
@@ -14,53 +21,68 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **dict.fromkeys(("K", "KIB"), 2**10),
+    **dict.fromkeys(("M", "MIB"), 2**20),
+    **dict.fromkeys(("G", "GIB"), 2**30),
+    **dict.fromkeys(("T", "TIB"), 2**40),
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*|%)\s*")
 
 
-def parse_bytes(size: int | str, subject: str = "memory") -> int:
-    """Return a size in bytes from an int or a string such as ``"512MiB"``.
+def parse_bytes(size: Size, subject: str = "memory", whole: Callable[[], int] = memory_limit) -> int:
+    """Return a size in bytes.
 
     Args:
-        size: a positive number of bytes, or digits with a unit: B, KB, MB, GB, TB (powers of 1000),
-            KiB, MiB, GiB, TiB (powers of 1024); upper or lower case.
+        size: a positive whole number of bytes, 1e9 too, or text: digits and a unit. B, KB, MB, GB, TB are powers of
+            1000; K, M, G, T and KiB, MiB, GiB, TiB powers of 1024; upper or lower case. ``"25%"`` is a share of the
+            `whole`.
         subject: name of the argument, for the error message.
+        whole: returns what 100 % are; by default the RAM that this process may use.
 
     Raises:
-        ArgumentError: the text is no size, or the size is not positive.
+        ArgumentError: it is no size, not positive, or more than the whole.
 
     Example:
-        >>> parse_bytes("1.5KiB")
-        1536
+        >>> parse_bytes("1.5KiB"), parse_bytes("2G"), parse_bytes(1e9)
+        (1536, 2147483648, 1000000000)
     """
-    remedy = 'Pass a positive number of bytes or a string such as "512MiB" or "2GB".'
-    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
-        raise ArgumentError(f"`{subject}` must be an int or a str, got {type(size).__name__}. {remedy}")
+    if isinstance(size, bool) or not (isinstance(size, str | Real) or hasattr(size, "__index__")):
+        raise ArgumentError(f"`{subject}` must be a number or a str, got {type(size).__name__}. {REMEDY}")
+    number, unit = _parts(size, subject)
+    if not number > 0:
+        raise ArgumentError(f"`{subject}` must be positive: got {size!r}. {REMEDY}")
+    if unit != "%":
+        return max(1, int(number * UNITS[unit]))
+    if number > 100:
+        raise ArgumentError(f"`{subject}` must be at most 100%: got {size!r}. {REMEDY}")
+    return max(1, int(whole() * number / 100))
+
+
+REMEDY = 'Pass bytes, such as 1e9, a size such as "512MiB", "2GB" or "2G" (GiB), or a share such as "25%".'
+
+
+def _parts(size: Size, subject: str) -> tuple[float, str]:
+    """Return the number of a size, exact where it is whole, and its unit."""
     if not isinstance(size, str):
-        count = operator.index(size)
-    else:
-        match = _SIZE.fullmatch(size)
-        if match is None or match[2].upper() not in UNITS:
-            raise ArgumentError(f"`{subject}` is not a size: got {size!r}. {remedy}")
-        count = int(float(match[1]) * UNITS[match[2].upper()])
-    if count <= 0:
-        raise ArgumentError(f"`{subject}` must be positive: got {size!r}. {remedy}")
-    return count
+        if not isinstance(size, float) and hasattr(size, "__index__"):
+            return operator.index(size), ""
+        if math.isfinite(size) and float(size).is_integer():
+            return int(size), ""
+    elif (match := _SIZE.fullmatch(size)) is not None and (match[2] == "%" or match[2].upper() in UNITS):
+        return float(match[1].replace("_", "")) if not match[1].isdigit() else int(match[1]), match[2].upper()
+    raise ArgumentError(f"`{subject}` is not a size: got {size!r}. {REMEDY}")
 
 
-def parse_device_memory(size: int | str | None) -> int | None:
-    """Return how much GPU memory a table may take: bytes, 0 for none, or None for a share of what is free.
+def parse_device_memory(size: Size | None) -> int | str | None:
+    """Return how much GPU memory a table may take: bytes, 0 for none, None for a share of what is free; or "25%" as is.
 
     Raises:
         ArgumentError: it is no size.
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size == 0):
         return size
-    return parse_bytes(size, "device_memory")
+    nbytes = parse_bytes(size, "device_memory")  # or it raises
+    return size.strip() if isinstance(size, str) and "%" in size else nbytes  # of which GPU, is known later
 
 
 def format_bytes(count: float) -> str:

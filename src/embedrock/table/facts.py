@@ -24,11 +24,11 @@ class Facts:
     """What is known of a table, whoever has its turn.
 
     Attributes:
-        device_memory: the most GPU memory that its rows may take, in bytes; None for half of what is free.
+        device_memory: the most GPU memory that its rows may take, in bytes or as "25%"; None for half of what is free.
         name: for error messages, and for pickling by reference.
     """
 
-    device_memory: int | None
+    device_memory: int | str | None
     name: str | None
     _rows: Rows
     _files: Files | None

@@ -15,7 +15,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.machine.paths import local_path
-from embedrock.machine.sizes import format_bytes
+from embedrock.machine.sizes import Size, format_bytes
 from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.process import forks
@@ -69,7 +69,7 @@ class Opening(NamedTuple):
     """
 
     path: str
-    memory: int | str | None
+    memory: Size | None
     policy: str
     keep: int
     lock: bool

@@ -42,11 +42,11 @@ class Option(NamedTuple):
 class StorageOptions(TypedDict, total=False):
     """Options that every way to a table takes: `er.Table`, `er.open`, and layers."""
 
-    memory: Annotated[int | str | None, Option(6, None)]
+    memory: Annotated[int | float | str | None, Option(6, None)]
     on_nonfinite: Annotated[str, Option(8, "raise")]
     policy: Annotated[str, Option(10, "lfu", of_files=True)]
     keep: Annotated[int, Option(11, 2, of_files=True)]
-    device_memory: Annotated[int | str | None, Option(15, None)]
+    device_memory: Annotated[int | float | str | None, Option(15, None)]
 
 
 class LayerOptions(StorageOptions, total=False):

@@ -6,6 +6,7 @@ import os
 from typing import cast
 
 from embedrock.errors import EmbedrockError, MemoryBudgetError
+from embedrock.machine.sizes import Size
 from embedrock.process import forks
 from embedrock.spec import Spec
 from embedrock.table.home import Home
@@ -24,7 +25,7 @@ class InRam(Home):
 
     reopening = "Make a new Table, or a layer with one, and load what state() or state_dict() returned before."
 
-    def __init__(self, memory: int | str | None, directory: str, subject: str) -> None:
+    def __init__(self, memory: Size | None, directory: str, subject: str) -> None:
         self._memory, self._directory, self.subject = memory, directory, subject
 
     @property

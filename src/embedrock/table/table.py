@@ -43,7 +43,7 @@ class Table(Growing):
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM that records and directory may take, in bytes or as "512MiB". None: the machine's RAM; half
+        memory: the most RAM that records and directory may take, in bytes, "512MiB" or "25%". None: all of it; half
             of it for all tables on disk of this process that were not told, together.
         directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched,
             and hot rows lie together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory`
@@ -55,9 +55,9 @@ class Table(Growing):
         lock: of a table on disk: refuse to open where the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk that never moves.
         system: does the I/O of a table on disk (for tests).
-        device_memory: the most GPU memory that its rows may take once a model that has it is on a GPU, in bytes or as
-            "2GiB": all rows if they fit, else a cache of those in use. 0: none, rows are used where they are in RAM.
-            None: half of what is free then.
+        device_memory: the most GPU memory that its rows may take once a model that has it is on a GPU, in bytes,
+            "2GiB" or "25%": all rows if they fit, else a cache of those in use. 0: none, rows are used in RAM. None:
+            half of what is free then.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of tables on disk without `path`.

@@ -43,7 +43,7 @@ def number(text: str, least: float = 0.0) -> float:
 
 
 def size(text: str) -> int:
-    """Read a number of bytes: 512MiB, 1GB."""
+    """Read a number of bytes: 512MiB, 1GB, 2G, 25% of the RAM."""
     try:
         return parse_bytes(text)
     except ArgumentError:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.tiers.turn import Turn
@@ -288,7 +288,7 @@ class Share(Budget):
             tier.give_up_excess(waits)
 
 
-def budget_of(memory: int | str | None) -> Budget:
+def budget_of(memory: Size | None) -> Budget:
     """Return the budget of a table that was given `memory`.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
 from embedrock.tiers.tier import Placement, Tier
@@ -22,7 +22,7 @@ MOVED_ROWS = 4096  # at a time, where rows move to larger memory
 DIRECTORIES = ("auto", "direct", "hashed")
 
 
-def place(spec: Spec, memory: int | str | None, directory: str, subject: str) -> Placement:
+def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Placement:
     """Decide how a table of `spec` uses RAM.
 
     Raises:

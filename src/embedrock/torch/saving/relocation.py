@@ -53,7 +53,7 @@ def _replace(model: nn.Module, old: Table, path: str) -> None:
             f"`relocate` of ert.load would replace the table at {str(old.path)!r} by that at {path!r}, but it has been "
             f"trained for {old.steps} steps. Make the layer with path={path!r}."
         )
-    new = embedrock.open(path, memory=int(old.stats()["budget_bytes"]), init=old.spec.init)
+    new = embedrock.open(path, memory=old.options["memory"], init=old.spec.init)
     if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
         new.close()
         raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
