@@ -473,14 +473,6 @@ def test_what_would_lose_rows_in_ram_is_refused(tmp_path, way):
     assert remedy in str(raised.value)
 
 
-def test_weights_of_a_keras_file_do_not_reach_rows_in_ram(tmp_path):
-    model = make_model()
-    train(model)
-    model.save(tmp_path / "m.keras")
-    with pytest.raises(ValueError, match=r"cannot be loaded as weights alone .* load it by keras.models.load_model"):
-        model.load_weights(tmp_path / "m.keras")
-
-
 def test_weights_of_another_kind_are_refused(place, tmp_path):
     ours, in_ram = make_model(**place), make_model()
     plain = keras.Sequential(
@@ -494,14 +486,33 @@ def test_weights_of_another_kind_are_refused(place, tmp_path):
     ours.save_weights(tmp_path / "ours.weights.h5")
     with pytest.raises(ValueError, match="must have rows, because its table is in RAM: got a reference"):
         in_ram.load_weights(tmp_path / "ours.weights.h5")
-    in_ram.save(tmp_path / "ram.keras")
-    with pytest.raises(ValueError, match=r"must be a reference to its table on disk.*got rows of a table in RAM"):
-        ours.load_weights(tmp_path / "ram.keras")
     other = make_model(path=tmp_path / "other.rock")
     with pytest.raises(ValueError, match=r"must be that of its own table, at .*other\.rock"):
         other.load_weights(tmp_path / "ours.weights.h5")
     table_of(ours).close()
     table_of(other).close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_load_weights_takes_rows_that_were_in_ram_from_a_file(on_disk, place, tmp_path):
+    trained = make_model()
+    train(trained)
+    trained.save(tmp_path / "ram.keras")
+    keras.utils.set_random_seed(5)
+    ours = make_model(**(place if on_disk else {}), seed=5)
+    train(ours)
+    ours.load_weights(tmp_path / "ram.keras")
+    for each in (trained, ours):
+        np.testing.assert_array_equal(table_of(each).lookup(ALL), table_of(trained).lookup(ALL))
+        assert table_of(each).steps == table_of(trained).steps
+    for each in (trained, ours):
+        train(each)
+    np.testing.assert_array_equal(table_of(ours).lookup(ALL), table_of(trained).lookup(ALL))
+    if on_disk:
+        table_of(ours).commit()
+        table_of(ours).close()
+        with er.open(place["path"]) as table:
+            np.testing.assert_array_equal(table.lookup(ALL), table_of(trained).lookup(ALL))
 
 
 def test_commit_that_was_let_go_is_an_error(place, tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError
 from embedrock.machine.paths import local_path
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
@@ -109,12 +109,6 @@ def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: Re
     """Raise an error unless a table can take the state of a layer, as far as tables on disk are concerned."""
     if is_reference(state):
         _check_reference(table, state, label, remedies)
-    elif table.is_on_disk and "weight" not in state:
-        raise UnsupportedError(
-            f"the state of {label} must be a reference to its table on disk, at {str(table.path)!r}: got rows of a "
-            "table in RAM. Load it into a layer without path=, and write the rows that you want to keep by "
-            "layer.table.assign(ids, values)."
-        )
 
 
 def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedies: Remedies) -> None:
@@ -125,7 +119,8 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
     if not table.is_on_disk:
         raise ArgumentError(
             f"the state of {label} must have rows, because its table is in RAM: got a reference to {meant}. "
-            "Make the layer with path=, the place where that table is now."
+            "Make the layer with path=, the place where that table is now; or take its rows into RAM, by "
+            f"layer.table.load_state(er.open(path, mode='r', at={state['commit']}))."
         )
     if table.uuid != state["uuid"]:
         raise ArgumentError(

@@ -7,6 +7,7 @@ import os
 import threading
 import uuid as uuids
 import warnings
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -172,25 +173,29 @@ class Files(Home):
         self._process = os.getpid()
         self.resume(rows, rows.spec)
 
-    def lay_out(self, rows: Rows, spec: Spec) -> None:
+    def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Disk:
         """Replace the records; the first commit from then on replaces all there is in the files."""
         self.check_writable()
         self.be_quiet(rows)
         self.stop_compaction()
         store, before = self.store.emptied(spec.record_bytes), _disk(rows)
         try:
-            made = rows.laid_out(spec, self._tier(spec, rows.turn, store))
+            made = self._tier(spec, rows.turn, store)
+            fill(made)
         except BaseException:
             store.give_up()
             self.budget.join(before, most_for(before.spec))
             raise
         self.store.give_up()
         self.store = store
-        rows.install(spec, made)
+        return made
 
     def be_quiet(self, rows: Rows) -> None:
         """Wait for all that uses a tier whose rows are about to leave it, and might write some of them."""
         self._wait_for_quiet(rows, _disk(rows))
+
+    def is_quiet(self, rows: Rows) -> bool:
+        return _disk(rows).is_quiet
 
     def grown(self, rows: Rows, spec: Spec) -> Disk:
         self.stop_compaction()
@@ -201,11 +206,9 @@ class Files(Home):
     def check_in_ram(self, verb: str) -> NoReturn:
         raise UnsupportedError(
             f"{verb}() is for tables in RAM, and {self.subject} is on disk, where it may be larger than RAM. "
-            "commit() saves it, er.open(path) opens it, rollback(commit) goes back."
+            "commit() saves it, er.open(path) opens it, rollback(commit) goes back; load_state(table) of a table in "
+            "RAM takes its rows over."
         )
-
-    def empty_tier(self, spec: Spec) -> NoReturn:
-        self.check_in_ram("load_state")
 
     def close(self, rows: Rows, tier: Tier) -> None:
         try:

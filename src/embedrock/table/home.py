@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from embedrock.spec import Spec
@@ -62,11 +63,22 @@ class Home(ABC):
         """Where that is, in words."""
 
     @abstractmethod
+    def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Tier:
+        """Return a tier that takes the place of the one that there is, with the records that `fill` makes in it.
+
+        Where that raises an error, the table stays as it is.
+        """
+
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
+        rows.install(spec, self.replaced(rows, spec, lambda made: rows.laid_out(spec, made)))
 
     def be_quiet(self, rows: Rows) -> None:  # noqa: B027
         """Wait for what uses the rows in the background, and let others have the table meanwhile."""
+
+    def is_quiet(self, rows: Rows) -> bool:
+        """Return whether `be_quiet` need not wait."""
+        return True
 
     @abstractmethod
     def grown(self, rows: Rows, spec: Spec) -> Tier:
@@ -101,7 +113,3 @@ class Home(ABC):
 
     def check_in_ram(self, verb: str) -> None:  # noqa: B027
         """Raise `UnsupportedError` where a table is saved by commits, not by `verb`."""
-
-    @abstractmethod
-    def empty_tier(self, spec: Spec) -> Memory:
-        """Return a tier for all records of a state, which replace those that there are; see `check_in_ram`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import cast
 
 from embedrock.errors import EmbedrockError, MemoryBudgetError
@@ -12,6 +13,7 @@ from embedrock.spec import Spec
 from embedrock.table.home import Home
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory, place
+from embedrock.tiers.tier import Tier
 
 
 class InRam(Home):
@@ -33,6 +35,7 @@ class InRam(Home):
         return "in RAM"
 
     def empty_tier(self, spec: Spec) -> Memory:
+        """Return a tier without records."""
         return Memory(spec, place(spec, self._memory, self._directory, self.subject), self.subject)
 
     def after_fork(self, rows: Rows) -> None:
@@ -48,8 +51,10 @@ class InRam(Home):
                 "half changed. Start processes before such calls, or wait for them."
             )
 
-    def lay_out(self, rows: Rows, spec: Spec) -> None:
-        rows.install(spec, rows.laid_out(spec, self.empty_tier(spec)))
+    def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Memory:
+        made = self.empty_tier(spec)
+        fill(made)
+        return made
 
     def grown(self, rows: Rows, spec: Spec) -> Memory:
         tier = cast(Memory, rows.tier)  # it makes no other

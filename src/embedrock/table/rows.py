@@ -449,7 +449,7 @@ class Rows:
         """What first values have been multiplied by in rows without records: 1, but under dense AdamW and Ftrl."""
         return 1.0 if self.history is None else self.history.first_scale()
 
-    def laid_out(self, spec: Spec, made: Tier) -> Tier:
+    def laid_out(self, spec: Spec, made: Tier) -> None:
         """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
         for ids in self.tier.id_batches(EXPORT_BATCH_ROWS):
             for start in range(0, len(ids), made.batch_rows):
@@ -457,7 +457,6 @@ class Rows:
                 made.begin_batch()
                 slots = made.make_room(part, np.full(len(part), -1, np.int64))
                 made.admit(part, slots, self.weights_of(part), spec.first_state)
-        return made
 
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""

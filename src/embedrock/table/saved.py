@@ -12,18 +12,21 @@ import numpy as np
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
-from embedrock.rules import describe_rule
+from embedrock.process.interrupts import held_back
+from embedrock.rules import Rule, describe_rule
 from embedrock.table.description import rule_of
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import lost_state
 from embedrock.tiers.records import wrong_last_steps
 from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import together
 from embedrock.wording import counted
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
 WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
+LOADED_ROWS = 65_536  # at a time
 DIGEST = "init_digest"  # of first values that come from an array
 
 
@@ -68,19 +71,22 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
         history.load(saved.history, steps)
-    tier = rows.home.empty_tier(spec)
-    tier.check_room(header["count"])
-    for ids, records in saved.batches:
-        check_ids(ids, spec.rows, rows.subject)
-        if len(make_plan(ids).ids) != len(ids) or (tier.find(ids) >= 0).any():
-            raise refuse_repeated(ids)
-        if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
-            raise ArgumentError(
-                f"`records` of a state for {rows.subject} must have been last stepped in one of its steps, 1 to "
-                f"{steps}: got some of another. The state is damaged: load another one."
-            )
-        tier.paste_records(ids, records)
-    rows.install(spec, tier, history, steps, int(header["skipped_steps"]))
+
+    def fill(tier: Tier) -> None:
+        tier.history = history
+        tier.check_room(header["count"])
+        for ids, records in saved.batches:
+            check_ids(ids, spec.rows, rows.subject)
+            if len(make_plan(ids).ids) != len(ids) or tier.holds_any(ids):
+                raise refuse_repeated(ids)
+            if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
+                raise ArgumentError(
+                    f"`records` of a state for {rows.subject} must have been last stepped in one of its steps, 1 to "
+                    f"{steps}: got some of another. The state is damaged: load another one."
+                )
+            tier.paste_records(ids, records)
+
+    rows.install(spec, rows.home.replaced(rows, spec, fill), history, steps, int(header["skipped_steps"]))
     if wanted is None:
         rows.given_rule, rows.is_rule_bound = None, False
         return
@@ -173,25 +179,62 @@ def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 
 
-def load_state(rows: Rows, state: dict[str, Any]) -> None:
-    """Take what `state` returned: see `Table.load_state`."""
-    _tier(rows, "load_state")
+def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
+    """Take what `state` returned, or what another table has: see `Table.load_state`. Takes the turns by itself."""
+    if not isinstance(state, Rows):
+        with rows.turn.whole():
+            rows.check()
+            _load_dict(rows, state)
+    while isinstance(state, Rows) and state is not rows:
+        with rows.turn.whole():
+            rows.check_commit()
+            rows.home.be_quiet(rows)
+        with held_back(), together([rows.turn, state.turn]):
+            if rows.home.is_quiet(rows):  # or it would have to let its turn go, while it has the other one
+                return _load_rows(rows, state)
+
+
+def _load_rows(rows: Rows, source: Rows) -> None:
+    for each in (rows, source):
+        each.turn.settle()
+        each.check()
+    header, history = _header(source), {} if source.history is None else source.history.state()
+    _check_state(rows, header)
+    batches = source.tier.record_batches(LOADED_ROWS)
+    load(rows, Saved({**header, "count": source.tier.count}, history, batches), lambda ids: _repeated(rows, ids))
+
+
+def _load_dict(rows: Rows, state: dict[str, Any]) -> None:
+    rows.check_commit()
     _check_keys(state, KEYS, rows)
-    check_header(state, rows)
-    wanted, rule = rows.spec.rule, rule_of(state["rule"])
+    rule = _check_state(rows, state)
+    ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
+    history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
+    batches = ((ids[start : start + LOADED_ROWS], records[start : start + LOADED_ROWS]) for start in _starts(ids))
+    load(rows, Saved({**state, "count": len(ids)}, history, batches), lambda _: _repeated(rows, ids))
+
+
+def _check_state(rows: Rows, header: dict[str, Any]) -> Rule | None:
+    """Raise `ArgumentError` unless a header is that of a table like this one, and its rule may be; return the rule."""
+    check_header(header, rows)
+    wanted, rule = rows.spec.rule, rule_of(header["rule"])
     if rule is not None and wanted is not None and not wanted.same_layout(rule):
         raise ArgumentError(
             f"a state for {rows.subject} must be that of its rule {wanted}: got one of {rule}. "
             "Call set_rule(None, reset_state=True) first to take the state's rule."
         )
-    ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
-    history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
-    load(rows, Saved({**state, "count": len(ids)}, history, [(ids, records)]), lambda ids: _repeated(rows, ids))
+    return rule
 
 
-def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+def _starts(ids: np.ndarray) -> range:
+    return range(0, len(ids), LOADED_ROWS)
+
+
+def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, Any]:
+    """Return ids, and what the records are sliced from: an array, or what makes parts of one."""
     ids = check_ids(np.asarray(state["ids"]), rows.spec.rows, rows.subject)
-    records, expected = np.asarray(state["records"]), (len(ids), record_bytes)
+    records, expected = state["records"], (len(ids), record_bytes)
+    records = records if hasattr(records, "shape") else np.asarray(records)
     if records.dtype != np.uint8 or records.shape != expected:
         raise ArgumentError(
             f"`records` of a state for {rows.subject} must be uint8 {expected}: got {records.dtype} {records.shape}."

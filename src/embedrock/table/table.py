@@ -279,16 +279,16 @@ class Table(Growing):
         """Return all that `load_state` needs: arrays, which later steps leave as they are, and scalars."""
         return saved.snapshot(self._checked_rows())
 
-    @whole
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Replace rows, optimizer state, steps and seed by what `state` returned.
+    def load_state(self, state: dict[str, Any] | Table) -> None:
+        """Replace rows, optimizer state, steps and seed by what `state` returned, or by those of another table.
 
-        A table without a rule gets that of the state.
+        Either table may be on disk, where the next commit makes it durable; rows go over a part at a time. A table
+        without a rule gets that of the state.
 
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
         """
-        saved.load_state(self._checked_rows(), state)
+        saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
 
     @exclusive
     def stats(self) -> dict[str, float]:

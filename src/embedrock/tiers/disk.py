@@ -242,6 +242,20 @@ class Disk(Tier):
         known[here], known[below] = np.arange(len(here)), np.arange(len(here), len(copies.bytes))
         return copies, known
 
+    def holds_any(self, ids: np.ndarray) -> bool:
+        return bool((self.cache.find(ids) >= 0).any() or (self.store.locate(ids) >= 0).any())
+
+    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+        for start in range(0, len(ids), self.batch_rows):
+            part = slice(start, start + self.batch_rows)
+            self.begin_batch()
+            self.cache.release_current()
+            self._make_free(len(ids[part]))
+            with self._new_rows(ids[part], used=False) as made:
+                self.records.bytes[made] = records[part]
+                self.cache.flags[made] = DIRTY
+            self._count += len(made)
+
     def stats(self) -> dict[str, float]:
         self.adapt()
         store = self.store

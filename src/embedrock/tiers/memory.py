@@ -99,7 +99,6 @@ class Memory(Tier):
         return self.directory.find(ids)
 
     def check_room(self, more: int) -> None:
-        """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
         if not self.has_room(more):
             needed = self._bytes_with(more)
             raise MemoryBudgetError(
@@ -178,8 +177,10 @@ class Memory(Tier):
             done = self.arena.give_back(done, (int(slots[-1]) + 1) * spec.record_bytes)
         return made
 
+    def holds_any(self, ids: np.ndarray) -> bool:
+        return bool((self.find(ids) >= 0).any())
+
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Make records for new ids (without repeats) as `record_batches` returned them."""
         slots = np.full(len(ids), -1, np.int64)
         self.directory.insert(ids, slots)
         self.records.bytes[slots] = records

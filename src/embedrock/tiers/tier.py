@@ -170,6 +170,17 @@ class Tier(ABC):
         """
         return Ticket()
 
+    def check_room(self, more: int) -> None:  # noqa: B027  # what is written to files needs none
+        """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
+
+    @abstractmethod
+    def holds_any(self, ids: np.ndarray) -> bool:
+        """Return whether one of the ids has a record."""
+
+    @abstractmethod
+    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Make records for new ids (without repeats) as `record_batches` returned them."""
+
     @property
     def is_direct(self) -> bool:
         """Whether slots are ids."""

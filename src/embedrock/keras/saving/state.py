@@ -7,6 +7,9 @@ has no assets (``.weights.h5``, `BackupAndRestore`, `tf.train.Checkpoint`) refus
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,10 @@ from embedrock.table.table import Table
 
 KEY = "embedrock"  # of what a layer stores
 IN_ASSETS = "rows in assets"
+ASSETS, DONE = (
+    "assets",
+    "_embedrock_tables",
+)  # in a ``.keras``; on what holds its files: whose rows were read or written
 
 
 # ---------------------------------------------------------------- saving
@@ -43,7 +50,7 @@ def _check_assets(layer: Any, function: str, done: str) -> None:
     """Raise an error where there are no assets, and so no place for rows."""
     if callers.local(callers.KERAS_SAVING, function, "assets_store") in (None, callers.MISSING):
         raise UnsupportedError(
-            f"the rows of {layer.label} are in RAM, and cannot be {done} as weights alone (save_weights, load_weights, "
+            f"the rows of {layer.label} are in RAM, and cannot be {done} as weights alone (save_weights, "
             "BackupAndRestore, ModelCheckpoint(save_weights_only=True)), which would lose them. Save the whole model, "
             'model.save("x.keras") or ModelCheckpoint("x.keras"), and load it by keras.models.load_model; or keep the '
             "rows on disk: path=..., where all of these work."
@@ -72,7 +79,7 @@ def save_assets(layer: Any, folder: str) -> None:
 def _tables_done(function: str) -> list[Table]:
     """Return the tables whose rows were written to, or read from, the assets of a file before."""
     store = callers.local(callers.KERAS_SAVING, function, "assets_store")
-    return [] if store is callers.MISSING else vars(store).setdefault("_embedrock_tables", [])
+    return [] if store is callers.MISSING else vars(store).setdefault(DONE, [])
 
 
 # ---------------------------------------------------------------- loading
@@ -82,8 +89,11 @@ def load_own_variables(layer: Any, store: Any) -> None:
     """Do what a layer's `load_own_variables` does: take the table to the rows that are meant."""
     content = _content(layer, store)
     if content == IN_ASSETS:
-        _check_in_ram(layer)
-        _check_assets(layer, "_load_state", "loaded")
+        archive = callers.local(callers.KERAS_SAVING, "load_weights_only", "archive")
+        if isinstance(archive, zipfile.ZipFile):
+            _load_from(archive, layer)
+        else:
+            _check_assets(layer, "_load_state", "loaded")
     else:
         go_to_reference(layer, content)
     if layer.built:
@@ -104,19 +114,26 @@ def _content(layer: Any, store: Any) -> Any:
     return content
 
 
-def _check_in_ram(layer: Any) -> None:
-    if layer.table.is_on_disk:
-        raise UnsupportedError(
-            f"the state of {layer.label} must be a reference to its table on disk, at {layer.table.path!r}: got rows "
-            "of a table in RAM. Load it into a model without path=, and write the rows that you want to keep by "
-            "layer.table.assign(ids, values)."
-        )
+def _load_from(archive: zipfile.ZipFile, layer: Any) -> None:
+    """Read the rows that a ``.keras`` has in its assets, which `load_weights` does not look at."""
+    inside = callers.local(callers.KERAS_SAVING, "_load_state", "inner_path")
+    names = [name for name in archive.namelist() if name.startswith(f"{ASSETS}/{inside}/")]
+    done = vars(archive).setdefault(DONE, [])
+    with tempfile.TemporaryDirectory() as folder:
+        archive.extractall(folder, names)
+        _read(layer, os.path.join(folder, ASSETS, str(inside)), done)
 
 
 def load_assets(layer: Any, folder: str | None) -> None:
-    """Do what a layer's `load_assets` does: read the rows of a table in RAM."""
-    table, done = layer.table, _tables_done("_load_state")
-    if table.is_on_disk or table in done:
+    """Do what a layer's `load_assets` does: read the rows of a table that was in RAM."""
+    if not layer.table.is_on_disk or are_in(folder):  # those of a table on disk have a reference, as a rule
+        _read(layer, folder, _tables_done("_load_state"))
+
+
+def _read(layer: Any, folder: str | None, done: list[Table]) -> None:
+    """Read the rows of a layer from a folder, unless another layer on its table has."""
+    table = layer.table
+    if table in done:
         return
     if folder is None or not are_in(folder):
         raise ArgumentError(

@@ -112,7 +112,7 @@ def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.nda
     if "records" not in state:
         raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
     column = Column(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
-    return state["ids"], _bytes_as(column.of(state["records"]), column.dtype).float().numpy()
+    return state["ids"], _bytes_as(column.of(state["records"][:]), column.dtype).float().numpy()
 
 
 def row_meta(states: Mapping[str, Any], prefix: str, label: str) -> Mapping[str, Any] | None:
@@ -162,15 +162,34 @@ def _spec(meta: Mapping[str, Any], label: str) -> Spec:
 
 def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], label: str) -> dict[str, Any]:
     """Return the state that these tensors are of, as `Table.state` returns it."""
-    count = meta.get("count", 0)
-    records = np.zeros((count, spec.record_bytes), np.uint8)
-    for column in _columns(spec):
-        got = _checked(tensors, column.key, (count, column.width), column.dtype, label)
-        if count:
-            column.of(records)[:] = got.view(torch.uint8).numpy()
+    count, columns = meta.get("count", 0), _columns(spec)
+    parts = [_checked(tensors, column.key, (count, column.width), column.dtype, label) for column in columns]
+    records = _Records((count, spec.record_bytes), columns, parts)
     ids = _checked(tensors, IDS, (count,), torch.int64, label).numpy()
     history = {key.removeprefix(ROWS): _array(tensors[key]) for key in tensors if key.startswith(HISTORY)}
     return {**meta, "ids": ids, "records": records, **history}
+
+
+class _Records:
+    """Records that are put together of their columns where a part of them is asked for, so that they take no RAM.
+
+    Args:
+        shape: (n, record_bytes).
+        columns: of each record.
+        tensors: of the columns, contiguous and on the CPU.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, shape: tuple[int, int], columns: list[Column], tensors: list[Tensor]) -> None:
+        self.shape, self._columns, self._tensors = shape, columns, tensors
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        records = np.zeros((len(range(*part.indices(self.shape[0]))), self.shape[1]), np.uint8)
+        for column, tensor in zip(self._columns, self._tensors, strict=True):
+            if len(records):
+                column.of(records)[:] = tensor[part].view(torch.uint8).numpy()
+        return records
 
 
 def _columns(spec: Spec) -> list[Column]:
