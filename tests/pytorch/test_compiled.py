@@ -78,7 +78,7 @@ def trained(folder: Path | None, make: Callable[[Any], Any]) -> list[Tensor]:
     run = make(model)
     optimizer = ert.optimizer(run, rows=ert.Adam, dense=torch.optim.SGD, lr=0.05)
     out = []
-    for size in (4, 6, 8, 10):
+    for size in (4, 6, 8):
         optimizer.zero_grad()
         loss = run(torch.arange(size) * 5 % ROWS)
         loss.backward()
@@ -87,7 +87,7 @@ def trained(folder: Path | None, make: Callable[[Any], Any]) -> list[Tensor]:
         out.append(loss.detach())
     with torch.no_grad():
         out.append(run.eval()(IDS))
-    assert rows_of(model.item).steps == 4
+    assert rows_of(model.item).steps == 3
     found = [*out, weight_of(model.item), weight_of(model.tags), model.open(torch.arange(ROWS)[:, None]).detach()]
     model.item.table.close()
     return found + [parameter.detach() for parameter in ert.dense_parameters(model)]
@@ -95,7 +95,7 @@ def trained(folder: Path | None, make: Callable[[Any], Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("backend", "where"),
-    [("eager", "on disk"), ("aot_eager", "in RAM"), *slow(("eager", "in RAM"), ("aot_eager", "on disk"))],
+    [("aot_eager", "on disk"), *slow(("aot_eager", "in RAM"), ("eager", "in RAM"), ("eager", "on disk"))],
 )
 def test_a_compiled_model_trains_to_the_same_bits(backend: str, where: str, tmp_path: Path):
     found = trained(tmp_path if where == "on disk" else None, lambda model: compiled(model, backend))
@@ -157,7 +157,7 @@ def test_forms_of_calls(form: str):
 
 def test_errors_of_a_lookup_are_raised_when_the_graph_runs():
     layer, bag = ert.Embedding(ROWS, DIM), ert.EmbeddingBag(ROWS, DIM)
-    look_up, pool = compiled(layer), compiled(bag)
+    look_up, pool = compiled(layer, "eager"), compiled(bag, "eager")
     for run, inputs, error, text in (
         (look_up, (torch.tensor([3, ROWS]),), er.IdError, r"`ids` of Embedding\(23, 5\) must lie in .*got 23 at \[1\]"),
         (look_up, (torch.tensor([0.5]),), er.IdTypeError, r"of Embedding\(23, 5\) must be a dense tensor"),
