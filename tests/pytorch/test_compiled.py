@@ -326,7 +326,7 @@ def test_a_replaced_handle_is_refused(backend: str):
 
 
 def test_a_graph_that_outlives_its_layer():
-    number = ert.Embedding(ROWS, DIM).number
+    number = ert.Embedding(ROWS, DIM)._number
     gc.collect()
     with pytest.raises(er.UnsupportedError, match="names an embedding layer that is gone"):
         operators.lookup(torch.zeros(()), IDS, number, DIM, torch.float32, False)
@@ -337,6 +337,6 @@ def test_rows_of_a_batch_do_not_share_memory_with_the_table():
     layer = ert.Embedding(ROWS, DIM)
     before = weight_of(layer)
     with torch.no_grad():
-        operators.lookup(layer.handle, IDS, layer.number, DIM, torch.float32, False)[0].zero_()
-    operators.lookup(layer.handle, IDS, layer.number, DIM, torch.float32, True)[0].detach().zero_()
+        operators.lookup(layer.handle, IDS, layer._number, DIM, torch.float32, False)[0].zero_()
+    operators.lookup(layer.handle, IDS, layer._number, DIM, torch.float32, True)[0].detach().zero_()
     np.testing.assert_array_equal(weight_of(layer), before)

@@ -164,19 +164,11 @@ def bags(
 
 @bags.register_fake
 def _(
-    handle: Tensor,
-    ids: Tensor,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    last_is_end: bool,
-    number: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    trains: bool,
-    weights_train: bool,
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
+    _, dim, dtype, *train = of_layer
     count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # len() would be a constant
-    return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(trains or weights_train)
+    return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(any(train))
 
 
 def _flat(weights: Tensor, reading: Any) -> Tensor:

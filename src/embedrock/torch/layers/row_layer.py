@@ -49,7 +49,7 @@ class RowLayer(nn.Module):
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[RowKeys] = RowKeys()
     handle: Handle
-    number: Tensor  # by which graphs name it
+    _number: Tensor  # by which graphs name it
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RowLayer(nn.Module):
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.dtype, self._path = DTYPES[table.spec.dtype], ""
         self.handle = handle_of(table)
-        self.number = number_of(self)
+        self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
 
@@ -207,7 +207,7 @@ class RowLayer(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self.number = number_of(self)  # a copy is a layer of its own
+        self._number = number_of(self)  # a copy is a layer of its own
 
     def _outside(self, error: IdError, ids: Tensor, place: Place) -> IdError:
         """Return the error of a lookup with the place of the id in what the layer was given.
