@@ -612,18 +612,21 @@ def wait_for_rows(journal: Path, process: subprocess.Popen[str]):
     pytest.fail(f"it ended before: {process.communicate()}")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_killed_and_continued(run: Run, sent: signal.Signals):
+@pytest.mark.parametrize(("sent", "file"), [(signal.SIGINT, "a.npy"), (signal.SIGKILL, "a.csv")])
+def test_killed_and_continued(run: Run, sent: signal.Signals, file: str):
     vectors = vectors_of(400_000)
-    np.save("a.npy", vectors)
-    with start("import", "a.npy", "t.rock", "--commit-every", "50000") as process:
+    if file == "a.npy":
+        np.save(file, vectors)
+    else:
+        write_csv(file, vectors)
+    with start("import", file, "t.rock", "--commit-every", "50000") as process:
         wait_for_rows(Path("t.rock.import.json"), process)
         process.send_signal(sent)
         _, errors = process.communicate(timeout=300)
     if sent == signal.SIGINT:
         assert process.returncode == INTERRUPTED
         assert errors == "\nembedrock: interrupted\n"
-    with start("import", "a.npy", "t.rock", "--json") as process:
+    with start("import", file, "t.rock", "--json") as process:
         output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, "")  # no bar where there is no terminal
     assert json.loads(output)["continued_at"] > 0

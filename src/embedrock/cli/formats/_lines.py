@@ -16,7 +16,7 @@ from embedrock.cli.formats.vocabulary import keep_lines
 from embedrock.process import platform
 
 MAX_LINE_BYTES = 1 << 24
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20  # of 8 MiB, pages that are new each time would cost a sixth more
 PIECE_NUMBERS = 1 << 16  # written at a time: Python's own floats take 32 bytes each
 NEWLINE = b"\n"
 RETURN = ord("\r")
