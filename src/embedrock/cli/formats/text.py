@@ -12,6 +12,7 @@ from typing import IO, NoReturn
 import numpy as np
 
 from embedrock.cli.formats._arrays import file_size
+from embedrock.cli.formats._layout import is_number
 from embedrock.cli.formats._lines import MAX_LINE_BYTES, LineSink, numbers_format
 from embedrock.cli.formats._packed import is_packed, opened
 from embedrock.cli.formats._sink import Output
@@ -148,7 +149,7 @@ class Text(Source):
             fields = line.split()
             word = b" ".join(fields[: -self.dim])
             try:
-                if not word or (len(fields) > self.dim + 1 and _is_number(fields[-self.dim - 1])):
+                if not word or (len(fields) > self.dim + 1 and is_number(fields[-self.dim - 1].decode("latin-1"))):
                     raise ValueError(f"{len(fields)} fields")
                 with np.errstate(over="ignore"):
                     vectors[number] = [float(field) for field in fields[-self.dim :]]
@@ -186,14 +187,6 @@ def named_batch(source: Source, words: list[bytes], vectors: np.ndarray, first: 
                 f"got {word[:60]!r}. {remedy}"
             ) from error
     return Batch(ids, vectors)
-
-
-def _is_number(field: bytes) -> bool:
-    try:
-        float(field)
-    except ValueError:
-        return False
-    return True
 
 
 class GloveSink(LineSink):
