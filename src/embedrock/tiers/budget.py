@@ -263,7 +263,7 @@ class Share(Budget):
     # ---------------------------------------------------------------- what others do to it
 
     def _relieve(self, waits: bool) -> None:
-        """Have others give up what is over their share."""
+        """Make others give up what is over their share."""
         for share in self.pool.excessive(self):
             share._give_up_excess(waits)
 
