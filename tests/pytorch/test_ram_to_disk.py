@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,19 @@ def test_another_dtype_is_refused(tmp_path: Path):
     with pytest.raises(er.ArgumentError, match="must have dtype 'bfloat16': got 'float32'"):
         layer.load_state_dict(ram[0].state_dict())
     layer.table.close()
+
+
+def test_no_second_copy_of_the_rows_is_made(tmp_path: Path):
+    rows, dim = 60_000, 256
+    ram, disk = ert.Embedding(rows, dim), ert.Embedding(rows, dim, path=tmp_path / "t", memory="4MiB")
+    ram.table.assign(np.arange(rows), np.ones((rows, dim), np.float32))
+    state = ram.state_dict()
+    taken = sum(tensor.nbytes for tensor in state.values())
+    tracemalloc.start()
+    disk.load_state_dict(state)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.6 * taken
+    assert torch.equal(disk(torch.arange(1000)), ram(torch.arange(1000)))
+    disk.table.commit()
+    disk.table.close()

@@ -26,7 +26,7 @@ STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
 WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
-LOADED_ROWS = 65_536  # at a time
+LOADED_BYTES = 8 << 20  # of records, at a time
 DIGEST = "init_digest"  # of first values that come from an array
 
 
@@ -200,7 +200,7 @@ def _load_rows(rows: Rows, source: Rows) -> None:
         each.check()
     header, history = _header(source), {} if source.history is None else source.history.state()
     _check_state(rows, header)
-    batches = source.tier.record_batches(LOADED_ROWS)
+    batches = source.tier.record_batches(_loaded_rows(source.spec.record_bytes))
     load(rows, Saved({**header, "count": source.tier.count}, history, batches), lambda ids: _repeated(rows, ids))
 
 
@@ -210,7 +210,8 @@ def _load_dict(rows: Rows, state: dict[str, Any]) -> None:
     rule = _check_state(rows, state)
     ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
     history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
-    batches = ((ids[start : start + LOADED_ROWS], records[start : start + LOADED_ROWS]) for start in _starts(ids))
+    size = _loaded_rows(records.shape[1])
+    batches = ((ids[start : start + size], records[start : start + size]) for start in range(0, len(ids), size))
     load(rows, Saved({**state, "count": len(ids)}, history, batches), lambda _: _repeated(rows, ids))
 
 
@@ -226,8 +227,8 @@ def _check_state(rows: Rows, header: dict[str, Any]) -> Rule | None:
     return rule
 
 
-def _starts(ids: np.ndarray) -> range:
-    return range(0, len(ids), LOADED_ROWS)
+def _loaded_rows(record_bytes: int) -> int:
+    return max(1, LOADED_BYTES // record_bytes)
 
 
 def _arrays(rows: Rows, state: dict[str, Any], record_bytes: int) -> tuple[np.ndarray, Any]:
