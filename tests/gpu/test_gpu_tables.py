@@ -369,8 +369,8 @@ def test_ids_may_be_on_either_side():
         model.rows(ids.float())
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[0]], ids=by_name)
-@pytest.mark.parametrize("rows", [3 * ROWS, None])
+@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(ALL_NEAR, HOSTED[0])], ids=by_name)
+@pytest.mark.parametrize("rows", [3 * ROWS, *slow(None)])
 def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way, rows: int | None):
     mine, theirs = (train(make(where), batches(2)) for where in (way, None))
     with pytest.raises(er.UnsupportedError, match=rf"cannot grow while its rows are used on .*Call grow\({rows}\)"):

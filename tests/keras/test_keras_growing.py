@@ -11,6 +11,7 @@ import pytest
 
 import embedrock as er
 import embedrock.keras as erk
+from slow import slow
 
 ROWS, MORE, DIM = 50, 400, 4
 
@@ -28,7 +29,7 @@ def fit(model: Any, below: int) -> None:
     model.fit(rng.integers(0, below, (32, 3)), rng.standard_normal((32, 1)), batch_size=8, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize(("rows", "on_disk"), [(MORE, False), (None, True)])
+@pytest.mark.parametrize(("rows", "on_disk"), [(MORE, False), *slow((None, True))])
 def test_a_grown_layer_trains_and_is_saved_as_one_that_was_made_so(rows: int | None, on_disk: bool, tmp_path: Path):
     grown, made = make_model(ROWS, path=str(tmp_path / "t") if on_disk else None), make_model(rows)
     for model in (grown, made):
