@@ -155,6 +155,29 @@ def test_forms_of_calls(form: str):
     assert (results[0][2] is None) == (len(inputs) < 3)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
+@pytest.mark.parametrize("kind", ["rows", *slow("bags"), "weighted bags"])
+def test_lookups_of_the_same_ids_in_one_graph(kind: str, backend: str):
+    """Compilers make one call of two that are the same. Here each brings its own gradient."""
+    bag, weights = ert.EmbeddingBag(ROWS, DIM, mode="sum"), None if kind == "bags" else torch.ones(1, 4)
+    layer = ert.Embedding(ROWS, DIM) if kind == "rows" else bag
+
+    def look_up(ids: Tensor) -> Tensor:
+        return layer(ids) if layer is not bag else bag(ids[None], per_sample_weights=weights)
+
+    def loss(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = look_up(ids)
+        return sum((look_up((ids + k % 2) % ROWS) for k in range(5)), look_up(ids) * scale).sum()
+
+    found = []
+    for run in (compiled(loss, backend), loss):
+        layer.zero_grad()
+        run(IDS).backward()
+        found.append(gradient_of(layer))
+    assert torch.equal(*found)
+
+
 def test_errors_of_a_lookup_are_raised_when_the_graph_runs():
     layer, bag = ert.Embedding(ROWS, DIM), ert.EmbeddingBag(ROWS, DIM)
     look_up, pool = compiled(layer, "eager"), compiled(bag, "eager")
@@ -329,14 +352,14 @@ def test_a_graph_that_outlives_its_layer():
     number = ert.Embedding(ROWS, DIM)._number
     gc.collect()
     with pytest.raises(er.UnsupportedError, match="names an embedding layer that is gone"):
-        operators.lookup(torch.zeros(()), IDS, number, DIM, torch.float32, False)
+        operators.lookup(torch.zeros(()), IDS, number, operators.new_call(), DIM, torch.float32, False)
 
 
 def test_rows_of_a_batch_do_not_share_memory_with_the_table():
     """A graph may write to what an operator returned."""
     layer = ert.Embedding(ROWS, DIM)
-    before = weight_of(layer)
+    before, arguments = weight_of(layer), (layer.handle, IDS, layer._number, operators.new_call(), DIM, torch.float32)
     with torch.no_grad():
-        operators.lookup(layer.handle, IDS, layer._number, DIM, torch.float32, False)[0].zero_()
-    operators.lookup(layer.handle, IDS, layer._number, DIM, torch.float32, True)[0].detach().zero_()
+        operators.lookup(*arguments, False)[0].zero_()
+    operators.lookup(*arguments, True)[0].detach().zero_()
     np.testing.assert_array_equal(weight_of(layer), before)

@@ -135,7 +135,8 @@ class EmbeddingBag(RowLayer):
             return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
         inputs = input, offsets, per_sample_weights, self.include_last_offset
         trains = self._may_train(), _needs_gradient(per_sample_weights)
-        return operators.bags(self.handle, *inputs, self._number, self.embedding_dim, self.dtype, *trains)[0]
+        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
+        return operators.bags(self.handle, *inputs, *own, *trains)[0]
 
     def reading(
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool

@@ -151,7 +151,8 @@ class Embedding(RowLayer):
         if is_jagged(input):
             ids = input.contiguous()
             return jagged_like(ids, self.in_graph(ids.values()))
-        return operators.lookup(self.handle, input, self._number, self.embedding_dim, self.dtype, self._may_train())[0]
+        own = self._number, operators.new_call(), self.embedding_dim, self.dtype
+        return operators.lookup(self.handle, input, *own, self._may_train())[0]
 
     def reading(self, handle: Handle, ids: Tensor) -> Reading:
         """Plan a lookup of rows that train."""

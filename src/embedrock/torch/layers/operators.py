@@ -5,8 +5,9 @@ layer then serves all that are like it, and a graph that another process left on
 leaves to its backward is named by a tensor, too, its *ticket*, whose memory keeps that alive: a graph drops it when no
 backward can come any more.
 
-Compilers take an operator for a function of its arguments: two lookups of the same ids in one graph may become one,
-and one whose result nobody wants is left out.
+Compilers take an operator for a function of its arguments, and make one call of two with the same ones. Of two lookups
+that would be right, but not of what comes back to them: where both get the same gradient, it has to be summed twice.
+So each call has an argument of its own, see `new_call`. A lookup whose result nobody wants is left out.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def _layer(number: Tensor, handle: Tensor, trains: bool) -> tuple[Any, Handle]:
 def _own(ids: Tensor, handle: Handle) -> Tensor:
     """Return ids that a plan may keep: a graph may write to its own. (The CPU's plans keep none.)"""
     return ids if handle.rows_on is None else ids.clone()
+
+
+def new_call() -> Tensor:
+    """Return what tells a lookup from others of its graph: compilers take no two empty tensors for one."""
+    return torch.empty(0, device="cpu")
 
 
 # ---------------------------------------------------------------- tickets
@@ -100,7 +106,7 @@ def _handle_gradient_like(grads: Tensor) -> Tensor:
 
 @torch.library.custom_op("embedrock::lookup", mutates_args=())
 def lookup(
-    handle: Tensor, ids: Tensor, number: Tensor, dim: int, dtype: torch.dtype, trains: bool
+    handle: Tensor, ids: Tensor, number: Tensor, call: Tensor, dim: int, dtype: torch.dtype, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of ids, ``ids.shape + (dim,)`` of `dtype`, and a ticket if they train."""
     layer, own = _layer(number, handle, trains)
@@ -111,7 +117,9 @@ def lookup(
 
 
 @lookup.register_fake
-def _(handle: Tensor, ids: Tensor, number: Tensor, dim: int, dtype: torch.dtype, trains: bool) -> tuple[Tensor, Tensor]:
+def _(
+    handle: Tensor, ids: Tensor, number: Tensor, call: Tensor, dim: int, dtype: torch.dtype, trains: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty((*ids.shape, dim), dtype=dtype, device=handle.device), _ticket_like(trains)
 
 
@@ -131,9 +139,9 @@ def _keep_ticket(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
 
 
-def _lookup_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor, None, None, None, None, None]:
+def _lookup_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    return lookup_backward(grads, *ctx.saved_tensors), None, None, None, None, None
+    return lookup_backward(grads, *ctx.saved_tensors), *[None] * 6
 
 
 lookup.register_autograd(_lookup_backward, setup_context=_keep_ticket)
@@ -150,6 +158,7 @@ def bags(
     weights: Tensor | None,
     last_is_end: bool,
     number: Tensor,
+    call: Tensor,
     dim: int,
     dtype: torch.dtype,
     trains: bool,
@@ -166,7 +175,7 @@ def bags(
 def _(
     handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
-    _, dim, dtype, *train = of_layer
+    _, _, dim, dtype, *train = of_layer
     count = ids.shape[0] if offsets is None else offsets.shape[0] - last_is_end  # len() would be a constant
     return torch.empty(count, dim, dtype=dtype, device=handle.device), _ticket_like(any(train))
 
@@ -212,7 +221,7 @@ def _bags_backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     of_handle = bags_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None
-    return of_handle, None, None, of_weights, None, None, None, None, None, None
+    return of_handle, None, None, of_weights, *[None] * 7
 
 
 bags.register_autograd(_bags_backward, setup_context=_keep_weights)
