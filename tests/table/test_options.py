@@ -29,7 +29,7 @@ def test_help_names_all_options_with_their_defaults(function: Any, kind: Any, ow
     shown = list(inspect.signature(function).parameters.values())
     assert {each.name: each.default for each in shown[own:]} == defaults(kind)
     assert {each.kind for each in shown[own:]} == {inspect.Parameter.KEYWORD_ONLY}
-    assert {each.annotation for each in shown if each.name == "memory"} == {"int | str | None"}
+    assert {each.annotation for each in shown if each.name == "memory"} == {"int | float | str | None"}
 
 
 def test_options_make_another_table_like_it():
