@@ -210,7 +210,7 @@ def _verify(arguments: Namespace) -> int:
     whole = f"all good, up to commit {verdict.newest_good}"
     summary = f"{seen}: " + (f"{format_count(len(verdict.problems), 'problem')}; {good}" if verdict.problems else whole)
     left = format_count(len(verdict.strange), "file")
-    strange = [f"{left} of which no commit knows, left alone in case they are somebody's:"]
+    strange = [f"{left} that no commit names, left alone in case they are somebody's:"]
     more = [*strange, *verdict.strange] if verdict.strange else []
     _tell(arguments, told, "\n".join([*verdict.problems, summary, *more]))
     return DAMAGED if verdict.problems else 0
