@@ -151,7 +151,9 @@ def test_missing_ids(ids: Any, what: str):
 
 
 @pytest.mark.parametrize(
-    "ids", [[1.0, 2.0], np.array([1, 2], np.float16), np.array([1, 2], object), Series([1, 2]), [True, True]], ids=repr
+    "ids",
+    [[1.0, 2.0], np.array([1, 2], np.float16), np.array([1, 2], object), Series([1, 2]), [True, True]],
+    ids=["floats", "float16", "object", "Series", "booleans"],
 )
 def test_what_a_cast_makes_ids_of(ids: Any):
     text = refused(ids)

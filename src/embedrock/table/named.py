@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -13,11 +14,6 @@ _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def register(name: str, table: object) -> None:
     """Make a table the one of its name."""
     _named[name] = table
-
-
-def is_registered(name: str, table: object) -> bool:
-    """Return whether a table is the one of its name."""
-    return _named.get(name) is table
 
 
 def table_named(name: str) -> Any:
@@ -29,3 +25,18 @@ def table_named(name: str) -> Any:
             f"er.Table(..., name={name!r})."
         )
     return table
+
+
+def reference_to(table: object, name: str | None, subject: str) -> tuple[Callable[[str], Any], tuple[str]]:
+    """Return what pickling makes of a table: how to find it by its name.
+
+    Raises:
+        UnsupportedError: it has no name, or another table has it now.
+    """
+    if name is None or _named.get(name) is not table:
+        raise UnsupportedError(
+            f"{subject} cannot be pickled: rows may be larger than memory. Give it a name (name='users') to "
+            "pickle it by reference inside this process, or save its rows: table.state(), in PyTorch "
+            "model.state_dict()."
+        )
+    return table_named, (name,)

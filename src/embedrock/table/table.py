@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
-from embedrock.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
@@ -411,13 +411,7 @@ class Table(Growing):
         return made
 
     def __reduce__(self) -> tuple[Callable[[str], Table], tuple[str]]:
-        if self.name is None or not named.is_registered(self.name, self):
-            raise UnsupportedError(
-                f"{self.subject} cannot be pickled: rows may be larger than memory. Give it a name (name='users') to "
-                "pickle it by reference inside this process, or save its rows: table.state(), in PyTorch "
-                "model.state_dict()."
-            )
-        return named.table_named, (self.name,)
+        return named.reference_to(self, self.name, self.subject)
 
 
 def rows_of(table: Table) -> Rows:
