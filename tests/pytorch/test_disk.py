@@ -369,8 +369,6 @@ def test_states_of_other_tables(tmp_path: Path):
     with pytest.raises(er.ArgumentError, match=r"must have rows.*commit 1 .*users\.rock.*Make the layer with"):
         in_ram.load_state_dict(reference)
     before = model.user.table.lookup(np.arange(ROWS))
-    with pytest.raises(er.UnsupportedError, match=r"must be a reference.*got rows of a table in RAM"):
-        model.user.load_state_dict(in_ram.state_dict())
     with pytest.raises(er.ArgumentError, match="commit, step missing"):
         model.user.load_state_dict({"_extra_state": {"uuid": model.user.table.uuid, "path": "x"}})
     assert np.array_equal(model.user.table.lookup(np.arange(ROWS)), before)
@@ -541,14 +539,17 @@ def test_leaving_a_loop_over_workers(tmp_path: Path):
 
 
 def test_a_script_that_ends_in_the_loop(tmp_path: Path):
+    # Python would end the thread inside of a kernel, and sometimes abort: it has ended before.
     program = f"""
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
 import torch, embedrock.torch as ert
-layer = ert.Embedding(1000, 4, path={str(tmp_path / "t.rock")!r})
-batches = ert.prefetch([torch.arange(k, k + 50) for k in range(100)], {{layer: lambda ids: ids}}, 50)
+layer = ert.Embedding(300_000, 4, path={str(tmp_path / "t.rock")!r})
+batches = ert.prefetch([torch.arange(300_000)] * 20, {{layer: lambda ids: ids}}, 19)
 print(next(batches).shape)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (result.stdout, result.returncode) == ("torch.Size([50])\n", 0), result.stderr
+    assert (result.stdout, result.returncode) == ("torch.Size([300000])\n[]\n", 0), result.stderr
 
 
 @pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])

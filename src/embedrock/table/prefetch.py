@@ -8,11 +8,13 @@ in the window uses.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import operator
 import queue
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,6 +29,8 @@ from embedrock.wording import counted
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
 # may close an iterator inside of a call that holds the very table that the thread waits for.
 CLOSING_SECONDS = 2.0
+
+_open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # those whose threads run, and some that have ended
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Bringer")
@@ -113,14 +117,13 @@ def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], dep
     window = _Window(iter(source), ids_of, depth)
     try:
         with held_back():  # or an interrupt may leave a thread that counts as one and never runs
+            _open.add(window)
             window.thread.start()
         while window.advance():
             yield window.items[0].value
     finally:
-        # Nothing can come between these two, not even Ctrl-C: the thread will end, and release what was brought.
-        window.is_closing = True
-        window.requests.put(None)
-        window.join()
+        window.close()
+        window.join(CLOSING_SECONDS)
 
 
 def _count_rows(table: Bringer, several: list[Wanted]) -> int:
@@ -264,7 +267,23 @@ class _Window(Generic[T]):
         for item in self.items:
             item.release()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, but not for ever, nor where threads never end: as Python itself ends."""
+    def close(self) -> None:
+        """Let the thread end, which releases what was brought. Doing so twice is allowed."""
+        # Nothing can come between these two, not even Ctrl-C.
+        self.is_closing = True
+        self.requests.put(None)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the thread has ended, but not where threads never end: as Python itself ends."""
         if self.thread.is_alive() and self.thread is not threading.current_thread() and not sys.is_finalizing():
-            self.thread.join(CLOSING_SECONDS)
+            self.thread.join(seconds)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads of loops that a program leaves open: Python would end them inside of a kernel, and abort."""
+    windows = list(_open)
+    for window in windows:
+        window.close()
+    for window in windows:
+        window.join()

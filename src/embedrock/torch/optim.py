@@ -224,7 +224,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _look_at_dense(self) -> None:
         for watch in self._watches:
-            watch.after_step(stacklevel=5)  # of the caller of `step`, which PyTorch wraps twice
+            watch.after_step()
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
     def _due(self, group: dict[str, Any]) -> list[DueStep]:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from embedrock.process.callers import caller_level
+
 PROBE = 8  # elements: those who write to parameter.data leave its version as it is
 NAMED = 3
 
@@ -47,7 +49,7 @@ class DenseWatch:
         self._seen: list[_Seen] | None = None
         self.is_over = False
 
-    def after_step(self, stacklevel: int) -> None:
+    def after_step(self) -> None:
         """Look at the parameters after a step of ours, and warn of what was found, once."""
         waiting = {name: p for name, one in self._dense.items() if (p := one()) is not None and p.grad is not None}
         if not waiting:
@@ -57,7 +59,7 @@ class DenseWatch:
             return
         self.is_over, seen, self._seen = True, self._seen, None
         if not any(map(_has_changed, seen)) and not _are_held(list(waiting.values())):
-            warnings.warn(self._message(list(waiting)), UntrainedWarning, stacklevel=stacklevel + 1)
+            warnings.warn(self._message(list(waiting)), UntrainedWarning, stacklevel=caller_level())
 
     def _message(self, names: list[str]) -> str:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
