@@ -64,6 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"give these parameters ids=: {named}")
 
 
+@pytest.fixture(scope="module")
+def small_heap() -> None:
+    """Keep what the tests before left alive out of the garbage collections of a file that has many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder with the real interaction logs (`ml-100k.inter`, `video_games.txt`)."""

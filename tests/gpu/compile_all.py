@@ -2,6 +2,7 @@
 
 It runs the functions ``example_*`` of the files ``examples_*.py`` beside it. They call the launchers with small CPU
 tensors, as a table would; Triton compiles for the GPU that a driver says is there, and the driver launches nothing.
+An argument says for how many of the examples each kernel is compiled; without it, for all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 from embedrock.kernels.gpu import runtime
 
@@ -57,9 +59,20 @@ def compiled(kernel: Any) -> list[Any]:
     return [binary for caches in kernel.device_caches.values() for binary in caches[0].values()]
 
 
+def compile_at_most(most: int) -> None:
+    run = JITFunction.run
+
+    def run_few(self: Any, *arguments: Any, **options: Any) -> Any:
+        return run(self, *arguments, **options) if len(compiled(self)) < most else None
+
+    JITFunction.run = run_few
+
+
 if __name__ == "__main__":
     gpu: Any = NoGPU()
     driver.set_active(gpu)
+    if len(sys.argv) > 1:
+        compile_at_most(int(sys.argv[1]))
     run_examples()
     for kernel in runtime.KERNELS:
         for binary in compiled(kernel):

@@ -117,7 +117,7 @@ def test_first_values_that_only_the_cpu_can_draw():
 
 
 # Not shrunk: an example takes a second in the interpreter.
-SLOW = settings(max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=3, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
 
 @SLOW

@@ -33,7 +33,7 @@ pytestmark = [  # of the compilers' own imports
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(small_heap: None) -> Iterator[None]:
     """Graphs of other tests are forgotten, and no lookup is remembered for a backward that will not come."""
     torch.compiler.reset()
     counters.clear()

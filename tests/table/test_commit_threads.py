@@ -264,7 +264,7 @@ class Both:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, sizes in SIZES.items():
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)

@@ -72,7 +72,7 @@ def prefetching_threads() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(small_heap: None) -> Iterator[None]:
     yield
     gc.collect()
     assert soon(lambda: not prefetching_threads())
