@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.machine import ram
 from embedrock.table.table import rows_of
+from embedrock.tiers import memory
 from first_values import FIRST_VALUES
 
 DIM = 4
@@ -235,6 +237,28 @@ def test_a_budget_is_respected() -> None:
     assert table.stats()["bytes_used"] <= 2**20
     table.lookup(ids)  # reading takes no room
     table.update(ids[: fitting // 2], np.ones((fitting // 2, DIM)))  # nor do rows that are there
+
+
+def test_tables_without_a_budget_take_what_is_left_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_headroom", ram.Headroom())
+    monkeypatch.setattr(ram, "memory_limit", lambda: 64 << 20)  # 1 MiB is left to others, and looked at at once
+    left = 10 << 20
+    monkeypatch.setattr(ram, "available_bytes", lambda: left)
+    monkeypatch.setattr(memory, "available_bytes", lambda: left)
+    first, second, told = make(10**7), make(None), make(None, memory="20MiB")
+    ids = np.arange((3 << 20) // first.spec.record_bytes, dtype=np.int64)
+    gradients = np.ones((len(ids), DIM))
+    for table in (first, second):  # 3 MiB each, and what finds them
+        table.update(ids, gradients)
+        left -= 3 << 20
+    wanted = r"has \d+ rows in RAM and this batch touches \d+ new ones: 7\.5 MiB needed, and 4\.0 MiB left of the RAM"
+    for table in (first, second):
+        with pytest.raises(er.MemoryBudgetError, match=wanted):
+            table.update(ids + len(ids), gradients)
+        assert (table.steps, table.stats()["rows_touched"]) == (1, len(ids))
+        table.update(ids, gradients)  # rows that are there take none
+    told.update(np.concatenate([ids, ids + len(ids)]), np.concatenate([gradients, gradients]))
+    first.grow(None)
 
 
 def test_budgets_decide_the_directory() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from embedrock.process import platform
+from embedrock.process import forks, platform
 
 ROOT = Path("/")
+LOOKS = 64  # what is left is looked up whenever one part in so many was taken, and as much is left to others
 # How cgroups of version 1 and 2 name the same things: limit, use, and page cache that can be given back.
 _CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -30,6 +31,29 @@ def available_bytes(root: Path = ROOT) -> int:
     What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
     """
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
+
+
+class Headroom:
+    """The RAM that is left for tables which were not told how much they may take.
+
+    They take it for new rows, so that tables that are too many for the machine are told so before the system, which
+    has promised RAM to all of them, ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.lock(forks.Rank.SECTION)
+        self._left = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Return whether so many bytes are there, which count as taken then."""
+        with self._lock:
+            if nbytes > self._left:
+                part = memory_limit() // LOOKS
+                self._left = min(available_bytes() - part, nbytes + part)
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
 
 
 def _machine_available(root: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
-from embedrock.machine.ram import memory_limit
+from embedrock.machine.ram import Headroom, available_bytes, memory_limit
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.tiers.directory import ID_BYTES, Direct, Directory, Hashed
@@ -20,6 +20,7 @@ from embedrock.wording import check_choice, counted
 SMALL_BYTES = 32 << 20
 MOVED_ROWS = 4096  # at a time, where rows move to larger memory
 DIRECTORIES = ("auto", "direct", "hashed")
+_headroom = Headroom()  # of all tables of this process
 
 
 def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Placement:
@@ -30,8 +31,12 @@ def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Plac
         MemoryBudgetError: a direct directory is asked for, and the table does not fit; or no row does.
     """
     check_directory(directory)
+    budget = memory_limit() if memory is None else parse_bytes(memory)
+    return _placed(spec, budget, directory, subject)._replace(is_told=memory is not None)
+
+
+def _placed(spec: Spec, budget: int, directory: str, subject: str) -> Placement:
     limit = memory_limit()
-    budget = limit if memory is None else parse_bytes(memory)
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
             raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
@@ -99,6 +104,17 @@ class Memory(Tier):
         return self.directory.find(ids)
 
     def check_room(self, more: int) -> None:
+        self._check_budget(more)
+        if more and not self.placement.is_told and not _headroom.take(self._bytes_of_new(more)):
+            raise MemoryBudgetError(
+                f"{self.subject} has {counted(self.directory.count, 'row')} in RAM and this batch touches "
+                f"{counted(more, 'new one')}: {format_bytes(self._bytes_of_new(more))} needed, and "
+                f"{format_bytes(available_bytes())} left of the RAM that this process may use, some of which others "
+                "need. Put the table on disk with path=, touch fewer rows, use a smaller dim, dtype or rule state, or "
+                "pass memory= to say how much the table may take whatever is left."
+            )
+
+    def _check_budget(self, more: int) -> None:
         if not self.has_room(more):
             needed = self._bytes_with(more)
             raise MemoryBudgetError(
@@ -107,6 +123,9 @@ class Memory(Tier):
                 f"{format_bytes(self.budget_bytes)}. Raise memory=, touch fewer rows, or use a smaller dim, dtype or "
                 "rule state."
             )
+
+    def _bytes_of_new(self, more: int) -> int:
+        return more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
 
     def has_room(self, rows: int) -> bool:
         return not rows or self._bytes_with(rows) <= self.placement.budget_bytes
@@ -168,7 +187,7 @@ class Memory(Tier):
             self.spec, self.placement = spec, placement
             return self
         made = Memory(spec, placement, self.subject)
-        made.check_room(self.count)
+        made._check_budget(self.count)  # RAM is taken only as it is given back
         for ids, _ in self.directory.batches(MOVED_ROWS):
             made.directory.insert(ids, np.full(len(ids), -1, np.int64))
         done = 0

@@ -27,12 +27,14 @@ class Placement(NamedTuple):
         slots: how many records there is room for.
         direct: slots are ids.
         overlay_bytes: of a table on disk, what is kept for the index of rows in logs.
+        is_told: whether the budget was given, and is not just what there is.
     """
 
     budget_bytes: int
     slots: int
     direct: bool
     overlay_bytes: int = 0
+    is_told: bool = True
 
 
 class Ticket:
