@@ -131,6 +131,62 @@ def test_averages_share_no_rows_and_do_not_train():
     assert twins.rows.handle.requires_grad
 
 
+def test_training_averages_is_refused():
+    """A step would move the rows of the model that is averaged."""
+    twins = Twins()
+    average, before = ert.average(twins.mine), weight_of(twins.rows)
+    average.requires_grad_(True)
+    optimizer = ert.optimizer(average.module, rows=ert.SGD, dense=torch.optim.SGD, lr=0.1)
+    with pytest.raises(er.UnsupportedError, match=r"^the average of '0', Embedding\(23, 5\) cannot train: "):
+        average(IDS).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight_of(twins.rows), before)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_frozen_averages(inside: bool):
+    twins = Twins()
+    averages = twins.averages(0.9)
+    for seed in range(2):
+        twins.train(1, seed)
+        twins.update(averages)
+    both = nn.ModuleDict({"now": twins.mine, "averaged": averages[0]})
+    every: Any = ert.freeze(both)
+    frozen = every["averaged"] if inside else ert.freeze(averages[0])
+    assert torch.equal(frozen(EVERY), averages[0](EVERY))
+    assert not any(type(module).__module__.startswith("embedrock") for module in frozen.modules())
+    assert torch.equal(every["now"](EVERY), twins.mine(EVERY))
+
+
+def test_many_steps_between_updates_take_the_room_of_their_rows():
+    twins = Twins()
+    averages = twins.averages(0.9)
+    twins.train(50)
+    of_rows = averages[0]._averages[0]
+    assert len(of_rows._old.ids) + sum(len(old.ids) for old in of_rows._noted) <= 2 * 9  # ids < 9 are trained
+    check_equal(averages)
+    twins.update(averages)
+    check_equal(averages)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_an_average_that_is_made_before_the_optimizer(decay: float | None, resumed: bool):
+    twins = Twins()
+    twins.rows.table.set_rule(None)
+    averages = twins.averages(decay)
+    twins.optimizers[0] = ert.optimizer(twins.mine, rows=ert.SGD, dense=torch.optim.SGD, lr=0.02)
+    twins.train(2)
+    if resumed:  # before the first update
+        state, averages[0] = averages[0].state_dict(), ert.average(twins.mine, decay)
+        averages[0].load_state_dict(state)
+    for seed in range(2):
+        check_equal(averages)
+        twins.train(2, seed)
+        twins.update(averages)
+    check_equal(averages)
+
+
 def test_averages_in_state_dicts():
     twins = Twins()
     averages = twins.averages(0.9)
@@ -153,8 +209,18 @@ def test_rows_that_changed_otherwise_are_noticed():
     average = ert.average(twins.mine)
     twins.train(1)
     twins.rows.table.assign([3], np.ones((1, DIM), np.float32))
-    with pytest.raises(er.UnsupportedError, match=r"Embedding\(23, 5\) were changed by something else .*ert\.average"):
-        average.update_parameters(twins.mine)
+    for use in (lambda: average(IDS), lambda: average.update_parameters(twins.mine), lambda: twins.train(1)):
+        with pytest.raises(er.UnsupportedError, match=r"Embedding\(23, 5\) were changed by something else .*\.average"):
+            use()
+
+
+def test_a_rule_that_moves_rows_without_steps_is_noticed():
+    layer = ert.Embedding(ROWS, DIM)
+    _average, optimizer = ert.average(layer), ert.Adam(layer, dense=True)
+    layer(IDS).sum().backward()
+    with pytest.raises(er.UnsupportedError, match=r"Embedding\(23, 5\) cannot be averaged: with Adam"):
+        optimizer.step()
+    layer.handle.forget()
 
 
 @pytest.mark.parametrize("arguments", [{"rule": er.Adam(dense=True)}, {"max_norm": 1.0}], ids=str)

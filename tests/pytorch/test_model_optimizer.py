@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,6 +152,21 @@ def test_groups_that_are_added_come_last():
     assert again["param_groups"] == state["param_groups"]
     assert [sorted(each["state"]) for each in (state, again)] == [[1, 2, 4, 5]] * 2
     assert more[0].table.steps == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [lambda model: model, nn.Module.parameters, lambda model: [model[0], *model[1].parameters()]],
+    ids=["a model", "its parameters", "a layer and parameters"],
+)
+def test_a_param_group_of_rows_and_dense_parameters_is_refused(params: Callable[[nn.Module], Any]):
+    optimizer, more = one(model_of()), model_of(seed=1)
+    before = optimizer.param_groups
+    with pytest.raises(er.ArgumentError, match=r"param group of ert\.optimizer .* got both\. Add two, of ert\.handles"):
+        optimizer.add_param_group({"params": params(more)})
+    assert optimizer.param_groups == before
+    optimizer.add_param_group({"params": more[0].parameters()})
+    assert [group["params"] for group in optimizer.rows.param_groups] == [before[0]["params"], ert.handles(more)]
 
 
 def test_made_optimizers_are_taken_as_they_are():

@@ -71,7 +71,7 @@ class Home(ABC):
 
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
-        rows.install(spec, self.replaced(rows, spec, lambda made: rows.laid_out(spec, made)))
+        rows.install(spec, self.replaced(rows, spec, lambda made: rows.laid_out(spec, made)), keeps_rows=True)
 
     def be_quiet(self, rows: Rows) -> None:  # noqa: B027
         """Wait for what uses the rows in the background, and let others have the table meanwhile."""

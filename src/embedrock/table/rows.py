@@ -65,12 +65,18 @@ class Rows:
         self._process = os.getpid()
 
     def install(
-        self, spec: Spec, tier: Tier, history: History | None = None, steps: int = 0, skipped_steps: int = 0
+        self,
+        spec: Spec,
+        tier: Tier,
+        history: History | None = None,
+        steps: int = 0,
+        skipped_steps: int = 0,
+        keeps_rows: bool = False,
     ) -> None:
-        """Take over new records, as of so many steps. No history: their rule has made none."""
+        """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
         self.spec, self._tier, self._lease = spec, tier, Lease()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
-        self.version.advance()
+        self.version.advance(keeps_rows)
         self.steps, self.skipped_steps = steps, skipped_steps
 
     def name_by(self, layer: str) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.machine.ram import available_bytes
-from embedrock.table.table import Table
+from embedrock.torch.averaging import AveragedModel
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name
@@ -67,7 +68,8 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     """Return a copy of a model in which plain `nn.Embedding`s and `nn.EmbeddingBag`s have the rows as they are now.
 
     The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it, and its layers' state dicts are those of
-    PyTorch's layers. Its rows do not train. It takes RAM for all rows of each table, or for those of some ids.
+    PyTorch's layers. Its rows do not train. It takes RAM for all rows of each table, or for those of some ids. Of
+    `ert.average(model)` it is the model with averages in the place of weights and rows.
 
     Args:
         model: with embedding layers.
@@ -96,8 +98,11 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     wanted = _by_layer(layers, ids or {})
     _check_memory(layers, wanted)
-    weights: dict[Table, nn.Parameter] = {}  # of tied layers, once
+    weights: dict[Handle, nn.Parameter] = {}  # of tied layers, once
     memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
+    for module in model.modules():
+        if isinstance(module, AveragedModel):  # which follows a model, as a frozen one cannot
+            memo[id(module)] = copy.deepcopy(module.module, memo)
     return copy.deepcopy(model, memo) if memo else copy.deepcopy(model)
 
 
@@ -125,7 +130,7 @@ def _by_layer(layers: Mapping[str, RowLayer], ids: Ids) -> dict[RowLayer, np.nda
 
 def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.ndarray]) -> None:
     needed = 0
-    for layer in {layer.table: layer for layer in layers.values()}.values():
+    for layer in {layer.handle: layer for layer in layers.values()}.values():
         rows = len(wanted[layer]) if layer in wanted else layer.num_embeddings or 0
         needed += rows * layer.embedding_dim * layer.dtype.itemsize
     if needed > (available := available_bytes()):
@@ -135,12 +140,12 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
         )
 
 
-def _plain(layer: RowLayer, ids: np.ndarray | None, weights: dict[Table, nn.Parameter]) -> nn.Module:
+def _plain(layer: RowLayer, ids: np.ndarray | None, weights: dict[Handle, nn.Parameter]) -> nn.Module:
     """Return the plain layer that does what a layer does."""
     if ids is None:
-        if layer.table not in weights:
-            weights[layer.table] = _weight(layer, np.arange(layer.num_embeddings or 0))
-        return _layer(layer, weights[layer.table], layer.padding_idx)
+        if layer.handle not in weights:
+            weights[layer.handle] = _weight(layer, np.arange(layer.num_embeddings or 0))
+        return _layer(layer, weights[layer.handle], layer.padding_idx)
     padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
     known = torch.from_numpy(ids).to(layer.handle.device)
     return KnownRows(known, _layer(layer, _weight(layer, ids, spare=1), padding)).train(layer.training)
@@ -161,7 +166,7 @@ def _weight(layer: RowLayer, ids: np.ndarray, spare: int = 0) -> nn.Parameter:
     """Return rows of ids, as a lookup returns them, and then some of zeros."""
     weight = torch.zeros(len(ids) + spare, layer.embedding_dim, dtype=layer.dtype, device="cpu")
     for start in range(0, len(ids), BATCH_ROWS):
-        rows = torch.from_numpy(layer.table.lookup(ids[start : start + BATCH_ROWS]))
+        rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS]))
         if layer.max_norm is not None:
             rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)

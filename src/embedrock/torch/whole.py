@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.parameters import dense_parameters, handles
+from embedrock.torch.training.parameters import dense_parameters
 from embedrock.torch.training.vigil import BOTH
 
 Optimizer = torch.optim.Optimizer
@@ -73,6 +73,11 @@ def _wrong(name: str, got: str) -> ArgumentError:
     )
 
 
+def _parameters(part: Any) -> list[Any]:
+    """Return the parameters in what a param group may have: a module, a parameter, or one with its name."""
+    return list(part.parameters()) if isinstance(part, nn.Module) else [part[1] if isinstance(part, tuple) else part]
+
+
 class ModelOptimizer(Optimizer):
     """An optimizer of rows and one of dense parameters, as one: `optimizer` makes it.
 
@@ -130,18 +135,23 @@ class ModelOptimizer(Optimizer):
         """Add a param group to the optimizer that it is for: layers or handles, or dense parameters.
 
         Raises:
-            ArgumentError: it is for dense parameters, and there is no optimizer of these.
+            ArgumentError: it is for both, or for dense parameters where there is no optimizer of these.
         """
         params = param_group["params"]
-        several = params if isinstance(params, list | tuple) else [params]
-        is_rows = all(isinstance(part, nn.Module | Handle) for part in several) and bool(handles(several))
-        owner = self.rows if is_rows else self.dense
+        several = [params] if isinstance(params, nn.Module | torch.Tensor) else list(params)
+        are_handles = {isinstance(parameter, Handle) for part in several for parameter in _parameters(part)}
+        if len(are_handles) > 1:
+            raise ArgumentError(
+                "a param group of ert.optimizer must be of embedding layers or of dense parameters: got both. Add "
+                "two, of ert.handles(module) and of ert.dense_parameters(module)."
+            )
+        owner = self.rows if True in are_handles else self.dense
         if owner is None:
             raise ArgumentError(
                 "a param group of dense parameters needs an optimizer of these: the model had none when "
                 "ert.optimizer was called. Call it again."
             )
-        owner.add_param_group(param_group)
+        owner.add_param_group({**param_group, "params": params if isinstance(params, nn.Module) else several})
         self._owners.append(owner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -70,6 +70,8 @@ class RowLayer(nn.Module):
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
+        if self.handle.average is not None:  # whose label says whose average it is
+            return
         self._path = path = self._path if path is None else path
         self.handle.label = f"{path!r}, {self.label}" if path else self.label
         rows_of(self.table).name_by(self.handle.label)
@@ -81,7 +83,7 @@ class RowLayer(nn.Module):
         return f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
 
     def _name_in_model(self, prefix: str) -> None:
-        if prefix and self.handle.average is None:  # whose label says whose average it is
+        if prefix:
             self.name_in_errors(prefix.removesuffix("."))
 
     def _claim_max_norm(self) -> None:

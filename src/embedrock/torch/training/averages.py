@@ -42,30 +42,41 @@ class RowAverage:
 
     def __init__(self, handle: Handle, decay: float | None) -> None:
         table = handle.table
-        if lags_behind(table.rule) or handle.max_norm is not None:
-            what = f"max_norm={handle.max_norm}" if handle.max_norm is not None else f"{table.rule}"
-            raise UnsupportedError(
-                f"rows of {handle.label} cannot be averaged: with {what} they change without a step that says so."
-            )
         self.table, self.decay, self.updates = table, decay, 0
         self._label = handle.label
+        self._check_steps_tell(handle.max_norm)
         # How far averages were from rows, and in the last column the bits of an int32: the update when that was. Its
         # ids are open, as the table may get more rows.
         self._distances = Table(None, table.dim + 1, init=Zeros(), seed=0)
-        self._old: list[_Old] = []
-        self._version = rows_of(table).version.of_rows
+        self._follow_from_here()
         handle.followers.add(self)
 
     def note(self, grads: Gradients) -> None:
         """Take note of rows before a step by these gradients."""
         self._check_version()
+        self._check_steps_tell()
         ids = grads.row_ids()
-        self._old.append(_Old(ids, self.table.lookup(ids)))
-        self._version = rows_of(self.table).version.of_rows
+        self._noted.append(_Old(ids, self.table.lookup(ids)))
+        if sum(len(old.ids) for old in self._noted) > len(self._old.ids):  # or they would be as many as the steps
+            self._old_rows()
+        self._latest = rows_of(self.table).version.of_rows + 1  # of the step; it may be refused
+
+    def _follow_from_here(self) -> None:
+        """Let the average be what it was told of the rows as they are now."""
+        self._old = _Old(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))  # ids ascending
+        self._noted: list[_Old] = []  # since then
+        self._latest = rows_of(self.table).version.of_rows
+
+    def _check_steps_tell(self, max_norm: float | None = None) -> None:
+        rule = self.table.rule
+        if lags_behind(rule) or max_norm is not None:
+            what = f"{rule}" if max_norm is None else f"max_norm={max_norm}"
+            raise UnsupportedError(
+                f"rows of {self._label} cannot be averaged: with {what} they change without a step that says so."
+            )
 
     def _check_version(self) -> None:
-        # The step that was noted makes the version one more; or it was refused.
-        if rows_of(self.table).version.of_rows > self._version + bool(self._old):
+        if rows_of(self.table).version.of_rows > self._latest:
             raise UnsupportedError(
                 f"rows of {self._label} were changed by something else than an optimizer's step (assign, "
                 "load_state_dict, rollback, table.update), so that their average is not known. Make it anew: "
@@ -81,21 +92,21 @@ class RowAverage:
         if len(old.ids):
             rows = self.table.lookup(old.ids).astype(np.float64)
             self._store(old.ids, (averages - rows) * self._kept(self.updates - 1))
-        self._old, self._version = [], rows_of(self.table).version.of_rows
+        self._follow_from_here()
 
     def _old_rows(self) -> _Old:
-        """Return the rows that changed since the last update, each once, as they were then."""
-        if not self._old:
-            return _Old(np.empty(0, np.int64), np.empty((0, self.table.dim), np.float32))
-        ids, first = np.unique(np.concatenate([old.ids for old in self._old]), return_index=True)
-        return _Old(ids, np.concatenate([old.rows for old in self._old])[first])
+        """Return the rows that changed since the last update, each once, as they were then: ids ascending."""
+        if self._noted:
+            parts = [self._old, *self._noted]
+            ids, first = np.unique(np.concatenate([part.ids for part in parts]), return_index=True)
+            self._old, self._noted = _Old(ids, np.concatenate([part.rows for part in parts])[first]), []
+        return self._old
 
     def _kept(self, since: int | np.ndarray) -> np.ndarray:
         """Return which part of a distance after an update is left now. After none, the first update takes the rows."""
         since = np.asarray(since)
-        if self.decay is None:
-            return since / max(self.updates, 1)
-        return np.where(since == 0, float(self.updates == 0), np.float64(self.decay) ** (self.updates - since))
+        later = since / max(self.updates, 1) if self.decay is None else np.float64(self.decay) ** (self.updates - since)
+        return np.where(since == 0, float(self.updates == 0), later)
 
     def _store(self, ids: np.ndarray, distances: np.ndarray) -> None:
         records = np.empty((len(ids), self.table.dim + 1), np.float32)
@@ -111,6 +122,7 @@ class RowAverage:
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         """Return the averages of rows: float32 ``ids.shape + (dim,)``."""
+        self._check_version()
         plan = make_plan(np.asarray(ids, np.int64))
         rows, old = self.table.lookup(plan.ids), self._old_rows()
         if len(old.ids):  # steps since the last update do not count yet
@@ -122,7 +134,7 @@ class RowAverage:
 
     def load(self, ids: np.ndarray, averages: np.ndarray) -> None:
         """Replace all averages by those of some rows, after `updates`; the others are equal to their rows."""
-        self._old, self._version = [], rows_of(self.table).version.of_rows
+        self._follow_from_here()
         self._distances = Table(None, self.table.dim + 1, init=Zeros(), seed=0)
         self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
 
@@ -173,6 +185,17 @@ class AveragedHandle(Handle):
     def side(self) -> HostSide:
         """Return where lookups find averages."""
         return self._host
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return averages: float32 ``ids.shape + (dim,)``."""
+        return self.average.of(ids)
+
+    def receive(self, grads: Gradients, node: Any) -> NoReturn:
+        """Refuse to train: a step would move the rows that are averaged."""
+        raise UnsupportedError(
+            f"{self.label} cannot train: it follows the rows of a model. Freeze it by requires_grad_(False); or load "
+            "averaged.module.state_dict() into a model of its own, and train that."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse("copied")

@@ -7,6 +7,7 @@ import math
 import weakref
 from typing import Any, NoReturn, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -326,6 +327,10 @@ class Handle(nn.Parameter):
         if self.table.side is not None:
             self._check_nothing_pends(torch.device("cpu"))
             rows_of(self.table).leave_side()
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return what lookups find, wherever the rows are used: float32 ``ids.shape + (dim,)``."""
+        return self.table.lookup(ids)
 
     def side_of_gradients(self) -> RowSide:
         """Return where the pending gradients are: the rows may have been laid out anew since."""
