@@ -281,6 +281,23 @@ def test_averaging_through_data_is_noticed(average: Any, twice: bool):
         average(averaged, model)
 
 
+@pytest.mark.parametrize(
+    "move", [nn.Module.cpu, nn.Module.double, lambda model: model.to("cpu")], ids=["cpu", "double", "to"]
+)
+@pytest.mark.parametrize("write", [lambda p: p.detach().zero_(), lambda p: p.data.add_(1.0)], ids=["detach", "data"])
+def test_what_wrote_to_a_handle_is_noticed_after_a_move(write: Any, move: Any):
+    """Lightning's StochasticWeightAveraging writes to all parameters at the end of `fit`, and then moves the model."""
+    model = nn.Sequential(ert.Embedding(ROWS, DIM), nn.Linear(DIM, 2))
+    uses = [lambda: model(IDS), model.state_dict, lambda: ert.freeze(model)]
+    for use in uses:
+        write(ert.handles(model)[0])
+        move(move(model))
+        with pytest.raises(ert.ForgottenGradientsError, match=r"wrote to the handle of .*Embedding\(23, 5\)"):
+            use()
+        move(model)
+        use()
+
+
 def test_the_state_of_pytorchs_averaged_model_is_refused():
     model = nn.Sequential(ert.Embedding(ROWS, DIM), nn.Linear(DIM, 2))
     averaged = swa_utils.AveragedModel(model)

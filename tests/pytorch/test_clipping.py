@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of
+from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
@@ -200,6 +200,49 @@ def test_what_cannot_be_done_to_rows_is_refused(do):
     with pytest.raises(er.UnsupportedError, match=r"cannot be done to handle\.grad.*multiplied, clamped and zeroed"):
         do(grad)
     assert grad.item() == before
+
+
+@pytest.mark.parametrize("do", [
+    lambda grad: grad + torch.ones(()),
+    lambda grad: torch.ones(()) - grad,
+    lambda grad: grad * grad,
+    lambda grad: 2 / grad,
+    lambda grad: torch.full_like(grad, 7.0),
+    lambda grad: torch.cat([grad.flatten(), torch.ones(3)]).neg()[0],
+], ids=["+", "-", "square", "inverse", "full_like", "vector"])  # fmt: skip
+def test_a_number_that_was_computed_otherwise_is_refused(do):
+    layer, before = ert.Embedding(ROWS, DIM, name="items"), None
+    optimizer = ert.SGD(layer)
+    for use in (optimizer.step, lambda: layer(IDS).sum().backward()):
+        layer.zero_grad()
+        layer(IDS).sum().backward()
+        before = weight_of(layer)
+        layer.handle.grad = do(layer.handle.grad)
+        with pytest.raises(er.ArgumentError, match=r"`handle\.grad` of .*items.* and was 5\.47.*: it was set by hand"):
+            use()
+        assert torch.equal(weight_of(layer), before)
+
+
+@pytest.mark.parametrize("do", [
+    lambda grad: 3 * grad,
+    lambda grad: torch.tensor(3.0) * grad,
+    lambda grad: torch.mul(torch.tensor(3.0), grad),
+    lambda grad: grad.mul(3),
+    lambda grad: torch.where(torch.tensor(False), grad, 0.0),
+    lambda grad: torch.where(torch.tensor(True), grad, 0.0),
+], ids=["by a number", "by a tensor", "torch.mul", "mul", "zeroed", "as it is"])  # fmt: skip
+def test_products_stand_for_gradients(do):
+    layer = ert.Embedding(ROWS, DIM)
+    optimizer = ert.SGD(layer, lr=1.0)
+    layer(IDS).sum().backward()
+    before, norm = weight_of(layer), layer.handle.grad
+    grads = gradient_of(layer)
+    layer.handle.grad = do(norm)
+    assert norm is not None
+    assert layer.handle.grad is not None
+    factor = round(layer.handle.grad.item() / norm.item())
+    optimizer.step()
+    torch.testing.assert_close(weight_of(layer), before - factor * grads)
 
 
 def test_a_gradient_of_another_layer_is_refused():

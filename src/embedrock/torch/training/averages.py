@@ -187,7 +187,8 @@ class AveragedHandle(Handle):
         return self._host
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return averages: float32 ``ids.shape + (dim,)``."""
+        """Return averages: float32 ``ids.shape + (dim,)``. Raises what `Handle.rows` raises."""
+        self.check_untouched()
         return self.average.of(ids)
 
     def receive(self, grads: Gradients, node: Any) -> NoReturn:

@@ -69,7 +69,7 @@ class Handle(nn.Parameter):
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _is_applied: bool  # the pending gradients have made a step
-    _untouched: tuple[int, int]  # version and address of the value
+    _untouched: tuple[int, int] | None  # version and address of the value; None: it was written to
     _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
     _bits: Tensor  # the value, as an int32
     _is_original: bool  # no copy, of the kind that weight averaging writes to
@@ -147,6 +147,18 @@ class Handle(nn.Parameter):
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
+        if grad is not None and type(grad) is not HandleGradient and grad.device.type == "cpu":
+            self._check_shown(grad.item())
+
+    def _check_shown(self, value: float) -> None:
+        """Check a number that knows no gradients: what else could stand for the pending ones?"""
+        if self.pending.grads is not None and value not in (0.0, self.pending.shown):
+            raise ArgumentError(
+                f"`handle.grad` of {self.label} is {value}, and was {self.pending.shown}, the norm of the gradients "
+                "that wait for a step: it was set by hand. What is done to the number (multiplying, clamping, zeroing) "
+                "is done to the gradients; what was computed from it otherwise cannot stand for them. Change the "
+                "loss, or the gradient of the layer's output by a hook on it."
+            )
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse hooks: what they return would be replaced by the norm."""
@@ -204,10 +216,7 @@ class Handle(nn.Parameter):
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
-        # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
-        # on the CPU, because reading it from elsewhere waits for the device.
-        is_same = self._untouched == (self._version, self.data_ptr())
-        if is_same and (self.device.type != "cpu" or self._bits.item() == self._zero_bits):
+        if self._is_untouched():
             return
         harmless = (
             self._is_original
@@ -226,6 +235,12 @@ class Handle(nn.Parameter):
             "ert.dense_parameters(model) and step the rows by ert.Adam(model). Average them by ert.average(model), and "
             "choose first values by init=."
         )
+
+    def _is_untouched(self) -> bool:
+        # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
+        # on the CPU, because reading it from elsewhere waits for the device.
+        is_same = self._untouched == (self._version, self.data_ptr())
+        return is_same and (self.device.type != "cpu" or self._bits.item() == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -264,8 +279,11 @@ class Handle(nn.Parameter):
             return
         if self._rows_move_with(device):
             self._check_nothing_pends(device)
+        was_untouched = self._is_untouched()
         self.data = self.data.to(device)
         self._note_untouched()
+        if not was_untouched:
+            self._untouched = None  # so that the next forward says so
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
 
@@ -329,7 +347,12 @@ class Handle(nn.Parameter):
             rows_of(self.table).leave_side()
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return what lookups find, wherever the rows are used: float32 ``ids.shape + (dim,)``."""
+        """Return what lookups find, wherever the rows are used: float32 ``ids.shape + (dim,)``.
+
+        Raises:
+            ForgottenGradientsError: something wrote to the handle.
+        """
+        self.check_untouched()
         return self.table.lookup(ids)
 
     def side_of_gradients(self) -> RowSide:

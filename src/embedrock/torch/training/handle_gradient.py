@@ -74,8 +74,8 @@ class HandleGradient(Tensor):
             )
         with without_overrides():
             done = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
-        if isinstance(source, HandleGradient) and type(done) is Tensor:
+        source = _source(name, args)
+        if source is not None and type(done) is Tensor:
             if name in _SCALED and (done.shape, done.dtype) == (source.shape, source.dtype):
                 return _as_gradient(done, _Behind(source._behind.rows, source._behind.owner))
             if name == "detach" or func == _DATA:
@@ -104,6 +104,7 @@ _SCALED = frozenset({
     "clone", "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "neg", "__neg__",
     "to", "cpu", "cuda",
 })  # fmt: skip
+_PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
 # What changes a gradient in place, and not by a factor.
 _REFUSED = frozenset({
     "add_", "__iadd__", "_foreach_add_", "sub_", "subtract_", "__isub__", "_foreach_sub_", "addcmul_", "addcdiv_",
@@ -116,6 +117,12 @@ def _as_gradient(number: Tensor, behind: _Behind) -> HandleGradient:
     made = Tensor._make_subclass(HandleGradient, number)
     made._behind = behind
     return made
+
+
+def _source(name: str, args: Any) -> HandleGradient | None:
+    """Return the gradient that a function was given: its first argument, or either factor of a product."""
+    ours = [part for part in args[: 2 if name in _PRODUCTS else 1] if isinstance(part, HandleGradient)]
+    return ours[0] if len(ours) == 1 else None
 
 
 def _tensors(tensors: Any) -> Any:
