@@ -78,16 +78,18 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_one_distributed_process():
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_one_distributed_process(in_buckets: bool):
     mine, theirs = embedding_twins()
     dense = nn.Linear(DIM, 1)
     for layer in (mine, theirs):
         model = nn.Sequential(layer, copy.deepcopy(dense))
         optimizer = ert.SGD(mine, lr=0.5) if layer is mine else torch.optim.SGD(theirs.parameters(), lr=0.5)
-        replica = nn.parallel.DistributedDataParallel(model)
+        replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=in_buckets)
         for _ in range(3):
             model.zero_grad()
             replica(IDS).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
     torch.testing.assert_close(weight_of(mine), theirs.weight.detach())
 

@@ -142,13 +142,17 @@ class Handle(nn.Parameter):
             self.vigil.received()
 
     def _check_origin(self, grad: Tensor | None) -> None:
-        if type(grad) is HandleGradient and not grad.belongs_to(self.pending):
+        if type(grad) is HandleGradient:
+            self._check_owner(grad)
+        elif grad is not None and grad.device.type == "cpu" and not _in_process_group():
+            self._check_shown(grad.item())  # DistributedDataParallel may put a view of its buffer there
+
+    def _check_owner(self, grad: HandleGradient) -> None:
+        if not grad.belongs_to(self.pending):
             raise ArgumentError(
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
-        if grad is not None and type(grad) is not HandleGradient and grad.device.type == "cpu":
-            self._check_shown(grad.item())
 
     def _check_shown(self, value: float) -> None:
         """Check a number that knows no gradients: what else could stand for the pending ones?"""
@@ -218,12 +222,7 @@ class Handle(nn.Parameter):
         """Raise `ForgottenGradientsError` if something wrote to the handle."""
         if self._is_untouched():
             return
-        harmless = (
-            self._is_original
-            and torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and self.item() == 0.0
-        )
+        harmless = self._is_original and _in_process_group() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # an error for each offence, not for ever
         if harmless:  # DistributedDataParallel writes all parameters once, as they are
             return
@@ -378,6 +377,10 @@ class Handle(nn.Parameter):
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Handle of {self.label}"
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @as_it_is
