@@ -276,8 +276,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _name_layers(model: nn.Module | None) -> None:
     for name, module in model.named_modules() if model is not None else ():
-        if name and isinstance(module, RowLayer):
-            module.name_in_errors(name)
+        if isinstance(module, RowLayer):
+            module.name_in_model(name)
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:

@@ -70,8 +70,6 @@ class RowLayer(nn.Module):
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
-        if self.handle.average is not None:  # whose label says whose average it is
-            return
         self._path = path = self._path if path is None else path
         self.handle.label = f"{path!r}, {self.label}" if path else self.label
         rows_of(self.table).name_by(self.handle.label)
@@ -82,9 +80,10 @@ class RowLayer(nn.Module):
         name = f", name={self.table.name!r}" if self.table.name else ""
         return f"{type(self).__name__}({self.num_embeddings}, {self.embedding_dim}{name})"
 
-    def _name_in_model(self, prefix: str) -> None:
-        if prefix:
-            self.name_in_errors(prefix.removesuffix("."))
+    def name_in_model(self, path: str) -> None:
+        """Let error messages call the layer by its place in a model; "" is the model itself."""
+        if path and self.handle.average is None:  # whose label says whose average it is
+            self.name_in_errors(path.removesuffix("."))
 
     def _claim_max_norm(self) -> None:
         if self.max_norm is None:
@@ -314,7 +313,7 @@ class RowLayer(nn.Module):
                 )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self._name_in_model(prefix)
+        self.name_in_model(prefix)
         self.handle.check_untouched()
         average = self.handle.average
         tensors = row_tensors(self._table) if average is None else averaged_tensors(average, self.handle.label)
@@ -332,7 +331,7 @@ class RowLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._name_in_model(prefix)
+        self.name_in_model(prefix)
         state, rest = take_rows(state_dict, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
