@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,8 @@ def made(tmp_path: Path, pool: budget.Pool) -> Iterator[Maker]:
     """Return what makes tables on disk that are closed in the end."""
     tables: list[er.Table] = []
 
-    def make(name: str, rows: int | None = ROWS, **options: Any) -> er.Table:
-        tables.append(er.Table(rows, DIM, path=tmp_path / f"{name}.rock", rule=RULE, seed=0, **options))
+    def make(name: str, rows: int | None = ROWS, dim: int = DIM, **options: Any) -> er.Table:
+        tables.append(er.Table(rows, dim, path=tmp_path / f"{name}.rock", rule=RULE, seed=0, **options))
         return tables[-1]
 
     yield make
@@ -193,6 +195,115 @@ def test_a_budget_that_was_given_is_its_own(made: Maker):
     own, shared = made("own", memory="3MiB"), made("shared")
     assert own.stats()["budget_bytes"] == 3 * MIB
     assert shared.stats()["budget_bytes"] == DEFAULT
+
+
+def test_tables_that_come_later_leave_room_for_a_row_to_those_that_are_there(made: Maker):
+    wide = made("wide", rows=100, dim=20_000)
+    twin = er.Table(100, 20_000, rule=RULE, seed=0)
+    others = [made(f"t{number}") for number in range(20)]
+    for ids in ([1], [1, 99], [5]):
+        for table in (wide, twin):
+            table.update(ids[:1], np.ones((1, 20_000), np.float32))
+            table.lookup(ids[-1:])
+    wide.commit()
+    assert_same(wide, twin)
+    assert sum(table.stats()["budget_bytes"] for table in (wide, *others)) <= DEFAULT
+
+
+def test_rows_in_use_that_fill_a_cache_over_its_share_are_no_reason_to_look_again(made: Maker):
+    """A batch began anew for ever, with Ctrl-C held back."""
+    first, second = made("first", rows=24_000), made("second")
+    for start in range(0, 24_000, 1000):
+        first.update(np.arange(start, start + 1000), np.ones((1000, DIM), np.float32))
+    tier = tier_of(first)
+    ticket = first.bring(np.arange(8000, 8000 + tier.placement.slots - 8))
+    third = made("third")
+    assert tier.budget.nbytes > tier.budget.due
+    with rows_of(first).turn.alone():
+        tier.cache.release_current()
+        tier.adapt()
+        assert not tier.adapt()
+    twin = twin_of(first)
+    twin.update(np.arange(4), np.ones((4, DIM), np.float32))
+    np.testing.assert_array_equal(first.lookup(np.arange(4)), twin.lookup(np.arange(4)))
+    ticket.release()
+    first.lookup([5])
+    assert sum(table.stats()["budget_bytes"] for table in (first, second, third)) <= DEFAULT
+
+
+def test_a_table_that_is_rolled_back_while_another_waits_for_its_room(made: Maker):
+    """The rows that it had before must not leave its old cache for its files."""
+    first, ids = made("first"), np.arange(8000)
+    twin, parts, ones = twin_of(first), np.split(ids, 8), np.ones((1000, DIM), np.float32)
+    for part in parts:
+        first.update(part, ones)
+        twin.update(part, ones)
+    commit = first.commit()
+    for part in parts:
+        first.update(part, ones)
+    turn, opening = rows_of(first).turn, threading.Thread(target=made, args=("second",))
+    with turn.lock:
+        opening.start()
+        while turn._next.acquire(blocking=False):
+            turn._next.release()
+            time.sleep(0.001)
+        first.rollback(commit)
+    opening.join()
+    assert_same(first, twin)
+
+
+def test_a_state_that_is_refused_after_the_default_became_less(made: Maker, monkeypatch: pytest.MonkeyPatch):
+    rng, table = np.random.default_rng(0), made("first")
+    twin = twin_of(table)
+    for _ in range(12):
+        train(table, twin, rng, 1000)
+    state = twin.state()
+    state["ids"] = np.zeros_like(state["ids"])
+    monkeypatch.setattr(budget, "memory_limit", lambda: DEFAULT)
+    with pytest.raises(er.ArgumentError, match="not repeat"):
+        table.load_state(state)
+    train(table, twin, rng, 1000)
+    assert held(table) <= DEFAULT // 2
+    assert_same(table, twin)
+
+
+@pytest.mark.parametrize("how", ["set_rule", "load_state"])
+def test_a_cache_of_another_size_while_it_is_filled_anew(how: str, made: Maker, monkeypatch: pytest.MonkeyPatch):
+    rng, table, others = np.random.default_rng(0), made("first"), [made("second"), made("third")]
+    twin, calls, begin = twin_of(table), list[Disk](), Disk.begin_batch
+    for _ in range(12):
+        train(table, twin, rng, 1000)
+
+    def begin_and_close(tier: Disk) -> None:
+        calls.append(tier)
+        if len(calls) in (3, 5):
+            others.pop().close()
+        begin(tier)
+
+    monkeypatch.setattr(Disk, "begin_batch", begin_and_close)
+    if how == "set_rule":
+        for each in (table, twin):
+            each.set_rule(er.Adagrad(lr=0.1), reset_state=True)
+    else:
+        table.load_state(twin)
+    assert len(calls) > 5
+    assert table.stats()["rows_touched"] == twin.stats()["rows_touched"]
+    assert_same(table, twin)
+
+
+def test_a_table_that_is_collected_in_the_midst_of_sharing_is_closed_by_another_thread(made: Maker, tmp_path: Path):
+    kept = made("kept")
+    lost = er.Table(ROWS, DIM, path=tmp_path / "lost.rock")
+    lost.commit()
+    pool = budget.POOL
+    with pool.lock:
+        del lost
+        gc.collect()
+        closing = next(thread for thread in threading.enumerate() if thread.name == "close-embedrock")
+        assert len(pool.shares) == 2
+    closing.join()
+    assert len(pool.shares) == 1
+    assert kept.stats()["budget_bytes"] <= DEFAULT
 
 
 def test_no_room_for_one_row_more(made: Maker, pool: budget.Pool, tmp_path: Path):

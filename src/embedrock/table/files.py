@@ -39,7 +39,7 @@ from embedrock.tiers.budget import budget_of
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit
 from embedrock.tiers.disk import Disk
-from embedrock.tiers.placing import INDEX_SHARE, check_budget, most_for
+from embedrock.tiers.placing import INDEX_SHARE, check_budget, claim_of
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 from embedrock.wording import check_choice, counted
@@ -184,7 +184,7 @@ class Files(Home):
             fill(made)
         except BaseException:
             store.give_up()
-            self.budget.join(before, most_for(before.spec))
+            self.budget.join(before, claim_of(before.spec))
             raise
         self.store.give_up()
         self.store = store
@@ -424,7 +424,8 @@ class Files(Home):
         if self._process != os.getpid() or self._closed:
             return
         self._closed = True
-        if threading.current_thread().name.startswith("embedrock-") or forks.is_under_way():
+        is_inside = threading.current_thread().name.startswith("embedrock-") or self.budget.is_being_shared
+        if is_inside or forks.is_under_way():
             # Garbage was collected inside of what has to end before the files are closed.
             threading.Thread(target=self._abandon, args=(version,), name="close-embedrock").start()
         else:

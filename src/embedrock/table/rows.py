@@ -458,9 +458,9 @@ class Rows:
     def laid_out(self, spec: Spec, made: Tier) -> None:
         """Fill an empty tier with the same rows, in records of another layout, with their first optimizer state."""
         for ids in self.tier.id_batches(EXPORT_BATCH_ROWS):
-            for start in range(0, len(ids), made.batch_rows):
-                part = ids[start : start + made.batch_rows]
-                made.begin_batch()
+            while len(ids):
+                made.begin_batch()  # from then on it is known how many rows it is good for
+                part, ids = np.split(ids, [made.batch_rows])
                 slots = made.make_room(part, np.full(len(part), -1, np.int64))
                 made.admit(part, slots, self.weights_of(part), spec.first_state)
 

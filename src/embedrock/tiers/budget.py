@@ -22,6 +22,7 @@ from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.tiers.turn import Turn
+from embedrock.wording import counted
 
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many is what tables without a budget have together
 GROWTH = 1.25  # a cache that will not be whole is made larger by this at least, as its rows move then
@@ -46,12 +47,17 @@ class Budget:
         """Why it is so much, for error messages."""
         return ""
 
-    def offer(self, most: int) -> int:
-        """Return the budget of a tier that could make use of `most` bytes, should it `join`."""
+    @property
+    def is_being_shared(self) -> bool:
+        """Whether this thread is in the middle of sharing it with others."""
+        return False
+
+    def offer(self, claim: Claim) -> int:
+        """Return the budget of a tier that asks for so much, should it `join`."""
         return self.nbytes
 
-    def join(self, tier: Resizable, most: int) -> None:
-        """Begin, or go on, with a tier that could make use of `most` bytes."""
+    def join(self, tier: Resizable, claim: Claim) -> None:
+        """Begin, or go on, with a tier that asks for so much."""
 
     def grow(self) -> bool:
         """Take what is due and free, where it is so much that a larger cache is worth its making; return whether."""
@@ -131,11 +137,11 @@ class Pool:
         self.shares: list[Share] = []
 
     def offer(self, share: Share, most: int) -> int:
-        """Return what would be due to a table that could make use of `most` bytes."""
+        """Return what would be due to a table that could make use of `most` bytes, where others keep what they need."""
         with self.lock:
             self._measure()
             others = [each.claim for each in self.shares if each is not share]
-            return dues([*others, Claim(share.least, most)], self.total)[-1]
+            return dues([*others, Claim(share.claim.least, most)], self.total)[-1]
 
     def enter(self, share: Share) -> None:
         """Let a table take part, as its claim says."""
@@ -172,34 +178,39 @@ class Share(Budget):
     """A table's part of the default.
 
     Attributes:
+        floor: what a cache of one row needs: others that come later never take that.
         least: what a batch that is under way needs.
         most: that it could make use of.
     """
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(0)
-        self.pool, self.least, self.most = pool, 0, 0
+        self.pool, self.floor, self.least, self.most = pool, 0, 0, 0
         self._tier: weakref.ref[Resizable] | None = None
 
     @property
     def claim(self) -> Claim:
         """What it asks of the whole."""
-        return Claim(self.least, self.most)
+        return Claim(max(self.floor, self.least), self.most)
 
     @property
     def note(self) -> str:
         whole, others = format_bytes(self.pool.total), len([each for each in self.pool.shares if each is not self])
-        return f", its share of the {whole} that it has with {others} other tables without memory="
+        return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
 
-    def offer(self, most: int) -> int:
-        return self.pool.offer(self, most)
+    @property
+    def is_being_shared(self) -> bool:
+        return self.pool.lock._is_owned()
 
-    def join(self, tier: Resizable, most: int) -> None:
-        pool, self._tier, self.most = self.pool, weakref.ref(tier), most
+    def offer(self, claim: Claim) -> int:
+        return self.pool.offer(self, claim.most)
+
+    def join(self, tier: Resizable, claim: Claim) -> None:
+        pool, self._tier, (self.floor, self.most) = self.pool, weakref.ref(tier), claim
         pool.enter(self)
         self._relieve(waits=not tier.turn.lock._is_owned())
         with pool.lock:
-            self.nbytes = min(self.due, self.nbytes + pool.free)
+            self.nbytes = min(self.due, self.nbytes + max(0, pool.free))
 
     def grow(self) -> bool:
         worth = int(GROWTH * self.nbytes)
@@ -257,7 +268,7 @@ class Share(Budget):
     def leave(self) -> None:
         with self.pool.lock:
             self.pool.shares = [share for share in self.pool.shares if share is not self]
-            self.nbytes = 0
+            self.nbytes, self._tier = 0, None
             self.pool.divide()
 
     # ---------------------------------------------------------------- what others do to it
@@ -285,7 +296,8 @@ class Share(Budget):
         # What goes wrong is raised by the table's own next call, and it keeps what it has.
         with suppress(Exception):
             tier.turn.settle()
-            tier.give_up_excess(waits)
+            if self._tier is not None and self._tier() is tier:  # it may have been replaced, or closed, meanwhile
+                tier.give_up_excess(waits)
 
 
 def budget_of(memory: Size | None) -> Budget:

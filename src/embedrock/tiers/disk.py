@@ -21,7 +21,7 @@ from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
 from embedrock.tiers.budget import Budget
 from embedrock.tiers.cache import DIRTY, Cache, Whole
-from embedrock.tiers.placing import memory_for, most_for, place
+from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
@@ -79,7 +79,7 @@ class Disk(Tier):
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
-        budget.join(self, most_for(spec))
+        budget.join(self, claim_of(spec))
         super().__init__(spec, place(spec, budget.nbytes, subject, budget.note), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
@@ -119,6 +119,7 @@ class Disk(Tier):
         return slots
 
     def begin_batch(self) -> None:
+        self.cache.release_current()
         self.adapt()
         super().begin_batch()
         self._is_known = False
@@ -246,15 +247,14 @@ class Disk(Tier):
         return bool((self.cache.find(ids) >= 0).any() or (self.store.locate(ids) >= 0).any())
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        for start in range(0, len(ids), self.batch_rows):
-            part = slice(start, start + self.batch_rows)
-            self.begin_batch()
-            self.cache.release_current()
-            self._make_free(len(ids[part]))
-            with self._new_rows(ids[part], used=False) as made:
-                self.records.bytes[made] = records[part]
+        while len(ids):
+            self.begin_batch()  # from then on it is known how many rows it is good for
+            part, ids = np.split(ids, [self.batch_rows])
+            self._make_free(len(part))
+            with self._new_rows(part, used=False) as made:
+                self.records.bytes[made] = records[: len(part)]
                 self.cache.flags[made] = DIRTY
-            self._count += len(made)
+            self._count, records = self._count + len(made), records[len(part) :]
 
     def stats(self) -> dict[str, float]:
         self.adapt()
@@ -295,6 +295,7 @@ class Disk(Tier):
                 in_use = self.cache.count - len(victims)
                 least = memory_for(self.spec, in_use + count)
                 if not (self._may_move and self.budget.need(least, self)):
+                    self.budget.let_go()
                     self._refuse(count, in_use, least)
                 self.adapt()
                 waited = True
@@ -338,15 +339,16 @@ class Disk(Tier):
 
     def adapt(self) -> bool:
         """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
-        is_excessive = self.budget.nbytes > self.budget.due
-        if (not is_excessive and self.placement.budget_bytes == self.budget.nbytes) or not self._may_move:
+        budget, epoch = self.budget, self.epoch
+        if self.placement.budget_bytes == budget.nbytes <= budget.due or not self._may_move:
             return False
-        if is_excessive:
-            self.budget.shrink_to(self._reduced_to(self.budget.due))
-        placement = place(self.spec, self.budget.nbytes, self.subject)
-        if placement != self.placement:
-            self._move_to(placement)
-        return True
+        least = self._reduced_to(min(budget.nbytes, budget.due))
+        budget.shrink_to(least)
+        if least <= budget.nbytes:
+            placement = place(self.spec, budget.nbytes, self.subject, budget.note)
+            if placement != self.placement:
+                self._move_to(placement)
+        return self.epoch != epoch
 
     def give_up_excess(self, waits: bool) -> None:
         """Give up what is over the budget that is due. The caller has the table.
@@ -356,6 +358,7 @@ class Disk(Tier):
         """
         if waits and self.commit is not None:
             self.commit.wait()
+        self.cache.release_current()
         if self.cache.count:
             self.adapt()
         else:  # the cache is made anew when the table is used
@@ -364,8 +367,7 @@ class Disk(Tier):
 
     def _reduced_to(self, nbytes: int) -> int:
         """Let rows leave that have no room in so many bytes; return the bytes that those need that cannot."""
-        slots = place(self.spec, nbytes, self.subject).slots
-        self.cache.release_current()
+        slots = place(self.spec, nbytes, self.subject, self.budget.note).slots
         while (excess := self.cache.count - slots) > 0:
             victims = self.cache.victims(min(excess, MOVED_ROWS))
             if not victims.size:
@@ -384,7 +386,8 @@ class Disk(Tier):
             MemoryBudgetError: what is left is of no use. No row is another.
         """
         before = self.spec
-        self.budget.join(self, most_for(spec))
+        self.cache.release_current()
+        self.budget.join(self, claim_of(spec))
         try:
             placement = place(spec, self.budget.nbytes, self.subject, self.budget.note)
             self.spec = spec
@@ -396,7 +399,7 @@ class Disk(Tier):
                 )
         except BaseException:
             self.spec = before
-            self.budget.join(self, most_for(before))
+            self.budget.join(self, claim_of(before))
             raise
         if placement != self.placement:
             self._move_to(placement)

@@ -8,7 +8,7 @@ from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.store.manifest import MAX_RECORD_BYTES
-from embedrock.tiers.budget import Budget
+from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.tier import Placement
 
@@ -77,9 +77,14 @@ def most_for(spec: Spec) -> int:
     return min(whole + rest, math.ceil(whole / (1 - shares)) + 16)
 
 
+def claim_of(spec: Spec) -> Claim:
+    """Return what a table asks of a budget that it shares: no less than a cache of one row needs."""
+    return Claim(memory_for(spec, 1), most_for(spec))
+
+
 def check_budget(spec: Spec, budget: Budget, subject: str) -> None:
     """Raise what `place` would raise for a table with a tier of `spec`."""
-    place(spec, budget.offer(most_for(spec)), subject, budget.note)
+    place(spec, budget.offer(claim_of(spec)), subject, budget.note)
 
 
 def _index_bytes(spec: Spec) -> int:
