@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
+from embedrock.batch.strings import hash_ids
 from embedrock.errors import (
     ArgumentError,
     CacheTooSmallError,
@@ -96,6 +97,7 @@ __all__ = [
     "Zeros",
     "close",
     "get_threads",
+    "hash_ids",
     "open",
     "opened",
     "set_threads",

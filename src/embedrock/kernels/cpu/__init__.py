@@ -15,6 +15,7 @@ from embedrock.kernels.cpu import (
     rules,
     runtime,
     storage,
+    strings,
     threads,
 )
 from embedrock.kernels.cpu.runtime import launch
@@ -33,5 +34,6 @@ __all__ = [
     "rules",
     "runtime",
     "storage",
+    "strings",
     "threads",
 ]

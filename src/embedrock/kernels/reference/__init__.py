@@ -14,6 +14,20 @@ from embedrock.kernels.reference import (
     rows,
     rules,
     storage,
+    strings,
 )
 
-__all__ = ["cache", "codec", "device", "directory", "generator", "plan", "pooling", "pread", "rows", "rules", "storage"]
+__all__ = [
+    "cache",
+    "codec",
+    "device",
+    "directory",
+    "generator",
+    "plan",
+    "pooling",
+    "pread",
+    "rows",
+    "rules",
+    "storage",
+    "strings",
+]

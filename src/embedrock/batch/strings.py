@@ -1,0 +1,224 @@
+"""`hash_ids`: ids of strings, the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.batch.wrong_ids import in_array
+from embedrock.errors import ArgumentError, IdTypeError
+
+MOST_BUCKETS = 2**63 - 1
+_NESTED = {list, tuple, np.ndarray}
+
+
+class Strings(NamedTuple):
+    """Strings end to end, as UTF-8.
+
+    Attributes:
+        data: uint8.
+        starts: int64 (n,), where each begins.
+        ends: int64 (n,), where each ends.
+    """
+
+    data: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None) -> np.ndarray:
+    """Return ids of strings: int64 of their shape, the same for the same string in every process and on every machine.
+
+    The id of a string is SipHash-2-4 of its UTF-8 bytes (Aumasson and Bernstein, 2012), keyed by `salt`, modulo
+    `buckets`. TensorFlow has the same: ``tf.strings.to_hash_bucket_strong(values, buckets, salt)`` and
+    ``keras.layers.Hashing(buckets, salt=salt)``.
+
+    Two strings may get one id. Of n strings, about n^2 / (2 buckets) pairs do: with all buckets, one pair is likely
+    from some 3 * 10^9 strings on (10^8 strings: 1 in 1,800).
+
+    Args:
+        values: strings or bytes: an array, a list, nested lists, a Series, an Arrow array, a tensor of TensorFlow.
+        salt: a number below 2**64, used twice, or a pair of such. Another one gives other ids: give each table its own
+            where somebody could choose strings so that they collide.
+        buckets: how many ids there are; None: 2**63 - 1, for a table with ``rows=None``. For ``rows=N`` pass N.
+
+    Raises:
+        IdTypeError: something else than strings, or than bytes, is among the values, or what is no Unicode text.
+        ArgumentError: a salt or a number of buckets that cannot be.
+
+    Example:
+        >>> import embedrock as er
+        >>> er.hash_ids(["red", "green", "red"])
+        array([1467964221407166206, 3943855403825246549, 1467964221407166206])
+        >>> er.hash_ids(["red", "green", "red"], buckets=1000)
+        array([ 13, 356,  13])
+    """
+    key, count = _key(salt), _checked_buckets(buckets)
+    strings, shape = _strings(values)
+    ids = np.empty(len(strings.starts), np.int64)
+    kernels.cpu.launch(kernels.cpu.strings.hash_strings, *strings, key, count, ids)
+    return ids.reshape(shape)
+
+
+def _key(salt: Any) -> np.ndarray:
+    pair = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
+    if len(pair) != 2 or not all(_is_whole(word) and 0 <= word < 2**64 for word in pair):
+        raise ArgumentError(f"`salt` of hash_ids must be a number in [0, 2**64), or two of them: got {salt!r}.")
+    return np.array(pair, np.uint64)
+
+
+def _checked_buckets(buckets: Any) -> int:
+    if buckets is None:
+        return MOST_BUCKETS
+    if not _is_whole(buckets) or not 1 <= buckets <= MOST_BUCKETS:
+        raise ArgumentError(
+            f"`buckets` of hash_ids must be a number in [1, 2**63), the table's rows, or None: got {buckets!r}."
+        )
+    return int(buckets)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+# ---------------------------------------------------------------- what people have strings in
+
+
+def _strings(values: Any) -> tuple[Strings, tuple[int, ...]]:
+    """Return strings, and the shape of what has them."""
+    if type(values).__module__.partition(".")[0] == "pyarrow":
+        return _of_arrow(values), (len(values),)
+    if isinstance(values, list | tuple) and _NESTED.isdisjoint(map(type, values)):
+        return _of_objects(values, (len(values),)), (len(values),)
+    # Of lists an array of objects: one of strings would have room for the longest in each.
+    array = np.asarray(values, None if hasattr(values, "__array__") else object)
+    flat = array.reshape(-1)
+    if array.dtype.kind == "S":
+        return _of_bytes(np.ascontiguousarray(flat)), array.shape
+    if array.dtype.kind == "U":
+        return _of_points(np.ascontiguousarray(flat), array.shape), array.shape
+    if array.dtype.kind in "OT" or not array.size:
+        return _of_objects(flat.tolist(), array.shape), array.shape
+    raise IdTypeError(
+        f"`values` of hash_ids must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; pass "
+        "np.asarray(values).astype(str) to hash how they are written."
+    )
+
+
+def _of_bytes(flat: np.ndarray) -> Strings:
+    width = flat.dtype.itemsize
+    data, ends = flat.view(np.uint8), np.empty(len(flat), np.int64)
+    kernels.cpu.launch(kernels.cpu.strings.trim, data, width, ends)
+    return Strings(data, np.arange(len(flat), dtype=np.int64) * width, ends)
+
+
+def _of_points(flat: np.ndarray, shape: tuple[int, ...]) -> Strings:
+    width, launch, strings = flat.dtype.itemsize // 4, kernels.cpu.launch, kernels.cpu.strings
+    points, ends, sizes = flat.view(np.uint32), np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
+    launch(strings.trim, points, width, ends)
+    launch(strings.utf8_sizes, points, width, ends, sizes)
+    if len(sizes) and sizes.min() < 0:
+        raise _no_text(str(flat[int(np.argmin(sizes))]), int(np.argmin(sizes)), shape)
+    offsets = _offsets(sizes)
+    data = np.empty(int(offsets[-1]), np.uint8)
+    launch(strings.write_utf8, points, width, ends, offsets[:-1], data)
+    return Strings(data, offsets[:-1], offsets[1:])
+
+
+def _of_objects(values: Sequence[Any], shape: tuple[int, ...]) -> Strings:
+    """Return strings of a list of ``str``, or of one of ``bytes``."""
+    kind = type(values[0]) if values else str
+    try:
+        if issubclass(kind, bytes):
+            data, sizes = b"".join(values), map(len, values)
+        else:
+            data, sizes = _encoded("".join(values), values)
+    except TypeError:
+        raise _among_others(values, shape) from None
+    except UnicodeEncodeError:
+        position = next(k for k, value in enumerate(values) if not _is_text(value))
+        raise _no_text(values[position], position, shape) from None
+    offsets = _offsets(np.fromiter(sizes, np.int64, len(values)))
+    return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
+
+
+def _encoded(text: str, values: Sequence[str]) -> tuple[bytes, Iterable[int]]:
+    """Return `text`, which is the values end to end, as UTF-8, and how many bytes each of them has."""
+    if text.isascii():
+        return text.encode(), map(len, values)
+    each = [value.encode() for value in values]
+    return b"".join(each), map(len, each)
+
+
+def _of_arrow(values: Any) -> Strings:
+    import pyarrow
+
+    array = values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values
+    if isinstance(array, pyarrow.ChunkedArray):  # of no chunks, or too long for one
+        array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
+    kind = array.type.value_type if pyarrow.types.is_dictionary(array.type) else array.type
+    if pyarrow.types.is_null(kind) or array.null_count:
+        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),))
+    try:
+        array = array.cast(pyarrow.large_binary())
+    except pyarrow.ArrowNotImplementedError:
+        raise IdTypeError(
+            f"`values` of hash_ids must be strings or bytes: got an Arrow array of {array.type}."
+        ) from None
+    _, offsets, data = array.buffers()
+    where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
+    return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+# ---------------------------------------------------------------- what is wrong with values
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _no_text(value: str, position: int, shape: Sequence[int]) -> IdTypeError:
+    return IdTypeError(
+        f"`values` of hash_ids must be Unicode text: got {value!r} {in_array(shape, 'values')(position)}, which has "
+        "half of a surrogate pair. Decode it anew with errors='replace', or pass its bytes."
+    )
+
+
+def _among_others(values: Sequence[Any], shape: Sequence[int]) -> IdTypeError:
+    kind = bytes if isinstance(values[0], bytes) else str
+    position = next(k for k, value in enumerate(values) if not isinstance(value, kind))
+    value = values[position]
+    if value is None or (isinstance(value, float) and value != value):
+        return _missing(repr(value), position, shape)
+    got = f"got {value!r} {in_array(shape, 'values')(position)}"
+    if isinstance(value, list | tuple):
+        return IdTypeError(
+            f"`values` of hash_ids must be strings in one shape: {got}, lists of several lengths. Pass them end to "
+            "end, np.concatenate(values)."
+        )
+    among = f" among {kind.__name__}" if position else ""
+    return IdTypeError(
+        f"`values` of hash_ids must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. Make "
+        "strings of all of them: [str(value) for value in values]."
+    )
+
+
+def _missing(value: str, position: int, shape: Sequence[int]) -> IdTypeError:
+    return IdTypeError(
+        f"`values` of hash_ids must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
+        "what is missing, or give it a string of its own: "
+        "['' if value is None or value != value else value for value in values]."
+    )

@@ -1,0 +1,139 @@
+"""`er.hash_ids`: SipHash-2-4 of strings in whatever people have them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import embedrock as er
+from embedrock.kernels.reference.strings import sip_hash
+
+WORDS = ["", "a", "eight888", "fifteen letters", "Grüße", "日本語", "\U0001f600 smile", "inner\0zero", "x" * 300]
+# Of SipHash-2-4 with the key 00 01 ... 0f and the texts 00, 00 01, ...: from its authors' reference implementation.
+VECTORS = {0: 0x726FDB47DD0E0E31, 1: 0x74F839C593DC67FD, 8: 0x93F5F5799A932462, 15: 0xA129CA6149BE45E5}
+SALT = (0x0706050403020100, 0x0F0E0D0C0B0A0908)
+
+
+def expected(words: list[str], salt: tuple[int, int] = (0, 0), buckets: int = 2**63 - 1) -> list[int]:
+    return [sip_hash(word.encode(), *salt) % buckets for word in words]
+
+
+@pytest.mark.parametrize("size", VECTORS)
+def test_the_vectors_of_its_authors(size: int):
+    text = bytes(range(size))
+    assert sip_hash(text, *SALT) == VECTORS[size]
+    assert er.hash_ids([text], salt=SALT)[0] == VECTORS[size] % (2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        np.array,
+        lambda words: np.array(words, object),
+        lambda words: np.array(words, np.dtypes.StringDType()),
+        lambda words: [word.encode() for word in words],
+        lambda words: np.array([word.encode() for word in words]),
+        pyarrow.array,
+        lambda words: pyarrow.array(words, pyarrow.large_string()),
+        lambda words: pyarrow.array(words, pyarrow.string_view()),
+        lambda words: pyarrow.array(words).dictionary_encode(),
+        lambda words: pyarrow.chunked_array([words[:4], words[4:]]),
+        lambda words: pyarrow.array(["before", *words])[1:],
+    ],
+    ids=["list", "tuple", "U", "object", "StringDType", "bytes", "S", "Arrow", "large", "view", "dictionary", "chunked",
+         "sliced"],
+)  # fmt: skip
+def test_whatever_they_are_in(form: Any):
+    assert er.hash_ids(form(WORDS), salt=7).tolist() == expected(WORDS, (7, 7))
+    assert er.hash_ids(form(WORDS), buckets=1000).tolist() == expected(WORDS, buckets=1000)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=20))
+def test_any_text(words: list[str]):
+    found = er.hash_ids(words)
+    assert found.tolist() == expected(words)
+    if not any(word.endswith("\0") for word in words):  # which NumPy drops
+        assert er.hash_ids(np.array(words, str)).tolist() == found.tolist()
+
+
+def test_shapes():
+    assert er.hash_ids([["a", "b"], ["c", "d"]]).tolist() == er.hash_ids(["a", "b", "c", "d"]).reshape(2, 2).tolist()
+    assert er.hash_ids("a").shape == ()
+    assert er.hash_ids([]).shape == er.hash_ids(pyarrow.array([], pyarrow.string())).shape == (0,)
+    assert er.hash_ids(np.array(WORDS)[::-2]).tolist() == expected(WORDS[::-2])
+    assert er.hash_ids(pyarrow.chunked_array([], pyarrow.string())).shape == (0,)
+
+
+def test_every_process_gives_the_same():
+    program = "import embedrock as er; print(er.hash_ids(['user 7'], salt=1)[0])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == expected(["user 7"], (1, 1))[0]
+
+
+def test_ids_are_those_of_tensorflow():
+    tf, keras = pytest.importorskip("tensorflow"), pytest.importorskip("keras")
+    words = tf.constant(WORDS)
+    found = er.hash_ids(words, salt=(3, 2**62))
+    assert tf.strings.to_hash_bucket_strong(words, 2**63 - 1, [3, 2**62]).numpy().tolist() == found.tolist()
+    layer = keras.layers.Hashing(1000, salt=[3, 2**62])
+    assert layer(words).numpy().tolist() == er.hash_ids(WORDS, salt=(3, 2**62), buckets=1000).tolist()
+
+
+def test_a_table_takes_them():
+    table = er.Table(None, 4, seed=0, rule=er.SGD(lr=1.0))
+    table.update(er.hash_ids(["red", "green"]), np.ones((2, 4)))
+    assert table.stats()["rows_touched"] == 2
+    er.Table(1000, 4).lookup(er.hash_ids(["red", "green"], buckets=1000))
+
+
+MISSING = r"Leave out what is missing, or give it a string of its own: \['' if value is None or value != value"
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (["a", None], rf".*got None at \[1\] of values of shape \(2,\)\. {MISSING}"),
+        ([["a", "b"], ["c", None]], rf".*got None at \[1, 1\] of values of shape \(2, 2\)\. {MISSING}"),
+        (np.array(["a", np.nan], object), rf".*got nan at \[1\] of values of shape \(2,\)\. {MISSING}"),
+        (pyarrow.array(["a", None, "b"]), rf".*got None at \[1\] of values of shape \(3,\)\. {MISSING}"),
+        (["a", 3], r"all strings or all bytes: got 3 at \[1\].*, of type int among str\. .*\[str\(value\) for"),
+        ([b"a", "b"], r"all strings or all bytes: got 'b' at \[1\] .*, of type str among bytes\."),
+        ([7, "a"], r"got 7 at \[0\] of values of shape \(2,\), of type int\. Make strings of all of them"),
+        (np.array([1.5]), r"got dtype float64\. Integers are ids as they are; pass .*\.astype\(str\)"),
+        (pyarrow.array([1, 2]), r"got an Arrow array of int64"),
+        (["ok", "half \ud83d"], r"Unicode text: got 'half \\ud83d' at \[1\] .*errors='replace'"),
+        (np.array(["ok", "half \ud83d"]), r"Unicode text: got 'half \\ud83d' at \[1\]"),
+        ([["a"], ["b", "c"]], r"lists of several lengths\. Pass them end to end, np\.concatenate\(values\)"),
+    ],
+    ids=["None", "nested", "NaN", "Arrow null", "mixed", "bytes and text", "first", "floats", "Arrow integers",
+         "surrogate", "surrogate in U", "ragged"],
+)  # fmt: skip
+def test_what_is_no_string(values: Any, what: str):
+    with pytest.raises(er.IdTypeError, match=f"^`values` of hash_ids must be .*{what}"):
+        er.hash_ids(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"salt": -1}, r"`salt` of hash_ids must be a number in \[0, 2\*\*64\), or two of them: got -1"),
+        ({"salt": (1, 2, 3)}, r"got \(1, 2, 3\)"),
+        ({"salt": "pepper"}, "got 'pepper'"),
+        ({"buckets": 0}, r"`buckets` of hash_ids must be a number in \[1, 2\*\*63\), the table's rows, or None: got 0"),
+        ({"buckets": 2**63}, "got 9223372036854775808"),
+        ({"buckets": True}, "got True"),
+    ],
+    ids=["negative", "three", "word", "none", "many", "flag"],
+)
+def test_options_that_cannot_be(options: dict[str, Any], what: str):
+    with pytest.raises(er.ArgumentError, match=what):
+        er.hash_ids(["a"], **options)
