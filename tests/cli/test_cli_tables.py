@@ -477,6 +477,48 @@ def test_import_continues_only_the_same(run: Run, refused: Refused):
     assert_rows("t.rock", np.arange(ROWS), vectors_of(seed=1))
 
 
+def test_a_restarted_import_has_no_rows_of_the_earlier_one(run: Run):
+    write_csv("a.csv", vectors_of())
+    interrupted_import("a.csv", "t.rock")
+    Path("a.csv").write_text("id,v0\n1000,2\n")  # other rows, and of another dim
+    assert run("import", "a.csv", "t.rock", "--restart", "--rule", "sgd")["continued_at"] == 0
+    assert_rows("t.rock", np.array([1000]), np.array([[2]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "options"),
+    [
+        ("id,name,v0\n1,bob,2\n", "--vectors NAME takes NAME0", ["--vectors", "v"]),
+        ("id,v0\n,2\n", "or none: --ids row-number", ["--ids", "row-number", "--vectors", "v"]),
+        ("id,v0\n9,2\n", "Pass a larger --rows", ["--rows", "10"]),
+    ],
+    ids=["dim", "ids", "rows"],
+)
+def test_a_file_at_fault_leaves_nothing_in_the_way(
+    run: Run, refused: Refused, wrong: str, told: str, options: list[str]
+):
+    Path("a.csv").write_text(wrong)
+    rows = ["--rows", "5"] if "--rows" in options else []
+    assert told in refused("import", "a.csv", "t.rock", *rows)
+    assert os.listdir() == ["a.csv"]
+    assert run("import", "a.csv", "t.rock", *options)["dim"] == 1
+
+
+def test_words_at_fault_leave_nothing_in_the_way(run: Run, refused: Refused):
+    Path("a.txt").write_text("a 1 2\nb 3\n")
+    assert "line 2: expected a word and 2 numbers" in refused("import", "a.txt", "t.rock")
+    assert os.listdir() == ["a.txt"]
+    Path("a.txt").write_text("a 1 2\nb 3 4\nc 5 6\n")
+    assert run("import", "a.txt", "t.rock")["rows"] == 3
+
+
+def test_a_file_is_no_table_to_make(refused: Refused):
+    np.save("a.npy", vectors_of())
+    assert "a.npy: expected the path of a new folder; got a file. Choose another path" in refused(
+        "import", "a.npy", "a.npy"
+    )
+
+
 def test_import_does_not_overwrite_what_was_trained_since(run: Run, refused: Refused):
     np.save("a.npy", vectors_of())
     interrupted_import("a.npy", "t.rock", "--rule", "sgd")

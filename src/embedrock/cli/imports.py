@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import warnings
 from argparse import Namespace
@@ -16,7 +17,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.ahead import ahead
-from embedrock.cli.formats import Batch, Format, ReadOptions, Source, fail, format_to_read, part_of
+from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.vfs import OS_SYSTEM
@@ -75,6 +76,8 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
     job = _job(arguments)
     kept = None if job.restart else job.journal.load()
     _check_table(job, kept)
+    if job.restart and not job.into and _is_unfinished(job):
+        _unmake(job)
     if not job.into and kept is None:
         job.journal.save({"rows": 0, "table": None})
     with _opened(job, arguments) as table:
@@ -126,6 +129,8 @@ def _job(arguments: Namespace) -> ImportJob:
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     """Refuse to take a table for one that this import made."""
     known = kept is not None or (job.restart and job.journal.path.exists())
+    if not job.into and job.table.is_file():
+        fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
     if not known and not job.into and job.table.exists():
         fail(job.table, "a table that is not there yet", "one that is", "Pass --into to overwrite rows of it.")
     if not known and not job.restart and job.source.has_words and job.words.exists():
@@ -137,10 +142,39 @@ def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
     table = er.open(job.table, memory=arguments.memory) if job.into else _made(job, arguments)
     try:
         yield table
-    except BaseException:
+    except BaseException as error:
+        # Nothing of the file is in the table: a mended file, or other options, must not find one that stands in the way.
+        is_useless = isinstance(error, FileError) and not job.into and not table.last_commit
         _forget(table)
+        if is_useless:
+            _unmake(job)
         raise
     table.close()
+
+
+def _is_unfinished(job: ImportJob) -> bool:
+    """Return whether a table is what an earlier import left, and nobody's work since."""
+    state = job.journal.state()
+    if state is None or not job.table.is_dir() or not any(job.table.iterdir()):
+        return False
+    with er.open(job.table) as table:  # as a writer, so that nobody else is one
+        return _is_as_left(table, state)
+
+
+def _is_as_left(table: er.Table, state: dict[str, Any]) -> bool:
+    """Return whether a table is as the import left it that kept `state`."""
+    if state.get("table") is None:
+        return table.last_commit <= 1 and not table.steps
+    # The journal is written after the commit: a table that is one commit ahead has rows twice, which changes nothing.
+    same = state.get("table") == table.uuid and state.get("steps") == table.steps
+    return same and table.last_commit in (state.get("commit"), state.get("commit", 0) + 1)
+
+
+def _unmake(job: ImportJob) -> None:
+    """Remove a table that has nothing but what was imported, and the notes about it."""
+    shutil.rmtree(job.table)
+    part_of(job.words).unlink(missing_ok=True)
+    job.journal.remove()
 
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
@@ -178,18 +212,16 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
     """Return how many rows of the source the table has."""
-    if kept is None or (kept.get("table") is None and table.last_commit <= 1 and not table.steps):
+    if kept is None:
         return 0
-    # The journal is written after the commit: a table that is one commit ahead has rows twice, which changes nothing.
-    same = kept.get("table") == table.uuid and kept.get("steps") == table.steps
-    if not same or table.last_commit not in (kept.get("commit"), kept.get("commit", 0) + 1):
+    if not _is_as_left(table, kept):
         fail(
             job.table,
             f"the table as the earlier import left it, at commit {kept.get('commit')}",
             f"commit {table.last_commit}, after {format_count(table.steps, 'step')}",
             RESTART,
         )
-    return min(kept["rows"], job.source.rows)
+    return min(kept["rows"], job.source.rows) if kept.get("table") else 0
 
 
 def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:

@@ -47,6 +47,15 @@ class Journal:
             self._refuse(job)
         return state
 
+    def state(self) -> dict[str, Any] | None:
+        """Return what `save` saved last, of whatever job; None where there is no journal, or none that can be read."""
+        try:
+            with open(self.path, "rb") as file:
+                state = json.loads(file.read(MAX_BYTES))["state"]
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None
+        return state if isinstance(state, dict) and type(state.get("commit", 0)) is int else None
+
     def _refuse(self, job: Any) -> None:
         keys = [key for key in self._job if not isinstance(job, dict) or job.get(key) != self._job[key]]
         before = {key: job.get(key) for key in keys} if isinstance(job, dict) else job
