@@ -69,6 +69,7 @@ STRINGS: dict[str, Any] = {
     "Series": Series(WORDS),
 }
 VOCABULARY = r"words, ids = np\.unique\(.*?return_inverse=True\)"
+MISSING = r"np\.array\(\[0 if.*?np\.shape\(ids\)\)"
 HASH = r"\[int\.from_bytes\(.*?\]"
 
 
@@ -147,7 +148,36 @@ def test_strings_among_others(ids: Any):
 def test_missing_ids(ids: Any, what: str):
     text = refused(ids)
     assert re.search(rf"must be integers: got {what}.*\. Leave out what is missing, or give it an id of its own", text)
-    assert advised(text, r"np\.array\(\[0 if.*?np\.int64\)", ids).tolist() == [1, 0, 3]
+    assert advised(text, MISSING, ids).tolist() == [1, 0, 3]
+
+
+class NA:
+    """What pandas.NA is: nothing that can be compared."""
+
+    def __repr__(self) -> str:
+        return "<NA>"
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+def test_missing_ids_of_pandas():
+    ids = np.array([[1, NA()], [3, 4]], object)
+    text = refused(ids)
+    assert "got dtype object, <NA> at [0, 1] of ids of shape (2, 2). Leave out what is missing, or give it" in text
+    assert advised(text, MISSING, ids).tolist() == [[1, 0], [3, 4]]
+
+
+def test_masked_ids():
+    ids = np.ma.MaskedArray([[1, 2], [3, 4]], [[False, False], [True, False]])
+    text = refused(ids)
+    assert "got a masked array, with a missing one at [1, 0] of ids of shape (2, 2). Leave out" in text
+    assert advised(text, r"ids\.filled\(0\)", ids).tolist() == [[1, 2], [0, 4]]
+    assert advised(text, r"ids\.compressed\(\)", ids).tolist() == [1, 2, 4]
+    assert er.Table(9, 4).lookup(np.ma.MaskedArray([1, 2], [False, False])).shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +214,29 @@ def test_hashes_of_64_bits():
         assert er.Table(None, 4).lookup(signed).shape == (3, 4)
 
 
+def test_lists_of_hashes_of_which_numpy_makes_floats():
+    ids = [3, 2**64 - 5]
+    text = refused(ids, rows=None)
+    assert "astype" not in text  # which would change them
+    assert advised(text, r"np\.asarray\(ids, np\.uint64\)\.view\(np\.int64\)", ids).tolist() == [3, -5]
+
+
 def test_longer_hashes():
     text = refused([1, 2**100 + 7], rows=None)
     assert f"must be integers: got {2**100 + 7} at [1] of ids of shape (2,). Ids have 64 bits" in text
     assert advised(text, r"np\.array\(\[id % 2.*?np\.int64\)", [1, 2**100 + 7]).tolist() == [1, 7]
+
+
+def test_what_is_advised_keeps_the_shape():
+    words = np.array([["b", "a"], ["b", "c"]])
+    text = refused(words)
+    it = advised(text, HASH, words)
+    found = re.search(r"np\.reshape\(it, np\.shape\(ids\)\)", text)
+    assert found is not None
+    assert er.Table(None, 4).lookup(eval(found[0], {"np": np, "it": it, "ids": words})).shape == (2, 2, 4)
+    long = [[1, 2**100 + 7], [2, 3]]
+    pattern = r"np\.array\(\[id % 2.*?np\.shape\(ids\)\)"
+    assert advised(refused(long, rows=None), pattern, long).tolist() == [[1, 7], [2, 3]]
 
 
 def test_lists_of_several_lengths():
@@ -206,8 +255,21 @@ def test_lists_of_several_lengths():
     ],
 )
 def test_where_an_id_lies_outside(ids: Any, where: str):
-    expected = f"`ids` of table 'users' must lie in [0, 100): {where}. Pass rows=None for open ids."
-    assert refused(ids) == expected
+    assert refused(ids).startswith(f"`ids` of table 'users' must lie in [0, 100): {where}. ")
+
+
+def test_what_gives_an_id_its_row():
+    """In the words of a table and of every layer."""
+    text = refused([1, 205, 300])
+    assert text.endswith(
+        " For more rows, grow(301). For any int64, make it with rows=None; a layer, with num_embeddings=None or "
+        "input_dim=None."
+    )
+    table = er.Table(100, 4)
+    table.grow(301)
+    assert table.lookup([1, 205, 300]).shape == (3, 4)
+    assert "grow" not in refused([-1])
+    assert "-9223372036854775808 at [0] of ids of shape (1,). (That is what a cast makes of NaN" in refused([-(2**63)])
 
 
 def test_others():

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.errors import IdError, IdTypeError
+from embedrock.errors import ArgumentError, IdError, IdTypeError
 
 ROWS, DIM, COUNT = 20, 4, 48
 RNG = np.random.default_rng(0)
@@ -172,10 +172,27 @@ def test_strings_name_their_remedy():
         assert embedding()(ids(words)).shape == (2, DIM)
 
 
+def test_ids_that_are_missing():
+    layer = embedding(name="emb")
+    with pytest.raises(
+        IdTypeError, match=r"ids for 'emb'.* got dtype float32, nan at \[1, 0\] of ids of shape \(2, 2\)"
+    ):
+        layer(tf.constant([[1.0, 2.0], [np.nan, 3.0]]))
+    with pytest.raises(
+        IdTypeError, match=r"got dtype float32, 2.5 at \[0\].* That is no whole number: pass ids, not w"
+    ):
+        layer(tf.constant([2.5, 3.0]))
+    with pytest.raises(IdTypeError, match=r"ids for 'emb'.* must be a tensor of integers: got None"):
+        layer([np.array([1]), None])
+    for nothing in ([], {}):
+        with pytest.raises(ArgumentError, match=r"inputs of 'emb'.* must be a tensor of ids, or several: got"):
+            layer(nothing)
+
+
 def test_ids_outside_of_the_table():
     layer = embedding(name="emb")
     told = r"`ids` of 'emb', erk.Embedding\(20, \d\) must lie in \[0, 20\): got "
-    with pytest.raises(IdError, match=told + r"20 at \[1\] of ids of shape \(2,\). Pass rows=None for open ids"):
+    with pytest.raises(IdError, match=told + r"20 at \[1\] of ids of shape \(2,\). For more rows, grow\(21\)"):
         layer(np.array([0, 20]))
     both = [np.array([[0]]), np.array([[1, 2], [3, 99]])]
     with pytest.raises(IdError, match=told + r"99 at \[1, 1\] of ids of shape \(2, 2\) of input 2 of 2"):
@@ -192,11 +209,11 @@ def test_ids_of_bags_outside_of_the_table(training: bool):
     told = r"`ids` of 'bag', erk.EmbeddingBag\(20, 4\) must lie in \[0, 20\): got 20 at "
     ids, ragged = np.array([[1, 2, 3], [0, 4, 20]]), tf.ragged.constant([[1], [], [2, 3, 20]], dtype=tf.int64)
     bag = erk.EmbeddingBag(20, 4, name="bag")
-    with pytest.raises(IdError, match=told + r"\[2\] of bag 1. Pass"):
+    with pytest.raises(IdError, match=told + r"\[2\] of bag 1. For more rows"):
         bag(ids, training=training)
-    with pytest.raises(IdError, match=told + r"\[2\] of bag 2. Pass"):
+    with pytest.raises(IdError, match=told + r"\[2\] of bag 2. For more rows"):
         bag(ragged, training=training)
-    with pytest.raises(IdError, match=told + r"\[1\] of bag 1, padding not counted. Pass"):
+    with pytest.raises(IdError, match=told + r"\[1\] of bag 1, padding not counted. For more rows"):
         erk.EmbeddingBag(bag.table, mask_zero=True, name="bag")(ids, training=training)
 
 

@@ -82,6 +82,11 @@ class Own(initializers.RandomNormal):
         (initializers.Identity(), er.UnsupportedError, r"from_pretrained\(array\)"),
         (Own(), er.UnsupportedError, "must draw each row by itself: got .*Own"),
         (lambda shape, dtype=None: keras.ops.ones(shape), er.UnsupportedError, "got <function"),
+        (
+            "constant",
+            er.ArgumentError,
+            r"'constant' lacks its 'value'\. Pass an instance: keras\.initializers\.Constant",
+        ),
         (5, er.ArgumentError, "must be one of Keras' or of Embedrock's.*: got 5"),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),

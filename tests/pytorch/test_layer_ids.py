@@ -47,8 +47,8 @@ def test_the_layer_and_the_place(model: Any, trains: bool):
     ):
         with pytest.raises(er.IdError) as caught:
             call()
-        expected = f"`ids` of 'right.{label}(50, 4) must lie in [0, 50): got {got}. Pass rows=None for open ids."
-        assert str(caught.value) == expected
+        expected = f"`ids` of 'right.{label}(50, 4) must lie in [0, 50): got {got}. For "
+        assert str(caught.value).startswith(expected)
 
 
 def test_a_model_without_an_optimizer_is_named_by_its_state():
@@ -161,4 +161,22 @@ def test_ids_that_are_no_numbers():
     assert "got torch.float32, torch.strided, 0.5 at [1, 0] of ids of shape (2, 1)" in refused(
         torch.tensor([[1], [0.5]])
     )
-    assert refused(None).endswith("got NoneType. Make a tensor of it: torch.as_tensor(ids).")
+
+
+@pytest.mark.parametrize(
+    "ids", [None, "word", {1, 2}, {"a": 1}, (k for k in (1, 2))], ids=lambda ids: type(ids).__name__
+)
+def test_what_pytorch_makes_no_tensor_of(ids: Any):
+    """No text may say that it does."""
+    told = refused(ids)
+    assert f"got {type(ids).__name__} of dtype " in told
+    assert "torch.as_tensor" not in told
+
+
+def test_lists_of_hashes_that_are_uint64():
+    ids = [3, 2**64 - 5]
+    told = refused(ids)
+    found = re.search(r"np\.asarray\(ids, np\.uint64\)\.view\(np\.int64\)", told)
+    assert found is not None
+    assert "torch.from_numpy(...)" in told
+    assert ert.Embedding(None, 4)(torch.from_numpy(eval(found[0], {"np": np, "ids": ids}))).shape == (2, 4)

@@ -24,6 +24,13 @@ from forked import in_child
 ONES = np.ones((1, 4), np.float32)
 
 
+@pytest.mark.parametrize("function", [er.opened, er.close])
+def test_what_is_no_path(function: Callable[[Any], Any]):
+    for path in (None, 3, "s3://bucket/users.rock"):
+        with pytest.raises(er.ArgumentError, match="`path` must be "):
+            function(path)
+
+
 class Notebook:
     """Cells that run in one namespace, which keeps what they made, and the traceback of the last error."""
 

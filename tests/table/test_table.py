@@ -44,7 +44,7 @@ BAD_IDS: list[tuple[Any, type[Exception], str]] = [
     (
         [-1],
         er.IdError,
-        r"`ids` of table 'users' must lie in \[0, 100\): got -1 at \[0\] of ids of shape \(1,\). Pass rows=None for",
+        r"`ids` of table 'users' must lie in \[0, 100\): got -1 at \[0\] of ids of shape \(1,\). For any int64",
     ),
     ([[5, 6], [100, 7]], er.IdError, r"must lie in \[0, 100\): got 100 at \[1, 0\] of ids of shape \(2, 2\)"),
     ([2**63], er.IdError, r"got 9223372036854775808 at \[0\]"),

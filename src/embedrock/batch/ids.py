@@ -25,6 +25,8 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         array = np.asarray(ids)
     except ValueError as error:  # lists of several lengths
         raise wrong_ids.no_array(error, subject) from error
+    if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
+        raise wrong_ids.masked(ids, subject)
     if array.size == 0 and not isinstance(ids, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":

@@ -20,20 +20,24 @@ AS_BITS = "Hashes of 64 bits go by their bits into a table with rows=None: np.as
 _WORDS = (
     "Make integers of words by a vocabulary, `words, ids = np.unique(ids, return_inverse=True)` or pandas.factorize, "
     "which is kept with the model; or by a hash that is the same everywhere, `[int.from_bytes(hashlib.blake2b({bytes}, "
-    "digest_size=8).digest(), 'little', signed=True) for s in np.ravel(ids)]`, into a table with rows=None; or by a "
-    "layer, keras.layers.StringLookup, or tf.strings.to_hash_bucket_fast. Not by Python's hash(), which differs in "
-    "every process."
+    "digest_size=8).digest(), 'little', signed=True) for s in np.ravel(ids)]` (of several dimensions, "
+    "np.reshape(it, np.shape(ids))), into a table with rows=None; or by a layer, keras.layers.StringLookup, or "
+    "tf.strings.to_hash_bucket_fast. Not by Python's hash(), which differs in every process."
 )
 OF_STRINGS, OF_BYTES = _WORDS.format(bytes="s.encode()"), _WORDS.format(bytes="s")
 _MIXED = "First make strings of all of them, `ids = np.array([str(id) for id in np.ravel(ids)])`. "
 _MISSING = (
     "Leave out what is missing, or give it an id of its own, 0 for example: "
-    "np.array([0 if id is None or id != id else id for id in np.ravel(ids)], np.int64)."
+    "np.array([0 if str(id) in ('None', 'nan', '<NA>') else id for id in np.ravel(ids)], np.int64)"
+    ".reshape(np.shape(ids))."
 )
 _LONG = (
     "Ids have 64 bits. Keep as many of a longer hash, for a table with rows=None: "
-    "np.array([id % 2**64 for id in np.ravel(ids)], np.uint64).view(np.int64)."
+    "np.array([id % 2**64 for id in np.ravel(ids)], np.uint64).view(np.int64)"
+    ".reshape(np.shape(ids))."
 )
+OPEN_IDS = "For any int64, make it with rows=None; a layer, with num_embeddings=None or input_dim=None."
+_CAST = " (That is what a cast makes of NaN: ids that are missing.)"
 _INEXACT = " (Above 2**{bits} not every whole number is a {dtype}: ids may have been changed before they came here.)"
 
 
@@ -86,8 +90,14 @@ def outside(ids: np.ndarray, rows: int | None, subject: str, place: Place | None
     bad = (flat < low) if int(flat.min()) < low else (flat > high - 1)
     position = int(np.argmax(bad))
     where = place(position) if place is not None else in_array(ids.shape)(position)
-    remedy = AS_BITS if rows is None else "Pass rows=None for open ids."
-    return IdError(f"`ids` of {subject} must lie in [{low}, {high}): got {flat[position]} {where}. {remedy}")
+    remedy = AS_BITS if rows is None else f"{_more_rows(flat, low, high)}{OPEN_IDS}"
+    cast = _CAST if flat[position] == -(2**63) else ""
+    return IdError(f"`ids` of {subject} must lie in [{low}, {high}): got {flat[position]} {where}.{cast} {remedy}")
+
+
+def _more_rows(flat: np.ndarray, low: int, high: int) -> str:
+    highest = int(flat.max())
+    return f"For more rows, grow({highest + 1}). " if int(flat.min()) >= low and high <= highest < 2**63 - 1 else ""
 
 
 def no_array(error: ValueError, subject: str) -> IdTypeError:
@@ -95,6 +105,15 @@ def no_array(error: ValueError, subject: str) -> IdTypeError:
     return IdTypeError(
         f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). Pass them end to "
         "end, np.concatenate(ids), or padded to one length."
+    )
+
+
+def masked(ids: Any, subject: str) -> IdTypeError:
+    """Return the error of a masked array of which something is masked."""
+    where = in_array(ids.shape)(int(np.argmax(np.ma.getmaskarray(ids))))
+    return IdTypeError(
+        f"`ids` of {subject} must be integers: got a masked array, with a missing one {where}. Leave out what is "
+        "missing, ids.compressed(), or give it an id of its own, 0 for example: ids.filled(0)."
     )
 
 
@@ -125,6 +144,8 @@ def _floats(array: np.ndarray) -> tuple[str, str]:
         if np.isnan(flat[position]):
             return got, f"NumPy and pandas make floats of ids where one is missing. {_MISSING}"
         return got, "That is no whole number: pass ids, not weights."
+    if flat.size and float(flat.max()) >= 2.0**63:  # NumPy makes floats of lists of small and large hashes
+        return got, AS_BITS
     bits = np.finfo(array.dtype).nmant + 1
     exact = not flat.size or float(np.abs(flat).max()) <= 2.0**bits
     return got, AS_INTEGERS + ("" if exact else _INEXACT.format(bits=bits, dtype=array.dtype))
@@ -153,7 +174,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
+    return str(value) in ("None", "nan", "<NA>")  # the last is pandas', which cannot be compared
 
 
 def _shown(value: Any) -> str:

@@ -143,7 +143,7 @@ def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
     try:
         yield table
     except BaseException as error:
-        # Nothing of the file is in the table: a mended file, or other options, must not find one that stands in the way.
+        # Without anything of the file, the table would only stand in the way of a mended file, or other options.
         is_useless = isinstance(error, FileError) and not job.into and not table.last_commit
         _forget(table)
         if is_useless:

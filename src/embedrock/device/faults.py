@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.wrong_ids import OPEN_IDS
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import Rows
 
@@ -116,7 +117,7 @@ class Faults:
         if code == BAD_ID:
             raise IdError(
                 f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {value} in an earlier "
-                f"batch, on the GPU. {_undone(refused)} Pass rows=None for open ids."
+                f"batch, on the GPU. {_undone(refused)} {OPEN_IDS}"
             )
         if code == BAD_OFFSETS:
             raise ArgumentError(

@@ -115,7 +115,7 @@ def lock(system: System, folder: str, locked: bool) -> int:
     except OSError as error:
         if error.errno in space.NO_SPACE:
             missing = f"{error.strerror}: to lock it, {space.told(len(text), system.free_bytes, path)}"
-            remedy = 'Free some, or open it for reading: er.open(path, mode="r")'
+            remedy = 'Free some. A table that is there can still be read: er.open(path, mode="r")'
             raise OSError(error.errno, f"{missing}. {remedy}", folder) from error
         if error.errno not in NO_LOCKS:
             raise

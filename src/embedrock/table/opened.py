@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from embedrock.errors import TableLockedError
+from embedrock.machine.paths import local_path
 from embedrock.process.callers import caller
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def opened(path: str | os.PathLike[str]) -> Table | None:
         >>> er.opened(path) is None
         True
     """
-    table = _writers.get(os.path.realpath(path))
+    table = _writers.get(os.path.realpath(local_path(path)))
     return table if table is not None and table.is_open_here else None
 
 

@@ -17,7 +17,7 @@ from embedrock.wording import did_you_mean
 DEFAULT = "uniform"  # as in `keras.layers.Embedding`
 KINDS = ("uniform", "normal")
 NAMES = (
-    *("zeros", "ones", "constant", "truncated_normal"),
+    *("zeros", "ones", "truncated_normal"),
     *(f"{name}_{kind}" for name in ("random", "glorot", "he", "lecun") for kind in KINDS),
 )
 OTHER_NAMES = (("xavier", "glorot"), ("kaiming", "he"))  # PyTorch's, and Keras' of the same
@@ -75,6 +75,10 @@ def _drawn_seed(made: Any) -> int:
 def _keras_initializer(given: Any) -> Any:
     try:
         return initializers.get(ALIASES.get(given, given) if isinstance(given, str) else given)
+    except KeyError as error:  # "constant", or a config without what it needs
+        raise ArgumentError(
+            f"`embeddings_initializer` {given!r} lacks its {error}. Pass an instance: keras.initializers.Constant(0.1)."
+        ) from error
     except (ValueError, TypeError) as error:
         near = did_you_mean(given, [*NAMES, *ALIASES]) if isinstance(given, str) else ""
         raise ArgumentError(

@@ -82,6 +82,8 @@ class LookupLayer(RowLayer):
     def ask_all(self, inputs: Any, weights: Any = None) -> list[Request]:
         """Return what is asked for all inputs."""
         parts = keras.tree.flatten(inputs)
+        if not parts:
+            raise ArgumentError(f"inputs of {self.label} must be a tensor of ids, or several: got {inputs!r}.")
         factors = [None] * len(parts) if weights is None else keras.tree.flatten(weights)
         if len(factors) != len(parts):
             raise ArgumentError(

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.wrong_ids import OF_STRINGS
+from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
@@ -260,13 +260,24 @@ def checked_ids(ids: Any, label: str) -> tf.Tensor:
     Raises:
         IdTypeError: they are not int32 or int64.
     """
+    if ids is None:
+        raise IdTypeError(f"ids for {label} must be a tensor of integers: got None. Pass the ids of the batch.")
     tensor = tf.convert_to_tensor(ids)
     if tensor.dtype in SMALL_DTYPES:
         return tf.cast(tensor, tf.int32)
     if tensor.dtype == tf.uint32:
         return tf.cast(tensor, tf.int64)
+    if tensor.dtype in (tf.float32, tf.float64) and tf.executing_eagerly():
+        _refuse_broken(tensor.numpy(), label)
     check_id_dtype(tensor.dtype, label)
     return tensor
+
+
+def _refuse_broken(values: np.ndarray, label: str) -> None:
+    """Raise `IdTypeError` where floats are no ids that somebody forgot to cast."""
+    if not (np.isfinite(values) & (values == np.trunc(values))).all():
+        got, remedy = told(values)
+        raise IdTypeError(f"ids for {label} must be integers, int32 or int64: got {got}. {remedy}")
 
 
 def check_id_dtype(dtype: Any, label: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.batch.wrong_ids import in_array, told
+from embedrock.batch.wrong_ids import AS_BITS, in_array, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
@@ -82,9 +82,11 @@ def _other_told(ids: Any) -> tuple[str, str]:
         array = np.asarray(ids)
     except ValueError:  # lists of several lengths
         return name, "Make a tensor of it: torch.nested.nested_tensor(ids, layout=torch.jagged)."
-    if array.size and array.ndim and array.dtype.kind not in "iuf":
+    if array.size and array.dtype.kind not in "iuf":
         got, remedy = told(array)
         return f"{name} of {got}", remedy
+    if array.size and float(array.max()) >= 2.0**63:  # of which PyTorch makes no tensor
+        return name, f"{AS_BITS} Make a tensor of that: torch.from_numpy(...)."
     return name, "Make a tensor of it: torch.as_tensor(ids)."
 
 
