@@ -36,8 +36,8 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
     `buckets`. TensorFlow has the same: ``tf.strings.to_hash_bucket_strong(values, buckets, salt)`` and
     ``keras.layers.Hashing(buckets, salt=salt)``.
 
-    Two strings may get one id. Of n strings, about n^2 / (2 buckets) pairs do: with all buckets, one pair is likely
-    from some 3 * 10^9 strings on (10^8 strings: 1 in 1,800).
+    Two strings may get one id. Of n strings, about n^2 / (2 buckets) pairs do: with all buckets, one pair among some
+    4 * 10^9 strings (among 10^8, with a chance of 1 in 1,800).
 
     Args:
         values: strings or bytes: an array, a list, nested lists, a Series, an Arrow array, a tensor of TensorFlow.
