@@ -91,6 +91,50 @@ def test_tied_layers_stay_tied():
     assert len(list(frozen.parameters())) == 1
 
 
+@pytest.mark.parametrize("first", ["item", "raw"])
+def test_tied_layers_of_which_one_has_max_norm(first: str):
+    item = ert.Embedding(ROWS, DIM, max_norm=0.5)
+    layers = {"item": item, "raw": ert.Embedding(item.table)}
+    frozen: Any = ert.freeze(nn.ModuleDict({name: layers[name] for name in sorted(layers, key=first.__ne__)}))
+    every = torch.arange(ROWS)
+    for name in ("raw", "item"):  # which shrinks the rows
+        assert torch.equal(frozen[name](every), layers[name](every))
+
+
+@pytest.mark.parametrize("ids", [None, {"0": IDS}], ids=["all rows", "some rows"])
+def test_hooks_of_a_layer_stay(ids: Any):
+    layer = ert.Embedding(ROWS, DIM)
+    layer.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    layer.register_forward_hook(lambda _, args, kwargs, out: 2 * out, with_kwargs=True)
+    frozen = ert.freeze(nn.Sequential(layer), ids)
+    assert torch.equal(frozen(IDS.flatten()[:1] - 1), layer(IDS.flatten()[:1] - 1))
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused():
+    class Scaled(ert.Embedding):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return 2 * super().forward(input)
+
+    class Named(ert.Embedding):
+        pass
+
+    with pytest.raises(
+        er.UnsupportedError, match=r"Scaled\(50, 4\) cannot be frozen: Scaled\.forward is not .*a module"
+    ):
+        ert.freeze(nn.Sequential(Scaled(ROWS, DIM)))
+    layer = Named(ROWS, DIM)
+    assert torch.equal(ert.freeze(layer)(IDS), layer(IDS))
+
+
+def test_jagged_ids_of_known_rows():
+    layer = ert.Embedding(ROWS, DIM)
+    jagged = torch.nested.nested_tensor([torch.tensor([3, 14, 5]), torch.tensor([9])], layout=torch.jagged)
+    found: Any = ert.freeze(layer, {"": IDS})(jagged)
+    assert found.shape[0] == 2
+    expected = layer(jagged).values() * torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+    assert torch.equal(found.values(), expected)
+
+
 def test_wrong_ids():
     model = nn.Sequential(ert.Embedding(ROWS, DIM))
     for ids, error, text in (

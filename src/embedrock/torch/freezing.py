@@ -12,14 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from embedrock.batch.ids import check_ids
-from embedrock.errors import ArgumentError, MemoryBudgetError
+from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.machine.ram import available_bytes
 from embedrock.torch.averaging import AveragedModel
 from embedrock.torch.layers.bag import EmbeddingBag
+from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.transforms import is_jagged, jagged_like
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
+HOOKS = (  # that change what a call returns
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+# Of tied layers, once: by the handle, `max_norm` and `norm_type`.
+Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name
 
 
@@ -48,6 +59,8 @@ class KnownRows(nn.Module):
 
     def places(self, ids: Tensor) -> Tensor:
         """Return where the rows of ids are: int64, n for those that are not known."""
+        if is_jagged(ids):
+            return jagged_like(ids, self.places(ids.contiguous().values()))
         wanted = ids.to(torch.int64)
         search = _count_below if torch.onnx.is_in_onnx_export() else torch.searchsorted
         at = search(self.ids, wanted).clamp(max=len(self.ids) - 1)
@@ -78,6 +91,7 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
 
     Raises:
         ArgumentError: `ids` names something else than a layer of the model, is empty, or is needed for open ids.
+        UnsupportedError: a layer has a `forward` of its own.
         IdError, IdTypeError: ids that lie outside of their table, or are not integers.
         MemoryBudgetError: the rows do not fit this machine's memory.
 
@@ -97,8 +111,10 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     wanted = _by_layer(layers, ids or {})
+    for layer in layers.values():
+        _check_forward(layer)
     _check_memory(layers, wanted)
-    weights: dict[Handle, nn.Parameter] = {}  # of tied layers, once
+    weights: Weights = {}
     memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
     for module in model.modules():
         if isinstance(module, AveragedModel):  # which follows a model, as a frozen one cannot
@@ -140,15 +156,33 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
         )
 
 
-def _plain(layer: RowLayer, ids: np.ndarray | None, weights: dict[Handle, nn.Parameter]) -> nn.Module:
+def _check_forward(layer: RowLayer) -> None:
+    if type(layer).forward not in (Embedding.forward, EmbeddingBag.forward):
+        raise UnsupportedError(
+            f"{layer.handle.label} cannot be frozen: {type(layer).__name__}.forward is not that of PyTorch's layers, "
+            "which take its place. Do what it does in a module that has an ert.Embedding or ert.EmbeddingBag."
+        )
+
+
+def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
     """Return the plain layer that does what a layer does."""
-    if ids is None:
-        if layer.handle not in weights:
-            weights[layer.handle] = _weight(layer, np.arange(layer.num_embeddings or 0))
-        return _layer(layer, weights[layer.handle], layer.padding_idx)
+    made = _with_all_rows(layer, weights) if ids is None else _with_rows_of(layer, ids)
+    for name in HOOKS:
+        setattr(made, name, copy.copy(getattr(layer, name)))
+    return made.train(layer.training)
+
+
+def _with_all_rows(layer: RowLayer, weights: Weights) -> nn.Module:
+    key = layer.handle, layer.max_norm, layer.norm_type
+    if key not in weights:
+        weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
+    return _layer(layer, weights[key], layer.padding_idx)
+
+
+def _with_rows_of(layer: RowLayer, ids: np.ndarray) -> KnownRows:
     padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
     known = torch.from_numpy(ids).to(layer.handle.device)
-    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=1), padding)).train(layer.training)
+    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=1), padding))
 
 
 def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:
@@ -159,7 +193,7 @@ def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn
     rows, dim = weight.shape
     made = kind(rows, dim, _weight=weight.detach(), **more)
     made.weight = weight
-    return made.train(layer.training)
+    return made
 
 
 def _weight(layer: RowLayer, ids: np.ndarray, spare: int = 0) -> nn.Parameter:

@@ -28,8 +28,8 @@ from embedrock.torch.training.spans import span
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
 REPLACED = (
-    "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call and parametrizations "
-    "cannot reach the rows of an embedding layer: call the module itself."
+    "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call, parametrizations and "
+    "inductor's freezing=True cannot reach the rows of an embedding layer: leave that out, and call the module itself."
 )
 REMEDIES = Remedies(
     moved="Make the layer with path=, the place where that table is now, or pass relocate={old path: new path} to "
