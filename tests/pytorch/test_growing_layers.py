@@ -122,6 +122,8 @@ def test_a_checkpoint_goes_back_to_the_rows_that_there_were(tmp_path: Path):
     train(layer, optimizer, batches(MORE, 3))
     ert.load(layer, tmp_path / "checkpoints", optimizer)
     assert layer.num_embeddings == ROWS
+    with pytest.raises(er.IdError, match=rf"Embedding\({ROWS}, {DIM}\)"):
+        layer(torch.tensor([ROWS]))
     assert torch.equal(layer(torch.arange(ROWS)), before)
     layer.table.close()
 

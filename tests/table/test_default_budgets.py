@@ -363,6 +363,24 @@ def test_tables_that_need_room_at_the_same_time_do_not_wait_for_each_other(made:
     assert sum(table.stats()["budget_bytes"] for table in tables) <= DEFAULT
 
 
+def test_a_table_that_is_opened_while_another_is_being_opened(made: Maker, monkeypatch: pytest.MonkeyPatch):
+    calls, within, new_cache = list[Disk](), list[er.Table](), Disk._new_cache
+
+    def open_within(tier: Disk, placement: Any) -> Any:
+        calls.append(tier)
+        if len(calls) == 1:
+            within.append(made("second"))
+        return new_cache(tier, placement)
+
+    monkeypatch.setattr(Disk, "_new_cache", open_within)
+    first, (second,) = made("first"), within
+    rng = np.random.default_rng(0)
+    for table in (first, second):
+        train(table, twin_of(table), rng, 1000)
+    assert {table.stats()["budget_bytes"] for table in (first, second)} == {DEFAULT // 2}
+    assert held(first) + held(second) <= DEFAULT
+
+
 def test_records_that_others_know_by_address_stay(made: Maker):
     first = made("first")
     first.update([1], np.ones((1, DIM), np.float32))

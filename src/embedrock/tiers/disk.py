@@ -79,13 +79,14 @@ class Disk(Tier):
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
+        self._stays = False
+        self.commit: CommitUnderWay | None = None
+        self.brings = 0  # calls of bring_ahead under way
+        self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
         budget.join(self, claim_of(spec))
         super().__init__(spec, place(spec, budget.nbytes, subject, budget.note), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
-        self._stays = False
-        self.commit: CommitUnderWay | None = None
-        self.brings = 0  # calls of bring_ahead under way
         self._users = 0
         self._count = store.manifest.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one

@@ -284,6 +284,7 @@ class RowLayer(nn.Module):
             self._import_weight(state["weight"])
         elif is_reference(state):
             go_to(self._table, state)
+            self.name_in_errors()  # the table may have had fewer rows then
         else:
             self._table.load_state(state)
 
