@@ -77,6 +77,23 @@ def test_loading_in_the_same_process_goes_back(tmp_path: Path):
     model.close()
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["new", "0.1"])
+def test_a_checkpoint_does_not_know_of_compilers(old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    models: list[Any] = [nn.Sequential(ert.Embedding(ROWS, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    compiled: list[Any] = [torch.compile(each, backend="eager") for each in models]
+    (model, other), (its, others) = models, compiled
+    model[0].table.assign([3], np.ones((1, 4), np.float32))
+    with monkeypatch.context() as patch:
+        if old:
+            patch.setattr(checkpoint, "uncompiled", lambda model: model)
+        ert.save(its, tmp_path, 1)
+    for into, source in ((other, its), (others, its), (others, model)):
+        other[0].table.assign([3], np.zeros((1, 4), np.float32))
+        assert ert.load(into, tmp_path) == 1
+        assert other[0].table.lookup([3]).sum() == 4
+        ert.save(source, tmp_path, 1)
+
+
 def test_tables_in_ram_go_to_the_file(tmp_path: Path):
     model, other = Model(), Model()
     optimizers = optimizers_of(model)

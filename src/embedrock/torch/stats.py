@@ -10,9 +10,9 @@ from embedrock.errors import ArgumentError
 from embedrock.fronts.stats import TableNumbers
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.parameters import COMPILED
 
 TAKES_ALL = ("log_metrics", "log")  # methods of loggers that take a dict: Lightning's and Comet's, W&B's
-COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's modules
 
 _numbers = TableNumbers()
 

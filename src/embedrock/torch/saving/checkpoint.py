@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
@@ -27,7 +28,7 @@ from embedrock.machine.vfs import lacks_files, opened
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
-from embedrock.torch.training.parameters import handles
+from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
@@ -47,7 +48,8 @@ def save(
     one before. The commits are kept for as long as the checkpoint is, whatever the tables' own `keep`.
 
     Args:
-        model: with any number of embedding layers on disk, and in RAM, whose rows go to the file.
+        model: with any number of embedding layers on disk, and in RAM, whose rows go to the file. Whether it is
+            compiled makes no difference to the file.
         folder: of this and earlier checkpoints; made if there is none.
         step: of the training, at least that of the last checkpoint in `folder`.
         optimizer: what else to save: an optimizer, scheduler, scaler or anything else with ``state_dict()``, or a list
@@ -69,6 +71,7 @@ def save(
         >>> ert.load(model, "checkpoints")
         1000
     """
+    model = uncompiled(model)
     folder, tables = Path(local_path(folder, "`folder` of ert.save")), _tables_on_disk(model)
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
@@ -160,12 +163,14 @@ def load(
         CorruptTableError: its file is damaged.
         ArgumentError: it is that of another model, or of other tables.
     """
+    model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
     found = opened(checkpoints, folder, ENDINGS)
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
     content = _read(found[-1].file)
     states = content["optimizer"]
+    consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # in files that embedrock 0.1 wrote
     if missing := sorted(parts.keys() - states.keys()):
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."

@@ -12,6 +12,13 @@ from embedrock.errors import ArgumentError
 from embedrock.table.table import Table
 from embedrock.torch.training.handle import Handle
 
+COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's modules
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` made one of; others as they are. The two share everything but names."""
+    return getattr(model, COMPILED.removesuffix("."), model)
+
 
 def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
     """Return the handles of the embedding layers in a model, each once.
