@@ -381,9 +381,11 @@ def test_a_table_that_is_opened_while_another_is_being_opened(made: Maker, monke
     assert held(first) + held(second) <= DEFAULT
 
 
-def test_records_that_others_know_by_address_stay(made: Maker):
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_records_that_others_know_by_address_stay(is_empty: bool, made: Maker):
     first = made("first")
-    first.update([1], np.ones((1, DIM), np.float32))
+    if not is_empty:
+        first.update([1], np.ones((1, DIM), np.float32))
     tier_of(first).stay()
     address = tier_of(first).records.bytes.ctypes.data
     with pytest.raises(MemoryBudgetError):

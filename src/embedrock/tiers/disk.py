@@ -360,7 +360,7 @@ class Disk(Tier):
         if waits and self.commit is not None:
             self.commit.wait()
         self.cache.release_current()
-        if self.cache.count:
+        if self.cache.count or not self._may_move:
             self.adapt()
         else:  # the cache is made anew when the table is used
             self.budget.shrink_to(self.budget.due)
