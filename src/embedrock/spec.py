@@ -77,7 +77,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.rows is not None:
-            check_count("rows", self.rows, "Pass rows=None for open ids.")
+            check_count("rows", self.rows, "None is for open ids, any int64.")
         check_count("dim", self.dim)
         check_choice("dtype", self.dtype, STORAGES)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:

@@ -137,13 +137,15 @@ def test_jagged_ids_of_known_rows():
 
 def test_wrong_ids():
     model = nn.Sequential(ert.Embedding(ROWS, DIM))
-    for ids, error, text in (
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([1, 2], er.ArgumentError, r"`ids` of ert\.freeze must be a dict from layers to the ids of each: got list"),
         ({"1": [1]}, er.ArgumentError, r"must name embedding layers of the model \('0'\): got '1'"),
         ({ert.Embedding(3, 3): [1]}, er.ArgumentError, "must name embedding layers of the model"),
         ({"0": np.empty(0, np.int64)}, er.ArgumentError, "must not be empty"),
         ({"0": [ROWS]}, er.IdError, rf"^`ids` of Embedding\(50, 4\) must lie in \[0, {ROWS}\)"),
         ({"0": [0.5]}, er.IdTypeError, r"Embedding\(50, 4\)"),
-    ):
+    ]
+    for ids, error, text in cases:
         with pytest.raises(error, match=text):
             ert.freeze(model, ids)
 

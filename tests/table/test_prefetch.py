@@ -249,7 +249,7 @@ def test_an_error_between_two_tables_releases_the_first():
 def test_a_cache_that_is_too_small_says_what_to_do(place: int, rows: int):
     table = Fake(spoilt_at(place, CacheTooSmallError("too small.")))
     text = (
-        rf"too small\. Looking ahead by depth=4 keeps the rows of 5 items .* {rows} rows: memory=.* \({rows}000 bytes\)"
+        rf"too small\. Looking ahead by depth=4 keeps the rows of 5 items .* {rows} rows: memory={rows}000 \(4.9 KiB\)"
     )
     with pytest.raises(CacheTooSmallError, match=text):
         list(prefetch(range(9), {Fake(): same, table: same}, 4))
@@ -568,7 +568,7 @@ def test_a_budget_that_is_too_small_for_the_depth_names_one_that_is_not(tmp_path
     with table_of(tmp_path / "t.rock", "60KB") as table:
         with pytest.raises(CacheTooSmallError, match=r"depth=4.*here 1000 rows") as caught:
             list(table.prefetch(batches, 4))
-        memory = int(re.findall(r"\((\d+) bytes\) is enough for them", str(caught.value))[-1])
+        memory = int(re.findall(r"memory=(\d+) \([^()]*\) is enough for them", str(caught.value))[-1])
         check_left()
         train(table, batches, 0)  # nothing is left in the cache
         table.commit()

@@ -150,7 +150,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"rows": 0},
         er.ArgumentError,
-        r"`rows` must be a whole number from 1 to 2\*\*63 - 1: got 0. Pass rows=None",
+        r"`rows` must be a whole number from 1 to 2\*\*63 - 1: got 0. None is for open ids",
     ),
     ({"rows": -5}, er.ArgumentError, "got -5"),
     ({"rows": 2.0}, er.ArgumentError, "got 2.0"),
@@ -733,3 +733,10 @@ def test_a_closed_table_counts_no_step_that_is_left_out() -> None:
     table.close()
     with pytest.raises(er.ClosedTableError, match="is closed"):
         table.step(grads)
+
+
+@pytest.mark.parametrize("state", [None, 3, "users.rock"], ids=["None", "number", "path"])
+def test_what_is_no_state(state: Any):
+    table = er.Table(10, 4, name="users")
+    with pytest.raises(er.ArgumentError, match=r"a state for table 'users' must be a dict, .* or a table: got "):
+        table.load_state(state)

@@ -210,7 +210,7 @@ class _Passes:
         memory = table.memory_for(rows)
         return CacheTooSmallError(
             f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
-            f"once, here {counted(rows, 'row')} of {len(window)}: memory={format_bytes(memory)} ({memory} bytes) is "
+            f"once, here {counted(rows, 'row')} of {len(window)}: memory={memory} ({format_bytes(memory)}) is "
             "enough for them, and a lower `depth` needs less."
         )
 

@@ -70,7 +70,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
     """
     had = spec.rows
     if count is not None:
-        check_count("rows", count, "Pass rows=None for open ids.")
+        check_count("rows", count, "None is for open ids, any int64.")
     if had is None or (count is not None and count < had):
         has = "takes any int64 as an id" if had is None else f"has {had}"
         raise ArgumentError(

@@ -231,7 +231,7 @@ class _Window(Generic[T]):
         memory = table.memory_for(rows)
         return CacheTooSmallError(
             f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
-            f"once, here {counted(rows, 'row')}: memory={format_bytes(memory)} ({memory} bytes) is enough for them, "
+            f"once, here {counted(rows, 'row')}: memory={memory} ({format_bytes(memory)}) is enough for them, "
             "and a lower `depth` needs less."
         )
 

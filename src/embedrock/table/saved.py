@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -182,6 +182,11 @@ def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
 def load_state(rows: Rows, state: dict[str, Any] | Rows) -> None:
     """Take what `state` returned, or what another table has: see `Table.load_state`. Takes the turns by itself."""
     if not isinstance(state, Rows):
+        if not isinstance(state, Mapping):
+            raise ArgumentError(
+                f"a state for {rows.subject} must be a dict, as state() returns it, or a table: got "
+                f'{type(state).__name__}. Of a table on disk: er.open(path, mode="r").'
+            )
         with rows.turn.whole():
             rows.check()
             _load_dict(rows, state)

@@ -308,7 +308,7 @@ class Disk(Tier):
     def _refuse(self, count: int, in_use: int, least: int) -> NoReturn:
         raise CacheTooSmallError(
             f"the cache of {self.subject} holds {counted(self.cache.capacity, 'row')}, and this batch needs "
-            f"{count} more while {in_use} are in use by unfinished ones. memory={format_bytes(least)} ({least} bytes; "
+            f"{count} more while {in_use} are in use by unfinished ones. memory={least} ({format_bytes(least)}; "
             f"now {self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
         )
 
@@ -395,7 +395,7 @@ class Disk(Tier):
             if (least := self._reduced_to(self.budget.nbytes)) > self.budget.nbytes:
                 raise CacheTooSmallError(
                     f"{self.subject} cannot grow to {spec.rows} rows while {self.cache.count} are held for batches to "
-                    f"come: memory={format_bytes(least)} ({least} bytes; now {self.budget}) is enough. Raise memory=, "
+                    f"come: memory={least} ({format_bytes(least)}; now {self.budget}) is enough. Raise memory=, "
                     "or grow when no prefetch is under way."
                 )
         except BaseException:

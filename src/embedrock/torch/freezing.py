@@ -110,6 +110,11 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
         tensor([0., 0., 0., 0.])
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    if not isinstance(ids, Mapping | None):
+        raise ArgumentError(
+            f"`ids` of ert.freeze must be a dict from layers to the ids of each: got {type(ids).__name__}. For "
+            "example: ert.freeze(model, {layer: layer.table.export()[0]})."
+        )
     wanted = _by_layer(layers, ids or {})
     for layer in layers.values():
         _check_forward(layer)
