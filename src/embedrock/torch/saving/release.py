@@ -15,8 +15,8 @@ from embedrock.torch.saving.relocation import references
 def release(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Let the tables on disk of a model drop the commits that a state dict of it refers to.
 
-    They are kept for it, whatever the tables' `keep`. Call this before you delete the last file with that state; it
-    cannot be loaded any more. The newest commits of a table stay in any case. Nothing happens to tables in RAM.
+    They are kept for it, whatever the tables' `keep`. Call this before you delete the last file with that state: from
+    then on it can be loaded only as long as its commits are among the newest `keep`. Nothing happens to tables in RAM.
 
     Args:
         model: made as the one that was saved.
