@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def advised(text: str, pattern: str, ids: Any) -> Any:
     """Run the code in a message that a pattern finds, on these ids; return what it gives."""
     found = re.search(pattern, text)
     assert found is not None, text
-    space: dict[str, Any] = {"np": np, "hashlib": hashlib, "ids": ids}
+    space: dict[str, Any] = {"np": np, "er": er, "ids": ids}
     if re.match(r"[\w, ]+ = ", found[0]):
         exec(found[0], space)
         return space["ids"]
@@ -70,7 +69,7 @@ STRINGS: dict[str, Any] = {
 }
 VOCABULARY = r"words, ids = np\.unique\(.*?return_inverse=True\)"
 MISSING = r"np\.array\(\[0 if.*?np\.shape\(ids\)\)"
-HASH = r"\[int\.from_bytes\(.*?\]"
+HASH = r"er\.hash_ids\(ids\)"
 
 
 @pytest.mark.parametrize("ids", STRINGS.values(), ids=STRINGS)
@@ -82,8 +81,8 @@ def test_strings(ids: Any):
     for part in (
         "pandas.factorize",
         "kept with the model",
-        "keras.layers.StringLookup",
-        "tf.strings.to_hash_bucket_fast",
+        "keras.layers.StringLookup or Hashing",
+        "buckets= the number of rows",
     ):
         assert part in text
     assert text.endswith("Not by Python's hash(), which differs in every process.")
@@ -100,9 +99,7 @@ def test_strings(ids: Any):
 
 def test_the_hash_is_that_of_every_process_and_pythons_is_not():
     """What the text says of both."""
-    source = (
-        "import hashlib, numpy as np; ids = ['b', 'a']; print(" + advised_source(refused(["b", "a"])) + ", hash('b'))"
-    )
+    source = f"import embedrock as er; ids = ['b', 'a']; print({advised_source(refused(['b', 'a']))}, hash('b'))"
     told = [
         subprocess.run(
             [sys.executable, "-c", source],
@@ -230,10 +227,7 @@ def test_longer_hashes():
 def test_what_is_advised_keeps_the_shape():
     words = np.array([["b", "a"], ["b", "c"]])
     text = refused(words)
-    it = advised(text, HASH, words)
-    found = re.search(r"np\.reshape\(it, np\.shape\(ids\)\)", text)
-    assert found is not None
-    assert er.Table(None, 4).lookup(eval(found[0], {"np": np, "it": it, "ids": words})).shape == (2, 2, 4)
+    assert er.Table(None, 4).lookup(advised(text, HASH, words)).shape == (2, 2, 4)
     long = [[1, 2**100 + 7], [2, 3]]
     pattern = r"np\.array\(\[id % 2.*?np\.shape\(ids\)\)"
     assert advised(refused(long, rows=None), pattern, long).tolist() == [[1, 7], [2, 3]]

@@ -17,14 +17,12 @@ Place = Callable[[int], str]  # where a position of flat ids is, in words
 
 AS_INTEGERS = "Pass np.asarray(ids).astype('int64')."
 AS_BITS = "Hashes of 64 bits go by their bits into a table with rows=None: np.asarray(ids, np.uint64).view(np.int64)."
-_WORDS = (
-    "Make integers of words by a vocabulary, `words, ids = np.unique(ids, return_inverse=True)` or pandas.factorize, "
-    "which is kept with the model; or by a hash that is the same everywhere, `[int.from_bytes(hashlib.blake2b({bytes}, "
-    "digest_size=8).digest(), 'little', signed=True) for s in np.ravel(ids)]` (of several dimensions, "
-    "np.reshape(it, np.shape(ids))), into a table with rows=None; or by a layer, keras.layers.StringLookup, or "
-    "tf.strings.to_hash_bucket_fast. Not by Python's hash(), which differs in every process."
+OF_STRINGS = (
+    "Make integers of words by a hash that is the same everywhere, er.hash_ids(ids) (er = embedrock), into a table "
+    "with rows=None, or with buckets= the number of rows; by a vocabulary, `words, ids = np.unique(ids, "
+    "return_inverse=True)` or pandas.factorize, which is kept with the model; or by a layer, "
+    "keras.layers.StringLookup or Hashing. Not by Python's hash(), which differs in every process."
 )
-OF_STRINGS, OF_BYTES = _WORDS.format(bytes="s.encode()"), _WORDS.format(bytes="s")
 _MIXED = "First make strings of all of them, `ids = np.array([str(id) for id in np.ravel(ids)])`. "
 _MISSING = (
     "Leave out what is missing, or give it an id of its own, 0 for example: "
@@ -158,9 +156,8 @@ def _objects(array: np.ndarray) -> tuple[str, str]:
     position = next(iter(words or others), 0)
     got = f"dtype {array.dtype}, {_shown(flat[position])} {in_array(array.shape)(position)}"
     if words:
-        remedy = OF_BYTES if all(isinstance(value, bytes) for value in flat) else OF_STRINGS
         is_mixed = len({type(value) for value in flat}) > 1
-        return got, (_MIXED + OF_STRINGS) if is_mixed else remedy
+        return got, (_MIXED if is_mixed else "") + OF_STRINGS
     if others:
         return got, _MISSING if _is_missing(flat[position]) else "Pass integers."
     beyond = [k for k, value in enumerate(flat) if not -(2**63) <= value < 2**63]
