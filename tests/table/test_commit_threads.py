@@ -17,6 +17,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import CommitError
+from embedrock.fronts.references import go_to, reference_to
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
 from embedrock.store.store import Store
@@ -757,3 +758,39 @@ def test_room_is_made_once():
     assert both.store.overlay.count == 0
     assert not both.store.hurry
     both.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """Else a reference would be to the commit before, and a table that is to go back would seem to be there."""
+    write = commits.Commit._write_all
+
+    def write_late(self: commits.Commit) -> None:
+        time.sleep(0.05)
+        if fails:
+            raise OSError(5, "Input/output error")
+        write(self)
+
+    monkeypatch.setattr(commits.Commit, "_write_all", write_late)
+    with er.Table(10, 2, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros()) as table:
+        with monkeypatch.context() as patch:
+            patch.setattr(commits.Commit, "_write_all", write)
+            table.update([1], np.ones((1, 2), np.float32))
+            first = table.commit(name="first")
+        table.update([1], np.ones((1, 2), np.float32))
+        number = table.commit(name="second", wait=False)
+        assert (table.uncommitted, table.last_commit) == (fails, first if fails else number)
+        if fails:
+            with pytest.raises(CommitError):
+                table.commit()
+            monkeypatch.setattr(commits.Commit, "_write_all", write)
+        else:
+            table.update([1], np.ones((1, 2), np.float32))
+            third = table.commit(wait=False)
+            assert reference_to(table)["commit"] == third
+            table.update([1], np.ones((1, 2), np.float32))
+            table.commit(wait=False)
+        go_to(table, {"commit": first})
+        assert table.lookup([1])[0, 0] == -1.0

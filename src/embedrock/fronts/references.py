@@ -71,9 +71,10 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
     if table.mode == "r":
         _warn_if_fleeting(table)
     elif _keeper.get() is None:
+        is_changed = table.uncommitted
         names = [commit["name"] or "" for commit in table.commits()]
-        if table.uncommitted or not names[-1].startswith(f"{holder}-"):
-            table.commit(step=step if table.uncommitted else table.last_step, name=f"{holder}-{table.last_commit + 1}")
+        if is_changed or not names[-1].startswith(f"{holder}-"):
+            table.commit(step=step if is_changed else table.last_step, name=f"{holder}-{table.last_commit + 1}")
             _warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
     return reference_to(table)
 
@@ -163,7 +164,7 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
 
 def go_to(table: Table, state: Mapping[str, Any]) -> None:
     """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost."""
-    if table.last_commit == state["commit"] and not table.uncommitted:
+    if not table.uncommitted and table.last_commit == state["commit"]:
         return
     wanted = table.rule
     table.rollback(state["commit"])

@@ -143,8 +143,13 @@ class Facts:
 
     @property
     def uncommitted(self) -> bool:
-        """Whether a table on disk has changes that no commit has."""
-        return self.is_on_disk and not self._rows.version.is_committed
+        """Whether a table on disk has changes that no commit has. A commit under way is waited for.
+
+        So ask it before `last_commit`, which is that one then.
+        """
+        if self._files is None:
+            return False
+        return not self._rows.version.is_committed or not self._files.is_durable(self._rows)
 
 
 def exclusive(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:

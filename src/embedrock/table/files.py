@@ -226,6 +226,7 @@ class Files(Home):
         manifest, tier = self.store.manifest, self._tier(spec, rows.turn, self.store)
         rows.install(spec, tier, self.history(spec), manifest.steps, manifest.skipped_steps)
         rows.version.commit()
+        self._commit = None  # what became of it has no say about these rows
 
     def _tier(self, spec: Spec, turn: Turn, store: Store) -> Disk:
         """Return a new, empty cache over files."""
@@ -284,6 +285,14 @@ class Files(Home):
             dirty = len(tier.cache.flagged(DIRTY))
             raise self._commit_error(error, self.store.manifest.commit + 1, dirty) from error
         return self._commit
+
+    def is_durable(self, rows: Rows) -> bool:
+        """Return whether nothing went wrong with the commit under way, if there is one, once it has ended."""
+        commit = self._commit
+        if commit is None or rows.is_closed or _disk(rows).commit is not commit:
+            return True
+        commit.join()
+        return commit.error is None
 
     def end_commit(self, rows: Rows) -> None:
         """Wait for the commit under way, and raise what went wrong with it."""

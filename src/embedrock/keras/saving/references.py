@@ -68,8 +68,8 @@ def reference_of(layer: Any, destination: Destination | None) -> dict[str, Any]:
         return {"path": str(table.path), "uuid": table.uuid, "commit": made[table], "step": iterations_of(layer)}
     if table.mode == "r" or destination is None:
         return lasting_reference_to(table, HOLDER, iterations_of(layer))
-    names = [commit["name"] for commit in table.commits()]
-    if table.uncommitted or not destination.owns(names[-1]):
+    is_changed, names = table.uncommitted, [commit["name"] for commit in table.commits()]
+    if is_changed or not destination.owns(names[-1]):
         names.append(destination.new_name())
         table.commit(step=iterations_of(layer), name=names[-1])
     own = [name for name in names if destination.owns(name)]
@@ -133,5 +133,5 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
 
 
 def _is_at(table: Table, state: dict[str, Any]) -> bool:
-    here = table.last_commit
-    return not table.uncommitted and (here == state["commit"] or _origins.get(table) == (state["commit"], here))
+    is_changed, here = table.uncommitted, table.last_commit
+    return not is_changed and (here == state["commit"] or _origins.get(table) == (state["commit"], here))
