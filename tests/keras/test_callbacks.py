@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import workers
 
 import embedrock.keras as erk
@@ -82,11 +83,15 @@ def whole(tmp_path_factory):
     model.layers[0].table.close()
 
 
-@pytest.mark.parametrize("dies_at", [9, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 20))])
-def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(tmp_path, whole, dies_at):
-    killed = workers.outcomes_of(_run, str(tmp_path), "epoch", dies_at, workers=1)[0]
+SLOW = pytest.mark.slow
+KILLED = [(3, 11), *(pytest.param(e, at, marks=SLOW) for e in ("epoch", 3) for at in (2, 4, 9, 20))]
+
+
+@pytest.mark.parametrize(("every", "dies_at"), KILLED)
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(tmp_path, whole, every, dies_at):
+    killed = workers.outcomes_of(_run, str(tmp_path), every, dies_at, workers=1)[0]
     assert killed.code == -signal.SIGKILL, killed
-    assert_same(workers.run(_run, str(tmp_path), "epoch", -1, workers=1)[0], whole)
+    assert_same(workers.run(_run, str(tmp_path), every, -1, workers=1)[0], whole)
 
 
 def files_in(folder):
@@ -110,8 +115,64 @@ def test_goes_back_to_the_last_checkpoint(tmp_path, capfd, every):
     assert (table.steps, int(model.optimizer.iterations)) == (steps[0], steps[0])
     assert not callback.restore(model)
     fit(model, 5, callback)
-    last = steps[0] + (5 - steps[0] // 4) * 4  # the epoch that was begun is repeated
-    assert (table.steps, table.last_step, files_in(folder)[0]) == (last, last, last)
+    assert (table.steps, table.last_step, files_in(folder)[0]) == (20, 20, 20)
+    table.close()
+
+
+EXECUTIONS = [
+    (1, "known", [4, 5, 18]),
+    (1, "unknown", [11]),
+    *(pytest.param(2, length, [4, 5, 18], marks=SLOW) for length in ("known", "unknown")),
+    pytest.param(1, "unknown", [4, 5, 18], marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("execution", "length", "dies_at"), EXECUTIONS, ids=str)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of unknown length: Keras says so at its end
+def test_goes_on_at_the_batch(tmp_path, whole, execution, length, dies_at):
+    """What was trained after the last checkpoint is trained again, and nothing else."""
+    model, seen = make_model(tmp_path), []
+    model.compile(erk.optimizer("adam"), "mse", steps_per_execution=execution)
+    data = tf.data.Dataset.from_tensor_slices((IDS, Y)).batch(16)
+    data = data.filter(lambda ids, y: True) if length == "unknown" else data
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(int(model.optimizer.iterations))
+
+    def train(*more):
+        seen.clear()
+        checkpoint = TableCheckpoint(tmp_path / "checkpoints", execution)
+        model.fit(data, epochs=5, verbose=0, callbacks=[checkpoint, Notes(), *more])
+        return checkpoint.step
+
+    for step in dies_at:
+        with pytest.raises(KeyboardInterrupt):
+            train(Dies(step + step % execution, kill=False))
+    resumed = train()
+    assert_same(result(model), whole)
+    assert seen == list(range(resumed + execution, 21, execution))
+    model.layers[0].table.close()
+
+
+def test_an_epoch_is_repeated_if_asked_and_epochs_that_are_too_short_are_refused(tmp_path):
+    model, folder = make_model(tmp_path), tmp_path / "checkpoints"
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, 5, TableCheckpoint(folder, 3, keep=None), Dies(11, kill=False))
+    step = files_in(folder)[0]
+    assert step % 4
+    table, short = model.layers[0].table, tf.data.Dataset.from_tensor_slices((IDS[:1], Y[:1])).batch(1)
+    for data in (short.filter(lambda ids, y: True), short) if step % 4 > 1 else ():
+        text = rf"made after batch {step % 4} of an epoch, .* got epochs of 1\. Give it the data and the batch size"
+        with pytest.raises(ArgumentError, match=text):
+            model.fit(data, epochs=5, verbose=0, callbacks=[TableCheckpoint(folder)])
+        assert (table.steps, int(model.optimizer.iterations)) == (step, step)
+    callback = TableCheckpoint(folder)
+    callback.restore(model)
+    assert (callback.step, callback.epoch, callback.batch) == (step, step // 4, step % 4)
+    callback.batch = 0
+    fit(model, 5, callback)
+    assert table.steps == step + (5 - step // 4) * 4
     table.close()
 
 

@@ -24,7 +24,7 @@ import workers
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, TableLockedError, UnsupportedError
-from embedrock.keras.saving import callers
+from embedrock.keras import callers
 from embedrock.keras.saving.loading import load_model
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.options import LayerOptions, declared

@@ -16,6 +16,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
 from embedrock.fronts.references import go_to
+from embedrock.keras.saving.batches import check_batches, leave_out
 from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import Handle, handle_behind
 from embedrock.keras.workers.exchange import Workers
@@ -51,9 +52,10 @@ class TableCheckpoint(keras.callbacks.Callback):
     in the background while training goes on, but for the one at the end of training. What goes wrong with one is
     raised by the next step.
 
-    A checkpoint from the middle of an epoch has `fit` repeat that epoch from its beginning, as `BackupAndRestore` does.
-    To go on exactly there, let the first epoch have the batches that are left, ``dataset.skip(callback.batch)``, where
-    `callback` was asked before ``fit`` by ``callback.restore(model)``. With ``every="epoch"`` nothing is repeated.
+    From a checkpoint in the middle of an epoch `fit` goes on with the next batch: it reads the batches before, and
+    leaves them out. They are the same ones where an epoch has its batches in the same order each time. To repeat the
+    epoch instead, or to skip batches in the pipeline, ask before ``fit``: ``callback.restore(model)``, and then
+    ``callback.batch = 0``.
 
     Under several workers, each has a folder of its own inside of `folder`, ``worker-<rank>-of-<workers>``. After one
     was lost and all were started again, they go back to the last checkpoint that all of them have.
@@ -68,10 +70,11 @@ class TableCheckpoint(keras.callbacks.Callback):
     Attributes:
         step: of the checkpoint that the model went back to, ``optimizer.iterations``; None if there was none.
         epoch: in which it was made, from 0; of one made at the end of an epoch, the next one.
-        batch: how many batches of that epoch it has seen.
+        batch: how many batches of that epoch it has seen, which `fit` will leave out.
 
     Raises:
-        ArgumentError: an argument that cannot work, or the folder is inside of a table.
+        ArgumentError: an argument that cannot work, or the folder is inside of a table, or an epoch has fewer batches
+            than are to be left out.
         UnsupportedError: a table is in RAM.
 
     Example:
@@ -99,7 +102,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         self.every, self.keep, self.resume = every, keep, resume
         self.step: int | None = None
         self.epoch = self.batch = 0
-        self._seen, self._is_due = 0, False
+        self._seen, self._is_due, self._left_out = 0, False, 0
         self._underway: _Underway | None = None
         self._workers = Workers(None)
 
@@ -118,9 +121,11 @@ class TableCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Go back to the last checkpoint."""
         self._check(self._trained)
-        self._seen, self._is_due, self._underway = 0, False, None
+        self._seen, self._is_due, self._underway, self._left_out = 0, False, None, 0
         if self.resume and (self.restore(self._trained) or self.step == _step_of(self._trained)):
-            self._trained._initial_epoch = self.epoch  # as BackupAndRestore does
+            check_batches((self.params or {}).get("steps"), self.batch)
+            epoch, self._left_out = self._in_epochs(self.epoch, self.batch)
+            self._trained._initial_epoch = epoch  # as BackupAndRestore does
         collect(self._own_folder, ENDINGS, _tables(self._trained))
         self._position = self.epoch, 0
 
@@ -128,10 +133,17 @@ class TableCheckpoint(keras.callbacks.Callback):
         """Note where training is."""
         self._position = epoch, 0
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Leave out the batches that the checkpoint has seen."""
+        if self._left_out and leave_out(self._left_out):
+            self._position = self._position[0], self._left_out
+        self._left_out = 0
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Make a checkpoint if it is time for one; finish the one before once its commits are there."""
         epoch, before = self._position
-        self._position, self._seen = (epoch, batch + 1), self._seen + batch + 1 - before
+        done = batch + 1 if batch >= before else before + batch + 1  # `fit` counts the first one as if it were that
+        self._position, self._seen = self._in_epochs(epoch, done), self._seen + done - before
         self._finish()
         self._is_due |= self.every != "epoch" and self._seen >= int(self.every)
         self._save_if_due()
@@ -149,6 +161,11 @@ class TableCheckpoint(keras.callbacks.Callback):
         if [(each.step, _position_in(each.file)) for each in newest] != [now] and _has_stepped(self._trained):
             self._save()
             self._finish(wait=True)
+
+    def _in_epochs(self, epoch: int, batch: int) -> tuple[int, int]:
+        """Return where training is after some batches of an epoch: in the next one if that were all."""
+        of_epoch = (self.params or {}).get("steps")  # None: not known
+        return (epoch, batch) if of_epoch is None or batch < of_epoch else (epoch + 1, 0)
 
     # ---------------------------------------------------------------- saving
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embedrock.errors import ArgumentError
-from embedrock.keras.saving import callers
+from embedrock.keras import callers
 from embedrock.machine.space import full_disk
 from embedrock.process import platform
 from embedrock.table.table import Table

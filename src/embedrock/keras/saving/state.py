@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
-from embedrock.keras.saving import callers, destination
+from embedrock.keras import callers
+from embedrock.keras.saving import destination
 from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
 from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole

@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
-from embedrock.keras.saving import callers, destination
+from embedrock.keras import callers
+from embedrock.keras.saving import destination
 from embedrock.keras.saving.references import go_to_reference, reference_of, warn_between_steps
 
 

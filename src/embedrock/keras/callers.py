@@ -1,8 +1,9 @@
 """What the functions of Keras and TensorFlow know that are being called.
 
-Keras does not tell a layer where it is being saved to, nor whether there will be assets. `local` looks it up in the
-functions of Keras' that are being called. Where a later Keras has other ones, rows in RAM are refused, and commits get
-no name; the tests say so.
+Keras does not tell a layer where it is being saved to, nor whether there will be assets, nor a variable that it is
+being counted, nor a callback where batches come from. `local` looks it up in the functions of Keras' that are being
+called. Where a later Keras has other ones, rows in RAM are refused, commits get no name, summaries count the small
+variables, and epochs are repeated from their beginning; the tests say so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 
 KERAS_SAVING = "keras.src.saving.saving_lib"
 KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
+KERAS_LAYER = "keras.src.layers.layer"
+KERAS_SUMMARY = "keras.src.utils.summary_utils"
+KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
 MISSING = object()
 
