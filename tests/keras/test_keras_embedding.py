@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +16,8 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.errors import ArgumentError, IdError, IdTypeError
+from embedrock.errors import ArgumentError, IdError, IdTypeError, UnsupportedError
+from embedrock.keras.layers.options import REFUSED, REFUSED_METHODS
 
 ROWS, DIM, COUNT = 20, 4, 48
 RNG = np.random.default_rng(0)
@@ -330,3 +334,111 @@ def test_gradients_of_gradients_are_refused():
         number = tf.reduce_sum(tape.gradient(loss, layer.rows.value))
     with pytest.raises(er.EmbedrockError, match="cannot be differentiated again"):
         outer.gradient(number, weights)
+
+
+# ---------------------------------------------------------------- what else keras.layers.Embedding has
+
+
+def test_the_page_says_what_becomes_of_every_argument_and_method():
+    page = (Path(erk.__file__).parents[3] / "docs" / "keras.md").read_text()
+    table = page.split("### Arguments and methods of `keras.layers.Embedding`")[1].split("\n\n")[1]
+    told = set(re.findall(r"`(\w+)(?:\(\))?`", "".join(line.split(" | ")[0] for line in table.splitlines()[2:])))
+    of_embedding = inspect.signature(keras.layers.Embedding.__init__).parameters.keys()
+    of_layer = inspect.signature(keras.layers.Layer.__init__).parameters.keys()
+    assert {*of_embedding, *of_layer} - {"self", "kwargs"} <= told
+    own = {name for name, what in vars(keras.layers.Embedding).items() if callable(what) and not name.startswith("_")}
+    as_ever = {"build", "call", "compute_mask", "compute_output_shape", "compute_output_spec", "from_config"}
+    assert {"quantize", "enable_lora"} <= own
+    assert own - as_ever - OF_KERAS_ITSELF <= told
+    assert set(REFUSED) | set(REFUSED_METHODS) <= told  # and each is refused in these words
+    for name, remedy in REFUSED.items():
+        with pytest.raises(UnsupportedError, match=re.escape(f"`{name}` of erk.Embedding: {remedy}")):
+            erk.Embedding(10, 2, **{name: 1})
+
+
+# What Keras calls, not users; of them those that make a layer of a file are tested with saving.
+OF_KERAS_ITSELF = {"get_config", "save_own_variables", "load_own_variables", "quantized_build", "quantized_call"}
+
+
+def test_methods_that_are_refused():
+    layer = embedding(name="rows")
+    layer.build()
+    with pytest.raises(UnsupportedError, match=r"quantize of 'rows', erk.Embedding\(20, 4\): use dtype=\"bfloat16\""):
+        layer.quantize("int8")
+    with pytest.raises(UnsupportedError, match=r"enable_lora of 'rows', .*: rows are trained themselves"):
+        layer.enable_lora(2)
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), layer, keras.layers.Dense(8)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.quantize("int8")
+    assert any("quantize of 'rows'" in str(each.message) for each in told)
+    with pytest.raises(UnsupportedError, match=r"set_weights cannot set the rows of 'rows', .*layer\.table\.assign"):
+        layer.set_weights([WEIGHTS])
+
+
+def test_legacy_files_are_refused(tmp_path: Path):
+    theirs, mine = (
+        keras.Sequential([keras.Input((3,), dtype="int64"), made(ROWS, DIM, name="rows")])
+        for made in (keras.layers.Embedding, erk.Embedding)
+    )
+    theirs.save(tmp_path / "theirs.h5")
+    before = mine.layers[0].table.lookup(SOME)
+    for by_name in (False, True):
+        with pytest.raises(UnsupportedError, match=r"the rows of 'rows', .* the legacy \.h5 format.*from_pretrained"):
+            mine.load_weights(tmp_path / "theirs.h5", by_name=by_name)
+    np.testing.assert_array_equal(mine.layers[0].table.lookup(SOME), before)
+
+
+def test_summaries_count_all_rows(capsys: pytest.CaptureFixture[str]):
+    layer, ids = erk.Embedding(10**9, 64), keras.Input((3,), dtype="int64")
+    model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    assert (layer.count_params(), model.count_params()) == (64 * 10**9, 64 * 10**9 + 65)
+    model.summary()
+    assert "Total params: 64,000,000,065 (238.42 GB)" in capsys.readouterr().out
+    assert layer.rows.shape == layer.rows.value.shape  # to everybody else it is small
+    open_ids = erk.Embedding(None, 4)
+    tied = keras.Sequential([keras.Input((3,), dtype="int64"), open_ids])
+    tied.compile(erk.optimizer("sgd"), "mse")
+    tied.fit(SOME, np.zeros((2, 3, 4)), verbose=0)
+    assert tied.count_params() == 4 * len(np.unique(SOME))
+
+
+def test_errors_of_programs_begin_with_ours():
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), embedding(name="rows"), keras.layers.Flatten()])
+    model.compile(erk.optimizer("sgd"), "mse")
+    steps = {"fit": lambda: model.fit(SOME + ROWS, np.zeros((2, 12)), verbose=0)}
+    steps |= {"predict": lambda: model.predict(SOME + ROWS, verbose=0), "call": tf.function(lambda: model(SOME + ROWS))}
+    for step in steps.values():
+        with pytest.raises(tf.errors.UnknownError) as caught:
+            step()
+        sentence = "IdError: `ids` of 'rows', erk.Embedding(20, 4) must lie in [0, 20): got "
+        before, ours, after = str(caught.value).partition(sentence)
+        assert ours
+        assert "File" not in before
+        assert len(before) < 200
+        assert len((ours + after).splitlines()) < 25
+        assert str(caught.value).count("`ids`") == 2  # once at the end
+
+
+def test_sparse_ids():
+    layer, ids = embedding(), keras.Input((3,), dtype="int64", sparse=True)
+    model = keras.Model(ids, keras.layers.Flatten()(layer(ids)))
+    given = tf.sparse.from_dense(SOME)
+    np.testing.assert_array_equal(layer(given), WEIGHTS[SOME])
+    np.testing.assert_array_equal(model(given), WEIGHTS[SOME].reshape(2, -1))
+    for masked in (given, ids):
+        with pytest.raises(UnsupportedError, match=r"mask_zero=True of .* goes with dense and ragged ids: got sparse"):
+            embedding(mask_zero=True)(masked)
+    with pytest.raises(UnsupportedError, match=r"must be dense or ragged: got a SparseTensor.*from_sparse\(ids\)"):
+        erk.EmbeddingBag(ROWS, DIM)(given)
+
+
+def test_a_table_that_pytorch_made_is_found_at_its_path(tmp_path: Path):
+    ert = pytest.importorskip("embedrock.torch")
+    theirs = ert.Embedding(13, 3, path=tmp_path / "t.rock")
+    first = theirs.table.lookup([5])
+    theirs.table.commit()
+    theirs.table.close()
+    layer = erk.Embedding(13, 3, path=tmp_path / "t.rock")
+    np.testing.assert_array_equal(layer(np.array([5])), first)
+    layer.table.close()

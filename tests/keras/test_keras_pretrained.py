@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.initializers import FromBfloat16
+from embedrock.table.options import LayerOptions, declared
 
 ROWS, DIM = 30, 4
 WEIGHTS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
@@ -179,3 +181,10 @@ def test_three_gigabytes_are_used_where_they_are(tmp_path: Path):
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["found"], told["steps"]) == ([1, 2, 3], 4)
     assert told["grown_mib"] < 200, told
+
+
+@pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
+def test_help_shows_the_options(kind: Any):
+    shown = inspect.signature(kind.from_pretrained).parameters.keys()
+    assert {*declared(LayerOptions), "trainable", "dtype"} - {"seed"} <= shown
+    assert "seed" not in shown  # the rows start as the weights

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -344,6 +346,35 @@ def test_weight_decay_that_leaves_rows_out():
 def test_what_is_no_optimizer(given):
     with pytest.raises(ArgumentError, match="must be given an optimizer"):
         erk.optimizer(given)
+
+
+def test_the_optimizer_that_was_meant_is_named():
+    with pytest.raises(ArgumentError, match=r"got 'adm'\. Did you mean 'adam'\?"):
+        erk.optimizer("adm")
+
+
+@pytest.mark.parametrize("copied", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy], ids=["pickle", "copy"])
+@pytest.mark.parametrize("make", [lambda: Adam(0.02), lambda: scaled(SGD(0.05))], ids=["Adam", "loss scale"])
+def test_an_optimizer_can_be_pickled_and_copied(copied, make):
+    (inputs, targets), results = batches(), []
+    for optimizer in (erk.optimizer(make()), copied(erk.optimizer(make()))):
+        model, table = ours(optimizer)
+        fit(model, inputs, targets)
+        results.append(every_row(table))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_nan_ends_training_by_our_error_or_by_the_callback(on_nonfinite):
+    model, table = ours(erk.optimizer("sgd"), table=er.Table(ROWS, 4, on_nonfinite=on_nonfinite))
+    (inputs, targets), callback = batches(), keras.callbacks.TerminateOnNaN()
+    before, targets = every_row(table), targets + np.nan
+    if on_nonfinite == "raise":
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r'pass on_nonfinite="skip" to leave such steps out'):
+            fit(model, inputs, targets, callbacks=[callback])
+    else:
+        assert len(fit(model, inputs, targets, callbacks=[callback]).epoch) == 1
+    np.testing.assert_array_equal(every_row(table), before)
 
 
 def test_an_instance_becomes_one_that_steps_rows():

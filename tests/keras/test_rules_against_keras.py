@@ -12,6 +12,7 @@ import embedrock as er
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
+erk = pytest.importorskip("embedrock.keras")
 
 ROWS, DIM, BATCH, STEPS = 50, 8, 12, 250
 RESTING = slice(30, 40)  # rows that rest between the first and the last steps; those above are never touched
@@ -136,3 +137,37 @@ def test_rows_follow_keras(name: str, after_keras: dict[str, np.ndarray]) -> Non
 @pytest.mark.parametrize("name", WRONG)
 def test_near_misses_are_told_apart(name: str, after_keras: dict[str, np.ndarray]) -> None:
     assert distance(train_rows(WRONG[name], FIRST), after_keras[name], FIRST) > 1e-3
+
+
+def train_two(make: Callable[[], Any], ours: bool, left_out: Callable[[int], int]) -> list[np.ndarray]:
+    """Return two tables, or variables, after steps of one optimizer each of which leaves one of them out."""
+    made = make()
+    if ours:
+        made, layers = erk.optimizer(made), [erk.Embedding(er.Table(ROWS, DIM, init=er.FromArray(FIRST))) for _ in "ab"]
+        for layer in layers:
+            layer.build()
+        variables = [layer.rows for layer in layers]
+    else:
+        layers, variables = [], [keras.Variable(FIRST) for _ in "ab"]
+    made.build(variables)
+    made.learning_rate = 0.05
+    for step, (ids, grads) in enumerate(batches()[:8]):
+        stepped = 1 - left_out(step)
+        with tf.GradientTape() as tape:
+            rows = layers[stepped](ids) if ours else tf.matmul(tf.one_hot(ids, ROWS), variables[stepped])
+            loss = tf.reduce_sum(rows * grads)
+        made.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    return [layer.table.lookup(np.arange(ROWS)) for layer in layers] or [each.numpy() for each in variables]
+
+
+LEFT_OUT = {"in turn": lambda step: step % 2, "until the last steps": lambda step: int(step < 5)}
+
+
+@pytest.mark.parametrize("when", LEFT_OUT)
+@pytest.mark.parametrize("name", ["momentum", "RMSprop", "Adam", "AdamW", "Ftrl"])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_steps_that_leave_a_table_out_count_as_for_a_variable(name: str, when: str) -> None:
+    theirs, ours = (train_two(CASES[name][0], each, LEFT_OUT[when]) for each in (False, True))
+    limit = ADAM if "Adam" in name else ROUNDED
+    for mine, other in zip(ours, theirs, strict=True):
+        assert distance(mine, other, FIRST) < limit

@@ -128,6 +128,11 @@ class EmbeddingBag(LookupLayer):
             if ids.flat_values.shape.rank == 1:
                 return ids.flat_values, tf.cast(ids.nested_row_splits[-1], tf.int64)
             ids = ids.flat_values
+        if isinstance(ids, tf.SparseTensor):
+            raise UnsupportedError(
+                f"ids for {self.label} must be dense or ragged: got a SparseTensor, whose missing ids would be in bags "
+                "as id 0. Pass tf.RaggedTensor.from_sparse(ids)."
+            )
         if not isinstance(ids, tf.Tensor):
             ids = tf.convert_to_tensor(ids)
         if ids.shape.rank is None or ids.shape.rank < 2:

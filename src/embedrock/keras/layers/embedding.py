@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from embedrock.errors import UnsupportedError
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import Request
@@ -42,7 +43,8 @@ class Embedding(LookupLayer):
         name, dtype, trainable: as for all layers of Keras. Rows are kept in the dtype of variables: float32,
             or half of it with "bfloat16" or "float16".
 
-    Input: int32 or int64 of any shape S, dense or ragged, or a list or dict of such, which are looked up at once.
+    Input: int32 or int64 of any shape S, dense, ragged or sparse (what is missing is id 0), or a list or dict of such,
+    which are looked up at once.
     Output: S + (output_dim,) each, in the layer's compute dtype.
 
     Raises:
@@ -68,11 +70,18 @@ class Embedding(LookupLayer):
         return keras.tree.map_structure(self._mask, inputs) if self.mask_zero else None
 
     def _mask(self, ids: Any) -> Any:
+        if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False):
+            raise UnsupportedError(
+                f"mask_zero=True of {self.label} goes with dense and ragged ids: got sparse ones, of which Keras can "
+                "make no mask. Make them dense, tf.sparse.to_dense(ids), or leave mask_zero out."
+            )
         return None if ragged_rank(ids) != 0 else keras.ops.not_equal(ids, 0)
 
     def ask(self, ids: Any, weights: Any) -> Request:
         """Ask for the rows of ids."""
         flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+        if isinstance(flat, tf.SparseTensor):  # as in Keras: what it does not have is id 0
+            flat = tf.sparse.to_dense(flat)
         return Request(self.handle, checked_ids(flat, self.label))
 
     def answer(self, ids: Any, request: Request, found: tf.Tensor) -> Any:

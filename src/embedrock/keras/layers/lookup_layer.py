@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, IdTypeError
+from embedrock.keras.layers.options import shows_but
 from embedrock.keras.layers.pretrained import pretrained_options
 from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.keras.training.lookup import check_id_dtype
@@ -31,9 +32,8 @@ class LookupLayer(RowLayer):
     """
 
     @classmethod
-    def from_pretrained(
-        cls, weights: Any, trainable: bool = True, *, dtype: Any = None, rule: Any = None, **options: Any
-    ) -> Any:
+    @shows_but("seed")  # the rows start as the weights
+    def from_pretrained(cls, weights: Any, trainable: bool = True, *, dtype: Any = None, **options: Any) -> Any:
         """Make a layer whose rows start as those of `weights`, which are not copied: rows are read when needed.
 
         (A bfloat16 tensor is, because NumPy knows no such array.)
@@ -44,8 +44,8 @@ class LookupLayer(RowLayer):
             trainable: whether rows are trained, as those of any layer of Keras are (PyTorch's layers freeze them).
                 Those that were are kept by the table, not written to `weights`.
             dtype: of the layer, as in Keras, and so of its table; None: that of `weights`.
-            rule: how rows are stepped, as in the layer itself.
-            options: path, memory and all other arguments of the layer, those of its table among them.
+            options: rule, path, memory, directory, on_nonfinite, policy, keep, device_memory: as for the layer, and so
+                all that it takes besides (mask_zero, mode, name).
 
         Raises:
             ArgumentError: `weights` are no such thing.
@@ -55,6 +55,7 @@ class LookupLayer(RowLayer):
             >>> erk.Embedding.from_pretrained(np.eye(3, dtype="float32"))(np.array([[2]])).numpy()
             array([[[0., 0., 1.]]], dtype=float32)
         """
+        rule = options.pop("rule", None)  # is the layer's
         table, more = pretrained_options(f"erk.{cls.__name__}", weights, dtype, options)
         make: Any = cls  # of one of the layers
         return make(table, trainable=trainable, rule=rule, **more)

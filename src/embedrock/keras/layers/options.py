@@ -20,7 +20,12 @@ REFUSED = {
     "lora_alpha": "rows are trained themselves. Leave it out",
     "quantization_config": 'use dtype="bfloat16" for rows of half the size',
     "input_length": "it is not needed. Leave it out",
-    "batch_input_shape": "use keras.Input",
+    **dict.fromkeys(("input_shape", "batch_shape", "batch_input_shape", "batch_size"), "use keras.Input"),
+}
+# Of keras.layers.Embedding.
+REFUSED_METHODS = {
+    "quantize": 'use dtype="bfloat16" for rows of half the size',
+    "enable_lora": "rows are trained themselves, and a step touches only those of its batch",
 }
 
 
@@ -32,7 +37,6 @@ class RowLayerOptions(LayerOptions, total=False):
     dtype: Any
     autocast: bool
     activity_regularizer: Any
-    dynamic: bool
 
 
 OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
@@ -49,9 +53,22 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def shows(function: F) -> F:
-    """Give a layer's ``__init__`` a signature that names the options of its table, and has room for others."""
+    """Give what makes a layer a signature that names the options of its table, and has room for others."""
     others = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
     shown: Any = shows_options(LayerOptions)(function)
     signature = inspect.signature(shown)
     shown.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *others])
+    return shown
+
+
+def shows_but(*left_out: str) -> Callable[[F], F]:
+    """Do what `shows` does, without some of the options."""
+
+    def shown(function: F) -> F:
+        made: Any = shows(function)
+        signature = inspect.signature(made)
+        kept = [each for name, each in signature.parameters.items() if name not in left_out]
+        made.__signature__ = signature.replace(parameters=kept)
+        return made
+
     return shown

@@ -6,12 +6,12 @@ from typing import Any, NoReturn, Unpack
 
 import keras
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import open_table, refuse
 from embedrock.initializers import FromArray
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import drawn_by
-from embedrock.keras.layers.options import KNOWN, REFUSED, RowLayerOptions, shows, split_options
+from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowLayerOptions, shows, split_options
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
@@ -139,6 +139,17 @@ class RowLayer(keras.layers.Layer):
             "first values by embeddings_initializer, load weights by from_pretrained(weights), and share rows by "
             "making the other layer of layer.table."
         )
+
+    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: see `REFUSED_METHODS`."""
+        raise self._refused("quantize")
+
+    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: see `REFUSED_METHODS`."""
+        raise self._refused("enable_lora")
+
+    def _refused(self, method: str) -> UnsupportedError:
+        return UnsupportedError(f"{method} of {self.label}: {REFUSED_METHODS[method]}.")
 
     # ------------------------------------------------------------ Keras
 

@@ -6,8 +6,9 @@ does not touch get the trajectory that they would have in a variable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import optimizers
 
@@ -106,11 +107,37 @@ def check_followed(optimizer: Any, decays: bool) -> None:
 DECAYING = (optimizers.AdamW, optimizers.Adam)
 
 
-def follow(optimizer: Any, lr: float, decays: bool) -> Rule:
+class Counts(NamedTuple):
+    """How many steps were made: by an optimizer, and by a table, which some of those may have left out."""
+
+    optimizer: int
+    table: int
+
+
+def follow(optimizer: Any, lr: float, decays: bool, counts: Counts) -> Rule:
     """Return the rule of a step that rows make with an optimizer that was checked, with a learning rate."""
     kind = _kind(optimizer)
     follower = _adamw if decays else _adam if kind is optimizers.AdamW else FOLLOWED[kind]
-    return follower(optimizer, lr)
+    made = follower(optimizer, lr)
+    # A table may have more: under another optimizer, whose state of rows it goes on with.
+    return _corrected(made, counts) if counts.optimizer > counts.table else made
+
+
+def _corrected(made: Rule, counts: Counts) -> Rule:
+    """Return a rule that does by the table's count of steps what it would do by the optimizer's.
+
+    Keras corrects the moments of every variable by the optimizer's steps, also those that left the variable out. That
+    is a factor of the learning rate.
+    """
+    if not isinstance(made, rules.Adam | rules.AdamW):
+        return made  # no other one counts
+    factor = _correction(made.betas, counts.optimizer + 1) / _correction(made.betas, counts.table + 1)
+    decay = {"weight_decay": made.weight_decay / factor} if isinstance(made, rules.AdamW) else {}
+    return made.with_changes({"lr": made.lr * factor, **decay})
+
+
+def _correction(betas: tuple[float, float], step: int) -> float:
+    return math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
 
 
 def _kind(optimizer: Any) -> Any:

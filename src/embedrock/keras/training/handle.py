@@ -17,6 +17,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
+from embedrock.keras.training.variable import RowsVariable
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -55,7 +56,7 @@ class Handle:
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
-            self.variable = keras.Variable(np.zeros(SLOTS, np.float32), trainable=True, autocast=False, name="rows")
+            self.variable = RowsVariable(np.zeros(SLOTS, np.float32), table, label)
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # some layer has said whether it is trained
         for cell in (self.variable.value, *self.cells()):

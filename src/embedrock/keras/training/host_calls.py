@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import tf_stack
 
 from embedrock.errors import EmbedrockError
 
@@ -19,6 +22,11 @@ class GoneError(EmbedrockError, RuntimeError):
     """A program that outlived the layers whose rows it uses."""
 
 
+# TensorFlow's modules that make an operation.
+_MAKING = tuple(
+    f"tensorflow.python.{name}"
+    for name in ("util.dispatch", "ops.script_ops", "ops.gen_script_ops", "framework.op_def_library")
+)
 _GONE = "a tf.function looks up rows of layers that are gone. Keep the model for as long as functions that call it."
 T = TypeVar("T")
 
@@ -47,8 +55,25 @@ def call(
         made = tf.numpy_function(function, inputs, dtypes)
     else:
         keeper.append(function)
-        made = tf.numpy_function(_weakly(function), inputs, dtypes, stateful=stateful, name=NAME)
+        with _Frameless():
+            made = tf.numpy_function(_weakly(function), inputs, dtypes, stateful=stateful, name=NAME)
     return tf.nest.flatten(made)  # a single one comes without its list when there is no graph
+
+
+class _Frameless(tf_stack.StackTraceFilter):
+    """Has TensorFlow forget where an operation was made.
+
+    It tells that first of all that goes wrong there: tens of lines about Keras and TensorFlow before ours, which names
+    the layer.
+    """
+
+    def get_filtered_filenames(self) -> frozenset[str]:
+        """Return the files of all functions that are being called, and that TensorFlow is about to call."""
+        names, frame = {str(sys.modules[name].__file__) for name in _MAKING if name in sys.modules}, sys._getframe()
+        while frame is not None:
+            names.add(frame.f_code.co_filename)
+            frame = frame.f_back
+        return self.parent.get_filtered_filenames() | names
 
 
 def known_to_programs(thing: T) -> Callable[[], T]:
@@ -68,7 +93,16 @@ def known_to_programs(thing: T) -> Callable[[], T]:
 
 def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
     known = known_to_programs(function)
-    return lambda *arrays: known()(*arrays)
+
+    def called(*arrays: np.ndarray) -> Any:
+        try:
+            return known()(*arrays)
+        except (
+            EmbedrockError
+        ) as error:  # its text becomes a part of TensorFlow's, and where it was raised tells nothing
+            raise error.with_traceback(None) from None
+
+    return called
 
 
 @contextlib.contextmanager

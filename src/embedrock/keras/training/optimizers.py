@@ -17,6 +17,7 @@ from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import Handle, handle_behind, keeper_of
 from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.workers.exchange import gather
+from embedrock.wording import did_you_mean
 
 PACKAGE = "embedrock"
 
@@ -45,6 +46,10 @@ class RowOptimizer:
             steps.bind(handle, self)
         if handles:
             self.resets_state = False  # of tables that come later
+
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        _, arguments = super().__reduce__()
+        return _unpickled, (type(self).__bases__[-1], *arguments)
 
     def _refuse_for_rows(self: Any, handle: Handle) -> None:
         strategy = handle.strategy
@@ -116,11 +121,12 @@ class RowOptimizer:
         """Step the rows of all tables in one call of the host: after all lookups before it, before all after it."""
 
         def local(value: Any) -> Any:
+            value = value.value if isinstance(value, keras.Variable) else value
             return distribution.experimental_local_results(value)[0]
 
         if distribution.num_replicas_in_sync > 1:
             check_traced_fit()
-        lr = local(learning_rate.value if isinstance(learning_rate, keras.Variable) else learning_rate)
+        now = [tf.cast(local(learning_rate), tf.float32), tf.cast(local(self.iterations), tf.int64)]
         handles = [handle for handle, _ in rows]
         if self._gathered is None:
             function, inputs = steps.step, [local(grad) for _, grad in rows]
@@ -129,7 +135,7 @@ class RowOptimizer:
         step = functools.partial(function, weakref.ref(self), handles)
         cells = [cell for handle, _ in rows for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
-            done = host_calls.call(step, [tf.cast(lr, tf.float32), *inputs], [tf.int64], keeper=keeper_of(handles))
+            done = host_calls.call(step, [*now, *inputs], [tf.int64], keeper=keeper_of(handles))
         with tf.control_dependencies(done):
             _touch(cells)
         return done[0]
@@ -208,6 +214,7 @@ def _get(identifier: Any) -> Any:
         return made
     raise ArgumentError(
         f'erk.optimizer must be given an optimizer, by name ("adam") or as an instance: got {identifier!r}.'
+        f"{did_you_mean(identifier, [each.__name__.lower() for each in FOLLOWED]) * isinstance(identifier, str)}"
     ) from cause
 
 
@@ -218,6 +225,11 @@ def row_class(base: type) -> Any:
     is_keras = base.__module__.startswith("keras.")
     name = base.__name__ if is_keras else f"{base.__module__}.{base.__qualname__}"
     return keras.saving.register_keras_serializable(PACKAGE, name)(made)
+
+
+def _unpickled(base: type, *arguments: Any) -> Any:
+    """Return an optimizer as it was pickled: its class is made here, and nobody can import it."""
+    return row_class(base)._unpickle_model(*arguments)
 
 
 for _kind in FOLLOWED:  # so that a saved model loads once this package is imported

@@ -7,7 +7,7 @@ weakly, as all else: see `host_calls.call`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.fronts.references import keep_rule
 from embedrock.fronts.steps import Due, step_all
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.following import follow
+from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.workers.exchange import MessageReader, pack
 from embedrock.keras.workers.shards import own_part
@@ -25,11 +25,18 @@ from embedrock.rules import Rule
 from embedrock.table.checks import of_step
 
 
-def step(known: Any, handles: list[Handle], lr: np.ndarray, *vectors: np.ndarray) -> np.int64:
+class Now(NamedTuple):
+    """How far an optimizer is: the learning rate of its next step, and how many it has made."""
+
+    lr: float
+    steps: int
+
+
+def step(known: Any, handles: list[Handle], lr: np.ndarray, steps: np.ndarray, *vectors: np.ndarray) -> np.int64:
     """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
     optimizer = _checked_owner(known, handles)
     taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
-    return _step_by(optimizer, handles, lr, taken)
+    return _step_by(optimizer, handles, Now(float(lr), int(steps)), taken)
 
 
 def message_to_workers(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
@@ -42,7 +49,9 @@ def message_to_workers(known: Any, handles: list[Handle], *vectors: np.ndarray) 
     return pack(message)
 
 
-def step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages: np.ndarray) -> np.int64:
+def step_of_workers(
+    known: Any, handles: list[Handle], lr: np.ndarray, steps: np.ndarray, messages: np.ndarray
+) -> np.int64:
     """Step the rows that are here by the messages of all workers, summed in the order of their ranks."""
     reader = MessageReader(messages)
     parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
@@ -50,7 +59,8 @@ def step_of_workers(known: Any, handles: list[Handle], lr: np.ndarray, messages:
         for handle in handles:
             count = int(reader.ints(1)[0])
             parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
-    return _step_by(known(), handles, lr, [_sum_of_workers(parts[handle]) for handle in handles])
+    summed = [_sum_of_workers(parts[handle]) for handle in handles]
+    return _step_by(known(), handles, Now(float(lr), int(steps)), summed)
 
 
 def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients:
@@ -70,11 +80,11 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     return optimizer
 
 
-def _step_by(optimizer: Any, handles: list[Handle], lr: np.ndarray, summed: Sequence[RowGradients]) -> np.int64:
+def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[RowGradients]) -> np.int64:
     """Step tables by the gradients of their rows."""
     with host_calls.span("step", len(handles)):
         due = [
-            Due(handle.table, _rule(optimizer, handle, float(lr)), own_part(handle.table, grads))
+            Due(handle.table, _rule(optimizer, handle, now), own_part(handle.table, grads))
             for handle, grads in zip(handles, summed, strict=True)
         ]
         for handle, part in zip(handles, due, strict=True):
@@ -94,17 +104,18 @@ def rebind(handle: Handle) -> None:
         keep_rule(handle.table, _rule(handle.owner, handle, None))
 
 
-def _rule(optimizer: Any, handle: Handle, lr: float | None) -> Rule:
+def _rule(optimizer: Any, handle: Handle, now: Now | None) -> Rule:
     """Return the rule of a table's next step: its own if a layer brought one, or else the optimizer's.
 
     Args:
-        lr: the optimizer's learning rate; None where only the layout of records counts.
+        now: how far the optimizer is; None where only the layout of records counts.
     """
     own = handle.own_rule
     try:
         if own is None:
-            return follow(optimizer, 1e-3 if lr is None else lr, decays(optimizer, handle))
-        return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
+            lr, steps = now or Now(1e-3, 0)
+            return follow(optimizer, lr, decays(optimizer, handle), Counts(steps, handle.table.steps))
+        return own if now is None or own.brings_lr else own.with_changes({"lr": now.lr})
     except (ArgumentError, UnknownArgumentError) as error:
         raise of_step(error, handle.label) from error
 
