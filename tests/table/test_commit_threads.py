@@ -22,6 +22,7 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
 from embedrock.store.store import Store
 from embedrock.table import files as durabilities
+from embedrock.table import upkeep
 from embedrock.table.files import Files
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS
@@ -269,6 +270,8 @@ def small_pieces(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for module, sizes in SIZES.items():
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
+    # A fold in the background would pause beside the compactions whose pauses are counted here.
+    monkeypatch.setattr(upkeep, "FOLDED_AT_ONCE", 1 << 24)
     yield
     gc.collect()
 
