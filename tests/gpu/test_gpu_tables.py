@@ -310,8 +310,10 @@ def host_reads(model: Model, ids: torch.Tensor) -> list[str]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code
             ours = "embedrock" in caller.co_filename
-            # What faults read was copied to the host before. The handle's value is read where it is on the CPU only.
-            if ours and not caller.co_filename.endswith("faults.py") and caller.co_name != "check_untouched":
+            # What faults read was copied to the host before. The handle and its gradient are looked at only where they
+            # are on the CPU, as they are here.
+            on_cpu = caller.co_name in ("_is_untouched", "_check_origin")
+            if ours and not caller.co_filename.endswith("faults.py") and not on_cpu:
                 seen.append(f"{name} in {caller.co_filename}")
             return before[name](self, *args, **kwargs)
 
