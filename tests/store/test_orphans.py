@@ -226,7 +226,7 @@ def open_wrongly(path: Path, what: str) -> er.Table:
 
 
 @pytest.mark.parametrize("what", ["truncated", "missing", "foreign", "mode", "rows", "locked"])
-def test_opening_that_fails_leaves_no_file_open(what: str, tmp_path: Path) -> None:
+def test_opening_that_fails_leaves_no_file_open(what: str, tmp_path: Path, small_heap: None) -> None:
     path = tmp_path / "t"
     with er.Table(ROWS, DIM, rule=RULE, seed=SEED, path=path) as table:
         train(table, 0)
