@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +58,17 @@ class RowGradients:
         """Return the ids of rows with NaN or Inf."""
         return self.plan.ids[~np.isfinite(self.values).all(axis=1)]
 
+    @staticmethod
+    def sum_of(parts: Sequence[RowGradients]) -> RowGradients:
+        """Sum several, one or more; in a row that more than one has, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        plan = make_plan(np.concatenate([part.plan.ids for part in parts]))
+        return RowGradients.sum(plan, np.concatenate([part.values for part in parts]))
+
     def merge(self, other: RowGradients) -> RowGradients:
         """Return the sum of both; in a row that both have, this one's gradient comes first."""
-        plan = make_plan(np.concatenate([self.plan.ids, other.plan.ids]))
-        return RowGradients.sum(plan, np.concatenate([self.values, other.values]))
+        return RowGradients.sum_of([self, other])
 
     def scaled(self, factor: float, clip_value: float | None = None) -> RowGradients:
         """Return all values times `factor`, then clamped to ``[-clip_value, clip_value]``."""

@@ -16,6 +16,7 @@ KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
 KERAS_LAYER = "keras.src.layers.layer"
 KERAS_SUMMARY = "keras.src.utils.summary_utils"
 KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
+TF_VECTORIZED = "tensorflow.python.ops.parallel_for.control_flow_ops"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
 MISSING = object()
 

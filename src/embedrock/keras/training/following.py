@@ -92,6 +92,12 @@ def check_followed(optimizer: Any, decays: bool) -> None:
             "layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless it "
             "was given one."
         )
+    if own := _overridden(type(optimizer)):
+        raise UnsupportedError(
+            f"rows cannot follow {type(optimizer).__name__}, whose {own} is not that of "
+            f"keras.optimizers.{kind.__name__}: no rule does what it does. Change the gradients that it is given, or "
+            "give each layer a rule of its own, such as rule=er.Adagrad()."
+        )
     for base in type(optimizer).__mro__:
         for option, harmless in OPTIONS.get(base, {}).items():
             if (given := getattr(optimizer, option)) != harmless:
@@ -101,6 +107,15 @@ def check_followed(optimizer: Any, decays: bool) -> None:
             f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "
             f"keras.optimizers.AdamW decay. {REMEDY}"
         )
+
+
+def _overridden(kind: type) -> str | None:
+    """Return a method with which a class says by itself how variables are stepped; None if Keras' ones do."""
+    for method in ("update_step", "_apply_weight_decay"):
+        definers = [base.__module__ for base in kind.__mro__ if method in vars(base)]
+        if not all(module.startswith(("keras.", "embedrock.")) for module in definers):
+            return method
+    return None
 
 
 # The classes whose weight decay rows can follow.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -12,12 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
+from tensorflow.python.ops import custom_gradient
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
+from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
-from embedrock.keras.training.variable import RowsVariable
+from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, WaitingSlices, shaped
+from embedrock.keras.training.variable import RowsVariable, reading_refused
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -28,14 +33,15 @@ WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "
 # norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+_may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
 
 class Handle:
     """What stands for a table's rows among the variables of a model.
 
-    Its variable is a vector of zeros that never changes. What counts is its gradient: a number for each backward pass
-    whose row gradients wait for the optimizer (see `Pending`). Each step of the rows also writes the zeros anew: that
-    orders it among the lookups, which read them.
+    Its variable is a vector of zeros that never changes. Its gradient, inside of TensorFlow, is a sum of tokens for the
+    backward passes that brought gradients of rows (see `Pending`); what a tape returns are those (see `RowSlices`).
+    Each step of the rows also writes the zeros anew: that orders it among the lookups, which read them.
 
     Attributes:
         table: the rows.
@@ -56,11 +62,14 @@ class Handle:
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
-            self.variable = RowsVariable(np.zeros(SLOTS, np.float32), table, label)
+            self.variable = RowsVariable(np.zeros(SLOTS, np.float32), table, label, _weakly(self))
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # some layer has said whether it is trained
-        for cell in (self.variable.value, *self.cells()):
+        for cell in self.cells():
             _guard(cell, self)
+            _guard_reading(cell, label)
+        if self.variable.value is not self.cells()[0]:
+            _guard(self.variable.value, self)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""
@@ -149,13 +158,87 @@ class Handle:
         if value.any():
             raise ForgottenGradientsError(_misuse(self.label))
 
-    def take(self, vector: np.ndarray, clip_value: float | None) -> RowGradients:
-        """Return the gradients that the handle's gradient stands for, each value clamped to +-`clip_value`.
+    def value(self) -> tf.Tensor:
+        """Return, in a program, the variable's value, which lookups are functions of."""
+        token = _may_read.set(True)
+        try:
+            return tf.convert_to_tensor(self.variable.value)
+        finally:
+            _may_read.reset(token)
 
-        Of a gradient of zeros there are none, for no row: a step all the same, as it is one for a variable.
+    def gradient(self, token: tf.Tensor) -> RowSlices:
+        """Return, in a program, the gradient of the rows that a sum of tokens stands for."""
+        shape, dim = (self.table.rows, self.table.dim), self.table.dim
+        known = host_calls.known_to_programs(self)
+
+        def found(token: tf.Tensor) -> list[tf.Tensor]:
+            handle = known()
+            read = handle._read_last if tf.executing_eagerly() else handle._read
+            return host_calls.call(read, [token], TYPES, keeper=handle.functions)
+
+        def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
+
+        return (
+            RowSlices(*read(token), shape)
+            if tf.executing_eagerly()
+            else WaitingSlices(token, self.pending, read, shape)
+        )
+
+    def _read(self, token: np.ndarray) -> list[np.ndarray]:
+        grads = self.pending.read(token, is_last=False) or self.no_gradients()
+        return [grads.values.copy(), grads.plan.ids.copy()]  # TensorFlow writes to what it is given
+
+    def _read_last(self, token: np.ndarray) -> list[np.ndarray]:
+        grads = self.pending.read(token, is_last=True) or self.no_gradients()
+        return [grads.values, grads.plan.ids.copy()]
+
+    def admit(self, gradient: Any) -> RowSlices:
+        """Return, in a program, a gradient of the rows of any form, as a step takes it.
+
+        Raises:
+            ArgumentError: it is none.
         """
-        taken = self.pending.take(vector, clip_value)
-        return taken or self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+        shape = (self.table.rows, self.table.dim)
+        if isinstance(gradient, RowSlices) and gradient.table_shape[1] == shape[1]:
+            return gradient.for_step(self.pending)
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.convert_to_tensor(gradient)
+            if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
+                return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
+        elif gradient.values.shape.is_compatible_with([None, shape[1]]):
+            return RowSlices.of(gradient, shape)
+        raise ArgumentError(
+            f"a gradient for the rows of {self.label} must be what a tape returns for layer.rows, or for all of "
+            f"model.trainable_variables: got {type(gradient).__name__} of shape {gradient.shape}."
+        )
+
+    def gradients(self, arrays: Sequence[np.ndarray]) -> RowGradients:
+        """Return what was sent to a step: see `Sent`.
+
+        Of a token of nothing there is no row: a step all the same, as it is one for a variable.
+        """
+        if len(arrays) == 1:
+            return self.pending.take(arrays[0]) or self.no_gradients()
+        values, indices = arrays
+        return self.table.sum(self.table.plan(indices), values)
+
+    def no_gradients(self) -> RowGradients:
+        """Return gradients for no row."""
+        return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+
+
+def _weakly(handle: Handle) -> Callable[[tf.Tensor], RowSlices]:
+    """Return what gives the gradients of a handle's variable. Programs keep the variable, which keeps no table."""
+    reference = weakref.ref(handle)
+
+    def gradient(token: tf.Tensor) -> RowSlices:
+        found = reference()
+        if found is None:
+            raise host_calls.GoneError(host_calls.GONE)
+        return found.gradient(token)
+
+    return gradient
 
 
 @contextmanager
@@ -216,6 +299,29 @@ def _guard(cell: Any, handle: Handle) -> None:
         )
 
     cell._export_to_saved_model_graph = refuse_export
+
+
+def _guard_reading(cell: Any, label: str) -> None:
+    """Make a variable refuse to be read, but by `Handle.value`: what it holds tells nothing about rows."""
+    read = cell._read_variable_op
+
+    def refuse_read(no_copy: bool = False) -> Any:
+        if (
+            no_copy or _may_read.get() or _is_gradient_function_asking()
+        ):  # files of models; functions that only record what they are of
+            return read(no_copy)
+        raise UnsupportedError(reading_refused(label))
+
+    cell._read_variable_op = refuse_read
+
+
+def _is_gradient_function_asking() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("embedrock.keras.layers"):
+        if frame.f_globals.get("__name__") == custom_gradient.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _misuse(label: str) -> str:

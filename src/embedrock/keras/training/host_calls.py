@@ -6,13 +6,13 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
-from embedrock.errors import EmbedrockError
+from embedrock.errors import EmbedrockError, UnsupportedError
 
 # XLA names the operation that it cannot compile.
 NAME = "embedrock_rows_need_jit_compile_False"
@@ -27,7 +27,7 @@ _MAKING = tuple(
     f"tensorflow.python.{name}"
     for name in ("util.dispatch", "ops.script_ops", "ops.gen_script_ops", "framework.op_def_library")
 )
-_GONE = "a tf.function looks up rows of layers that are gone. Keep the model for as long as functions that call it."
+GONE = "a tf.function looks up rows of layers that are gone. Keep the model for as long as functions that call it."
 T = TypeVar("T")
 
 
@@ -76,6 +76,15 @@ class _Frameless(tf_stack.StackTraceFilter):
         return self.parent.get_filtered_filenames() | names
 
 
+def once_differentiable(function: Callable[..., list[tf.Tensor]], refusal: str) -> Callable[..., Any]:
+    """Return a function of tensors whose derivative is refused, with an `UnsupportedError` that says `refusal`."""
+
+    def refuse(*grads: tf.Tensor) -> NoReturn:
+        raise UnsupportedError(refusal)
+
+    return tf.custom_gradient(lambda *inputs: (function(*inputs), refuse))
+
+
 def known_to_programs(thing: T) -> Callable[[], T]:
     """Return what gives a thing to gradient functions, which TensorFlow keeps as it keeps those of `call`.
 
@@ -85,7 +94,7 @@ def known_to_programs(thing: T) -> Callable[[], T]:
 
     def known() -> T:
         if (found := reference()) is None:
-            raise GoneError(_GONE)
+            raise GoneError(GONE)
         return found
 
     return known

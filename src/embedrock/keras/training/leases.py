@@ -6,17 +6,14 @@ import itertools
 from collections import OrderedDict
 
 from embedrock.batch.plan import Plan
-from embedrock.errors import UnsupportedError
 from embedrock.process import forks
 
 # Of a lookup whose plans are no longer kept when its gradients come, they are made again.
 KEPT_BYTES = 1 << 27
-# Backward passes that are remembered, to notice one that comes twice.
-REMEMBERED = 4096
 
 
 class Leases:
-    """The plans of each lookup, on lease until its backward pass, which may come once.
+    """The plans of each lookup, on lease until its backward pass.
 
     What tells a backward pass which lookup it belongs to is the number of its lease, which goes through the graph.
     """
@@ -26,7 +23,6 @@ class Leases:
         self._numbers = itertools.count(1)
         self._plans: OrderedDict[int, list[Plan]] = OrderedDict()
         self._bytes = 0
-        self._ended: OrderedDict[int, None] = OrderedDict()
 
     def grant(self, plans: list[Plan]) -> int:
         """Return the number of a new lease, of the plans of a lookup."""
@@ -38,21 +34,9 @@ class Leases:
                 self._bytes -= _size(self._plans.popitem(last=False)[1])
             return number
 
-    def end(self, number: int, label: str) -> list[Plan] | None:
-        """Return the plans of the lookup whose gradients come; None where they are no longer kept.
-
-        Raises:
-            UnsupportedError: its gradients came before.
-        """
+    def end(self, number: int) -> list[Plan] | None:
+        """Return the plans of the lookup whose gradients come; None where they are no longer kept, or came before."""
         with self._lock:
-            if number in self._ended:
-                raise UnsupportedError(
-                    f"gradients of {label} were asked for twice in one lookup, and would be applied twice: a "
-                    "persistent tape, or a gradient of a gradient. Call the layer once for each tape.gradient."
-                )
-            self._ended[number] = None
-            if len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)
             plans = self._plans.pop(number, None)
             self._bytes -= 0 if plans is None else _size(plans)
             return plans

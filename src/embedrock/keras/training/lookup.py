@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +12,7 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.keras import callers
 from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.fetching import Fetching
@@ -19,6 +20,7 @@ from embedrock.keras.training.handle import Handle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
 from embedrock.keras.training.requests import Request, TableLookup, by_table
+from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 
 ID_DTYPES = (tf.int32, tf.int64)
@@ -56,11 +58,10 @@ class Lookup:
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
-    def look_up(self, replica: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
+    def look_up(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """Return the number of a lease, the rows or bags of each request, and what is saved for the backward pass.
 
         Args:
-            replica: which one asks.
             inputs: the handles' values, the parts of the requests, and what was fetched from other workers.
         """
         values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
@@ -68,8 +69,6 @@ class Lookup:
         with host_calls.span("lookup", len(self.handles)):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
-                if self._keep and handle in self.trained:
-                    handle.pending.begin_forward(int(replica))
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
@@ -84,7 +83,7 @@ class Lookup:
         return [np.asarray(lease, np.int64), *rows, *kept]
 
     def sum_gradients(self, replica: np.ndarray, lease: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
-        """Sum gradients by row; return the gradient of each trained handle, and of the weights of each request.
+        """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
             replica: whose they are.
@@ -93,7 +92,7 @@ class Lookup:
         """
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
-        plans = LEASES.end(int(lease), self.handles[0].label) or [one.plan(requests) for one in self.by_table]
+        plans = LEASES.end(int(lease)) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[Handle, list[RowGradients]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, np.ndarray] = {}
         with host_calls.span("sum", len(self.handles)):
@@ -103,8 +102,8 @@ class Lookup:
                 by_handle[one.handle].append(summed)
                 weighted = [k for k in one.which if requests[k].weights is not None]
                 of_weights.update(zip(weighted, weights, strict=True))
-            vectors = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
-        return [*vectors, *(of_weights[k] for k in sorted(of_weights))]
+            tokens = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
+        return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(
         self, sent: list[tf.Tensor], grads: tuple[tf.Tensor, ...], shapes: list[tf.TensorShape]
@@ -121,13 +120,14 @@ class Lookup:
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
             return host_calls.call(self.sum_gradients, [*sent, *grads], dtypes, keeper=self.functions)
 
-        found = _once_differentiable(summed, self.handles[0].label)(*grads)
-        vectors = dict(zip(self.trained, found, strict=False))
-        for vector in vectors.values():
-            vector.set_shape([SLOTS])
-        for out, shape in zip(found[len(vectors) :], shapes, strict=True):
+        refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
+        found = host_calls.once_differentiable(summed, refusal)(*grads)
+        tokens = dict(zip(self.trained, found, strict=False))
+        for token in tokens.values():
+            token.set_shape([SLOTS])
+        for out, shape in zip(found[len(tokens) :], shapes, strict=True):
             out.set_shape(shape)
-        return [*(vectors.get(handle) for handle in self.handles), *found[len(vectors) :]]
+        return [*(tokens.get(handle) for handle in self.handles), *found[len(tokens) :]]
 
     def fetch(self, parts: list[tf.Tensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return, in a program, what other workers tell `look_up`; nothing where there are none."""
@@ -158,10 +158,7 @@ class Lookup:
         return [request.of(parts) for request in self._requests]
 
     def _add(self, handle: Handle, replica: int, grads: list[RowGradients]) -> np.ndarray:
-        slot, number = handle.pending.add(replica, self._number, functools.reduce(RowGradients.merge, grads))
-        vector = np.zeros(SLOTS, np.float32)
-        vector[slot] = number
-        return vector
+        return handle.pending.add(replica, self._number, functools.reduce(RowGradients.merge, grads))
 
 
 def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:
@@ -179,8 +176,13 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
     for request in requests:
         request.handle.check_strategy()
     lookup, replica = Lookup(requests, keep=training is not False), _replica()
+    if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
+        raise UnsupportedError(
+            f"tf.vectorized_map drops the gradients of the rows of {requests[0].handle.label}. Look all ids up before "
+            "it, in one call, layer(ids), which takes ids of any shape; or use tf.map_fn."
+        )
     # What a gradient goes to: handles, whose value tells nothing, and weights.
-    values = [tf.convert_to_tensor(handle.variable.value) for handle in lookup.handles]
+    values = [handle.value() for handle in lookup.handles]
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
@@ -189,7 +191,7 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
-        inputs = [replica, *values_and_weights[: len(values)], *parts, *fetched]
+        inputs = [*values_and_weights[: len(values)], *parts, *fetched]
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that those of several replicas, or in several places, need not wait for each other.
@@ -223,18 +225,6 @@ def _served(request: Request) -> tf.Tensor:
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
-
-
-def _once_differentiable(function: Callable[..., list[tf.Tensor]], label: str) -> Callable[..., Any]:
-    """Return a function of tensors that cannot be differentiated."""
-
-    def refuse(*grads: tf.Tensor) -> NoReturn:
-        raise UnsupportedError(
-            f"the gradient of rows of {label} cannot be differentiated again: it is a number for the norm of gradients "
-            "that wait in the table. Differentiate with respect to the layer's output instead."
-        )
-
-    return tf.custom_gradient(lambda *inputs: (function(*inputs), refuse))
 
 
 def _replica() -> tf.Tensor:

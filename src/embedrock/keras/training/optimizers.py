@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.training import host_calls, steps
+from embedrock.keras.training.accumulation import RowAccumulator
 from embedrock.keras.training.following import FOLLOWED, check_followed
 from embedrock.keras.training.handle import Handle, handle_behind, keeper_of
+from embedrock.keras.training.slices import RowSlices
 from embedrock.keras.workers.cluster import check_traced_fit, has_several_workers, repair_loss_scaling
 from embedrock.keras.workers.exchange import gather
 from embedrock.wording import did_you_mean
@@ -25,12 +26,10 @@ PACKAGE = "embedrock"
 class RowOptimizer:
     """What is added to the class of an optimizer so that it also steps the rows of Embedrock's layers.
 
-    By the time that Keras asks for the update of variables, it has unscaled, accumulated, clipped and reduced their
-    gradients, those of the handles among them. What became of a handle's gradient is done to those of its rows.
+    By the time that Keras asks for the update of variables, it has unscaled, accumulated and clipped their gradients,
+    those of rows among them (see `RowSlices`).
     """
 
-    # What all workers of a cluster bring to the step that is being traced; None where there is one process.
-    _gathered: Any = None
     resets_state = False  # rows whose state is that of another rule begin anew
 
     def build(self: Any, variables: Sequence[Any]) -> None:
@@ -42,6 +41,11 @@ class RowOptimizer:
             if handle.own_rule is None:
                 check_followed(self, steps.decays(self, handle))
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
+        if handles and self.gradient_accumulation_steps:
+            self._accumulated_gradients = [
+                accumulator if handle is None else RowAccumulator(handle, accumulator)
+                for accumulator, handle in zip(self._accumulated_gradients, map(handle_behind, variables), strict=True)
+            ]
         for handle in handles:
             steps.bind(handle, self)
         if handles:
@@ -59,81 +63,116 @@ class RowOptimizer:
                 f"layer is under, {type(strategy).__name__}: got one made outside. Call erk.optimizer inside of `with "
                 "strategy.scope():`, too."
             )
-        if strategy.num_replicas_in_sync > 1:
-            repair_loss_scaling()
-            if self.gradient_accumulation_steps:
-                raise UnsupportedError(
-                    f"gradient_accumulation_steps={self.gradient_accumulation_steps} of {type(self).__name__} cannot "
-                    f"go with several replicas: Keras {keras.__version__} fails under {type(strategy).__name__}, "
-                    "whatever the model. Leave it out, and make the batch of each replica larger."
-                )
+        repair_loss_scaling()
+        if strategy.num_replicas_in_sync > 1 and self.gradient_accumulation_steps:
+            raise UnsupportedError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} of {type(self).__name__} cannot "
+                f"go with several replicas: Keras {keras.__version__} fails under {type(strategy).__name__}, "
+                "whatever the model. Leave it out, and make the batch of each replica larger."
+            )
         if self.use_ema:
             raise UnsupportedError(
                 f"use_ema=True of {type(self).__name__} cannot go with {handle.label}: an average of all rows would "
                 "touch every row at each step. Leave it out."
             )
 
+    def _use_weight_decay(self: Any, variable: Any) -> bool:
+        pattern = getattr(self, "_exclude_from_weight_decay_pattern", None)
+        if pattern is not None and handle_behind(variable) is not None and pattern.search("embeddings"):
+            return False  # what Keras calls them
+        return super()._use_weight_decay(variable)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
         dense = [variable for variable in variables if handle_behind(variable) is None]
         super()._apply_weight_decay(dense)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _backend_apply_gradients(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        # Keras clips gradients without saying whose they are.
-        self._behind = [handle_behind(variable) for variable in trainable_variables]
-        super()._backend_apply_gradients(grads, trainable_variables)  # pyright: ignore[reportAttributeAccessIssue]
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Step all variables, and the rows that some of them stand for. Their gradients may be of any form."""
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        grads = list(grads)
+        if len(grads) == len(variables):  # otherwise Keras says so
+            behind = [handle_behind(variable) for variable in variables]
+            grads = [
+                g if g is None or handle is None else handle.admit(g) for g, handle in zip(grads, behind, strict=True)
+            ]
+        super().apply(grads, None if trainable_variables is None else variables)  # pyright: ignore
 
     def _clip_gradients(self: Any, grads: Sequence[Any]) -> list[Any]:
-        if self.clipvalue:  # every element of a gradient: the step does that to those of rows
-            clipped = super()._clip_gradients(grads)  # pyright: ignore[reportAttributeAccessIssue]
-            return [c if handle is None else g for c, g, handle in zip(clipped, grads, self._behind, strict=True)]
-        if not (self.clipnorm or self.global_clipnorm):
+        if not (self.clipnorm or self.global_clipnorm or self.clipvalue):
             return list(grads)
-        shown = [g if handle is None else _true_norm(g, handle) for g, handle in zip(grads, self._behind, strict=True)]
+        shown = [g.values if isinstance(g, RowSlices) else g for g in grads]
         clipped = super()._clip_gradients(shown)  # pyright: ignore[reportAttributeAccessIssue]
-        both = zip(grads, shown, clipped, self._behind, strict=True)
-        return [c if handle is None else _clipped_as(g, s, c) for g, s, c, handle in both]
+        return [g.with_values(c) if isinstance(g, RowSlices) else c for g, c in zip(grads, clipped, strict=True)]
+
+    def _backend_increment_gradient_accumulators(self: Any, grads: Sequence[Any], acc_grads: Sequence[Any]) -> None:
+        dense = []
+        for grad, accumulator in zip(grads, acc_grads, strict=True):
+            if isinstance(accumulator, RowAccumulator):
+                accumulator.add(grad)
+            else:
+                dense.append((grad, accumulator))
+        super()._backend_increment_gradient_accumulators(  # pyright: ignore[reportAttributeAccessIssue]
+            [grad for grad, _ in dense], [accumulator for _, accumulator in dense]
+        )
 
     def _backend_update_step(self: Any, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
         # Here, in the context of a replica, its gradients are unscaled and clipped, and not yet summed with others'.
-        rows = [(handle_behind(v), grad) for v, grad in zip(trainable_variables, grads, strict=True)]
-        rows = [(handle, grad) for handle, grad in rows if handle is not None]
-        if rows and has_several_workers(self._distribution_strategy):
-            message_of = functools.partial(steps.message_to_workers, weakref.ref(self), [handle for handle, _ in rows])
-            message = host_calls.call(
-                message_of, [grad for _, grad in rows], [tf.int32], keeper=keeper_of(handle for handle, _ in rows)
-            )
-            self._gathered = gather(message[0])
-        try:
+        behind = [handle_behind(variable) for variable in trainable_variables]
+        rows = [(handle, grad) for handle, grad in zip(behind, grads, strict=True) if handle is not None]
+        if not rows:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
-        finally:
-            self._gathered = None
+            return
+        pairs = zip(behind, grads, trainable_variables, strict=True)
+        dense = [(g, v.value if isinstance(v, keras.Variable) else v) for handle, g, v in pairs if handle is None]
+        handles, sent = [handle for handle, _ in rows], [grad.sent() for _, grad in rows]
+        several = has_several_workers(self._distribution_strategy)
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            functools.partial(self._step_all, handles),
+            self._distribution_strategy,
+            self._gathered(handles, sent) if several else sent,
+            self._all_reduce_sum_gradients(dense),
+            learning_rate,
+        )
 
-    def _distributed_tf_update_step(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
-        pairs = [(grad, variable, handle_behind(variable)) for grad, variable in grads_and_vars]
-        rows = [(handle, grad) for grad, _, handle in pairs if handle is not None]
-        dense = [(grad, variable) for grad, variable, handle in pairs if handle is None]
-        done = [self._step_rows(distribution, rows, learning_rate)] if rows else []
+    def _gathered(self: Any, handles: list[Handle], sent: list[list[tf.Tensor]]) -> tf.Tensor:
+        """Return what all workers of a cluster bring to a step."""
+        received = steps.Received(handles, [[parts] for parts in sent])
+        message_of = functools.partial(steps.message_to_workers, weakref.ref(self), received)
+        inputs = [tensor for parts in sent for tensor in parts]
+        return gather(host_calls.call(message_of, inputs, [tf.int32], keeper=keeper_of(handles))[0])
+
+    def _step_all(
+        self: Any, handles: list[Handle], distribution: Any, sent: Any, dense: list[Any], learning_rate: Any
+    ) -> None:
+        """Step rows and dense variables, where the gradients of all replicas meet.
+
+        Args:
+            handles: of the tables.
+            sent: to the rows, by handle: see `RowSlices.sent`; or what all workers bring.
+            dense: gradients and variables.
+        """
+        done = self._step_rows(handles, distribution, sent, learning_rate)
         # A step that is refused for the rows' sake is refused as a whole.
-        with tf.control_dependencies(done):
-            super()._distributed_tf_update_step(distribution, dense, learning_rate)  # pyright: ignore
+        with tf.control_dependencies([done]):
+            self._distributed_tf_update_step(distribution, dense, learning_rate)
 
-    def _step_rows(self: Any, distribution: Any, rows: list[tuple[Handle, Any]], learning_rate: Any) -> tf.Tensor:
+    def _step_rows(self: Any, handles: list[Handle], distribution: Any, sent: Any, learning_rate: Any) -> tf.Tensor:
         """Step the rows of all tables in one call of the host: after all lookups before it, before all after it."""
 
-        def local(value: Any) -> Any:
-            value = value.value if isinstance(value, keras.Variable) else value
-            return distribution.experimental_local_results(value)[0]
+        def locals_of(value: Any) -> Any:
+            return distribution.experimental_local_results(value.value if isinstance(value, keras.Variable) else value)
 
         if distribution.num_replicas_in_sync > 1:
             check_traced_fit()
-        now = [tf.cast(local(learning_rate), tf.float32), tf.cast(local(self.iterations), tf.int64)]
-        handles = [handle for handle, _ in rows]
-        if self._gathered is None:
-            function, inputs = steps.step, [local(grad) for _, grad in rows]
+        now = [tf.cast(locals_of(learning_rate)[0], tf.float32), tf.cast(locals_of(self.iterations)[0], tf.int64)]
+        if has_several_workers(distribution):
+            inputs = [locals_of(sent)[0]]
+            step = functools.partial(steps.step_of_workers, weakref.ref(self), handles)
         else:
-            function, inputs = steps.step_of_workers, [local(self._gathered)]
-        step = functools.partial(function, weakref.ref(self), handles)
-        cells = [cell for handle, _ in rows for cell in handle.cells()]
+            by_replica = [list(zip(*map(locals_of, parts), strict=True)) for parts in sent]
+            inputs = [tensor for parts in by_replica for part in parts for tensor in part]
+            step = functools.partial(steps.step, weakref.ref(self), steps.Received(handles, by_replica))
+        cells = [cell for handle in handles for cell in handle.cells()]
         with tf.control_dependencies(_touch(cells)):
             done = host_calls.call(step, [*now, *inputs], [tf.int64], keeper=keeper_of(handles))
         with tf.control_dependencies(done):
@@ -149,24 +188,6 @@ def _touch(cells: list[Any]) -> list[Any]:
         for cell, zero in zip(cells, zeros, strict=True)
     ]
     return [op for op in ops if op is not None]  # eager ops return None
-
-
-def _true_norm(vector: tf.Tensor, handle: Handle) -> tf.Tensor:
-    """Return a handle's gradient, scaled so that its norm is that of the sum of what it stands for."""
-
-    def scaled(values: np.ndarray) -> np.ndarray:
-        shown, norm = float(np.linalg.norm(values.astype(np.float64))), handle.pending.norm(values)
-        is_true = not np.isfinite(shown) or shown == 0.0 or abs(norm - shown) <= 1e-6 * shown
-        return values if is_true else (values * (norm / shown)).astype(np.float32)
-
-    out = host_calls.call(scaled, [vector], [tf.float32], keeper=handle.functions)[0]
-    out.set_shape(vector.shape)
-    return out
-
-
-def _clipped_as(vector: tf.Tensor, shown: tf.Tensor, clipped: tf.Tensor) -> tf.Tensor:
-    """Return a vector multiplied by what clipping made of `shown`."""
-    return tf.where(clipped == shown, vector, vector * tf.math.divide_no_nan(clipped, shown))
 
 
 def optimizer(identifier: Any, *, reset_state: bool = False) -> Any:

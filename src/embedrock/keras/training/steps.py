@@ -6,10 +6,12 @@ weakly, as all else: see `host_calls.call`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
@@ -32,19 +34,40 @@ class Now(NamedTuple):
     steps: int
 
 
-def step(known: Any, handles: list[Handle], lr: np.ndarray, steps: np.ndarray, *vectors: np.ndarray) -> np.int64:
-    """Step the rows of tables by what their handles' gradients stand for; return how many there were."""
-    optimizer = _checked_owner(known, handles)
-    taken = [handle.take(vector, optimizer.clipvalue) for handle, vector in zip(handles, vectors, strict=True)]
-    return _step_by(optimizer, handles, Now(float(lr), int(steps)), taken)
+class Received:
+    """How gradients of rows come to a step: of several tables, from one replica or several.
+
+    Attributes:
+        handles: of the tables.
+
+    Args:
+        sent: for each handle, what each replica sends: see `RowSlices.sent`.
+    """
+
+    def __init__(self, handles: list[Handle], sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> None:
+        self.handles = handles
+        self._sizes = [[len(part) for part in parts] for parts in sent]
+
+    def gradients(self, arrays: Sequence[np.ndarray]) -> list[RowGradients]:
+        """Return the gradients of each table, summed over the replicas, of all arrays that were sent."""
+        left = iter(arrays)
+        return [
+            RowGradients.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
+            for handle, sizes in zip(self.handles, self._sizes, strict=True)
+        ]
 
 
-def message_to_workers(known: Any, handles: list[Handle], *vectors: np.ndarray) -> np.ndarray:
-    """Return a message to all workers: what the gradients of this worker's handles stand for."""
-    optimizer = _checked_owner(known, handles)
+def step(known: Any, received: Received, lr: np.ndarray, steps: np.ndarray, *arrays: np.ndarray) -> np.int64:
+    """Step the rows of tables by their gradients; return how many tables there were."""
+    optimizer = _checked_owner(known, received.handles)
+    return _step_by(optimizer, received.handles, Now(float(lr), int(steps)), received.gradients(arrays))
+
+
+def message_to_workers(known: Any, received: Received, *arrays: np.ndarray) -> np.ndarray:
+    """Return a message to all workers: the gradients of this worker's handles."""
+    _checked_owner(known, received.handles)
     message = []
-    for handle, vector in zip(handles, vectors, strict=True):
-        grads = handle.take(vector, optimizer.clipvalue)
+    for grads in received.gradients(arrays):
         message += [np.array([len(grads.values)], np.int64), grads.plan.ids, grads.values]
     return pack(message)
 
@@ -90,6 +113,8 @@ def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[R
         for handle, part in zip(handles, due, strict=True):
             handle.check_rule(optimizer, part.rule)
         step_all(due)
+        for handle in handles:
+            handle.pending.end_step()
     return np.int64(len(due))
 
 

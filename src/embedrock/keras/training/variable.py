@@ -1,9 +1,10 @@
-"""`RowsVariable`: the variable that stands for rows, as Keras' summaries and its files of old see it."""
+"""`RowsVariable`: the variable that stands for rows, as tapes, Keras' summaries and its files of old see it."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -15,15 +16,19 @@ from embedrock.table.table import Table, rows_of
 
 
 class RowsVariable(keras.Variable):
-    """A small variable that Keras counts as all the weights that it stands for.
+    """A small variable that Keras counts as all the weights that it stands for, and whose gradient is that of the rows.
 
     Args:
         value: what it holds.
         table: whose rows it stands for.
         label: what error messages call the layer.
+        gradient: makes the gradient of the rows of a token, see `Pending`.
     """
 
-    def __init__(self, value: np.ndarray, table: Table, label: str) -> None:
+    def __init__(
+        self, value: np.ndarray, table: Table, label: str, gradient: Callable[[tf.Tensor], tf.IndexedSlices]
+    ) -> None:
+        self._gradient = gradient
         self._rows, self._label = weakref.ref(table), label  # programs keep variables longer than models
         super().__init__(value, trainable=True, autocast=False, name="rows")
 
@@ -53,5 +58,56 @@ class RowsVariable(keras.Variable):
         rows = int(table.stats()["rows_touched"]) if table.rows is None else table.rows
         return tf.TensorShape([rows, table.dim])
 
+    @property
+    def handle(self) -> Any:
+        """What a tape takes for its source in place of the variable."""
+        return _Source(self.value.handle, self._gradient)
+
+    def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(reading_refused(self._label))
+
+    __tf_tensor__ = __array__ = _refuse_read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_read
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse_read
+
 
 _COUNTING = ("count_params", "weight_memory_size")
+
+
+def reading_refused(label: str) -> str:
+    """Return what is said to somebody who reads the variable."""
+    return (
+        f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
+        "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
+        "read by layer.table.lookup(ids), and those of a batch are what the layer returns."
+    )
+
+
+class _Source(tf.__internal__.CompositeTensor):
+    """The resource of a variable for rows. A tape asks it what becomes of the gradient that it has found."""
+
+    def __init__(self, resource: tf.Tensor, gradient: Callable[[tf.Tensor], tf.IndexedSlices]) -> None:
+        self.resource, self.gradient = resource, gradient
+
+    @property
+    def __composite_gradient__(self) -> _Gradient:
+        return _Gradient()
+
+    @property
+    def _type_spec(self) -> Any:
+        raise NotImplementedError("no function of TensorFlow takes or returns one")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.resource, name)
+
+
+class _Gradient:
+    """TensorFlow's protocol for gradients of what is made of tensors."""
+
+    def get_gradient_components(self, value: _Source) -> tf.Tensor:
+        """Return what the tape knows."""
+        return value.resource
+
+    def replace_gradient_components(self, value: _Source, component_grads: tf.Tensor) -> tf.IndexedSlices:
+        """Return what the tape returns, of the gradient of what it knows."""
+        return value.gradient(component_grads)

@@ -223,6 +223,8 @@ def _build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None)
 def repair_loss_scaling() -> None:
     """Make `keras.optimizers.LossScaleOptimizer` decide by the gradients of all replicas whether to skip a step.
 
+    And by the rows of a batch only: Keras would make all those of a table.
+
     Keras asks each replica about its own, before they are summed, and goes by the first one; under several workers
     each goes by its own, and those that do not skip wait for the others.
     """
@@ -233,7 +235,7 @@ def repair_loss_scaling() -> None:
 
 def _check_finite(self: Any, grads: Any) -> tf.Tensor:
     """Stand in for Keras' method of this name."""
-    finite = _check_finite_in_keras(self, grads)
+    finite = _check_finite_in_keras(self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads])
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return finite

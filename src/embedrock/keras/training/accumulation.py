@@ -1,0 +1,65 @@
+"""`RowAccumulator`: what Keras' ``gradient_accumulation_steps`` adds up for rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.errors import ArgumentError
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.slices import TYPES, RowSlices, shaped
+
+
+class RowAccumulator:
+    """Stands where Keras has a variable for the gradients of micro-batches: the sum of those of rows, on the host.
+
+    Args:
+        handle: of the table.
+        variable: what Keras made: ones while there is a sum, which files of models do not hold.
+    """
+
+    def __init__(self, handle: Handle, variable: Any) -> None:
+        self._handle, self._variable = handle, variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+        self._sum: RowGradients | None = None
+
+    def add(self, gradient: RowSlices) -> None:
+        """Add a gradient, in a program."""
+        with tf.control_dependencies(self._call(self._added, gradient, tf.int64)):
+            self._variable.assign(tf.ones(self.shape, self.dtype))
+
+    def assign(self, zeros: Any) -> None:
+        """Begin anew, in a program, as Keras does after a step."""
+        self._variable.assign(zeros)
+
+    def __radd__(self, gradient: RowSlices) -> RowSlices:
+        """Return, in a program, a gradient with what was added up before."""
+        made = self._call(self._total, gradient, TYPES)
+        return RowSlices(*shaped(made, self._handle.table.dim), gradient.table_shape)
+
+    def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
+        inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
+        return host_calls.call(function, inputs, dtypes, keeper=self._handle.functions)
+
+    def _added(self, marks: np.ndarray, *arrays: np.ndarray) -> np.int64:
+        self._sum = self._with(marks, arrays)
+        self._handle.pending.end_step()
+        return np.int64(0)
+
+    def _total(self, marks: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        total = self._with(marks, arrays)
+        return [total.values.copy(), total.plan.ids.copy()]  # TensorFlow writes to what it is given
+
+    def _with(self, marks: np.ndarray, arrays: tuple[np.ndarray, ...]) -> RowGradients:
+        before, grads = (self._sum if marks.any() else None), self._handle.gradients(arrays)
+        if before is None and marks.any():
+            raise ArgumentError(
+                "the file of the model was saved between two steps of gradient_accumulation_steps, without the "
+                f"gradients of rows of {self._handle.label} that waited: training cannot go on from it. Load one that "
+                "was saved after a step, by erk.TableCheckpoint for example."
+            )
+        return grads if before is None else before.merge(grads)

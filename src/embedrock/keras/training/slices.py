@@ -1,0 +1,365 @@
+"""`RowSlices`: what a tape returns as the gradient of rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Union
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
+from embedrock.errors import UnsupportedError
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.pending import ForgottenGradientsError, Pending
+
+# A gradient of at most so many weights, 64 MiB of them, becomes a dense tensor where an operation needs one.
+DENSE_WEIGHTS = 1 << 24
+
+_tf: Any = tf  # TensorFlow's stubs know nothing of what it dispatches
+
+Shape = tuple[int | None, int]  # of all rows; None where any id is one
+Pair = tuple[tf.Tensor, tf.Tensor]  # values and indices
+# TensorFlow's dispatch knows no other kind of union.
+Scalar = Union[int, float, np.ndarray, np.generic, tf.Tensor, tf.Variable]  # noqa: UP007
+
+
+class RowSlices(tf.IndexedSlices):
+    """The gradient of a table's rows: of each row that has any, their sum.
+
+    It is a `tf.IndexedSlices` whose indices are unique, so what TensorFlow does to those is right: norms, and clipping
+    by them or by value. Besides, it can be added to others, scaled by numbers, and go through all functions of single
+    values that leave zero as it is. What needs a dense tensor gets one if it is small, see `DENSE_WEIGHTS`; otherwise
+    it is refused.
+
+    Args:
+        values: float32 (n, dim).
+        indices: the rows' ids, int64 (n,), each once.
+        table_shape: of all rows.
+    """
+
+    def __init__(self, values: tf.Tensor, indices: tf.Tensor, table_shape: Shape) -> None:
+        super().__init__(values, indices)
+        self.table_shape = table_shape
+
+    @staticmethod
+    def of(gradient: tf.IndexedSlices, table_shape: Shape) -> RowSlices:
+        """Return a gradient for some rows, whose indices may repeat."""
+        values, indices = tf.cast(gradient.values, tf.float32), tf.cast(gradient.indices, tf.int64)
+        return RowSlices(*_sum([(values, indices)], table_shape[1]), table_shape)
+
+    @property
+    def values(self) -> tf.Tensor:
+        """The gradients, float32 (n, dim)."""
+        _check_who_asks()
+        return super().values
+
+    def with_values(self, values: tf.Tensor) -> RowSlices:
+        """Return other values for the same rows."""
+        return RowSlices(values, self.indices, self.table_shape)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """That of the gradient of all rows."""
+        return tf.TensorShape(self.table_shape)
+
+    @property
+    def dense_shape(self) -> tf.Tensor | None:
+        """The shape as a tensor; None where it is too large for anything dense."""
+        return _tf.constant(self.table_shape, tf.int64) if self.may_be_dense else None
+
+    @property
+    def may_be_dense(self) -> bool:
+        """Whether it may become a dense tensor."""
+        rows, dim = self.table_shape
+        return rows is not None and rows * dim <= DENSE_WEIGHTS
+
+    @property
+    def _type_spec(self) -> RowSlicesSpec:
+        return RowSlicesSpec(self.table_shape, tf.float32, tf.int64, None, [None])
+
+    def for_step(self, pending: Pending) -> RowSlices:
+        """Return the same for a step of a table whose gradients wait in `pending`."""
+        return self
+
+    def sent(self) -> list[tf.Tensor]:
+        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there."""
+        return [self.values, self.indices]
+
+    def __repr__(self) -> str:
+        """Return a line with the shape, without reading anything."""
+        return f"<RowSlices of shape {self.table_shape}>"
+
+    def __add__(self, other: Any) -> Any:
+        """Return the sum, row by row; of 0 as well, where `sum` begins."""
+        if isinstance(other, (int, float)) and other == 0:
+            return self
+        return _tf.add(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        """Return the difference, row by row."""
+        return _tf.subtract(self, self._operand(other)) if isinstance(other, _OPERANDS) else NotImplemented
+
+    def __rsub__(self, other: Any) -> Any:
+        """Return the difference, row by row."""
+        return _tf.subtract(self._operand(other), self) if isinstance(other, _OPERANDS) else NotImplemented
+
+    def _operand(self, other: Any) -> Any:
+        """Return another operand; slices that TensorFlow has made as ours."""
+        is_foreign = isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices)
+        return RowSlices.of(other, self.table_shape) if is_foreign else other
+
+    def __mul__(self, other: Any) -> Any:
+        """Return all values times a number."""
+        return _tf.multiply(self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        """Return all values divided by a number."""
+        return _tf.divide(self, other)
+
+    def __pow__(self, other: Any) -> Any:
+        """Return all values to the power of a number."""
+        return _tf.pow(self, other)
+
+    def __neg__(self) -> RowSlices:
+        """Return the negative."""
+        return self.with_values(-self.values)
+
+
+_OPERANDS = (int, float, tf.IndexedSlices, tf.Tensor, tf.Variable, np.ndarray)
+
+
+def _check_who_asks() -> None:
+    """Raise an error where somebody asks for the values that does not know what rows are."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        asking = frame.f_locals.get("self") if frame.f_code.co_name == "update_step" else None
+        if isinstance(asking, keras.optimizers.Optimizer):  # those of ours leave gradients of rows alone
+            raise ForgottenGradientsError(
+                f"{type(asking).__name__} cannot step rows of Embedrock's layers. Compile with Embedrock's form of "
+                'your optimizer, model.compile(optimizer=erk.optimizer("adam"), ...): it takes a name or an instance.'
+            )
+        if frame.f_globals.get("__name__", "").startswith(_OF_REPLICAS):
+            raise UnsupportedError(
+                "the gradients of rows of several replicas cannot be reduced by all_reduce, which would leave repeated "
+                "rows and a wrong norm. Leave it out: the optimizer sums them, as it does those of all variables."
+            )
+        frame = frame.f_back
+
+
+_OF_REPLICAS = "tensorflow.python.distribute.cross_device"
+
+
+class RowSlicesSpec(tf.IndexedSlicesSpec):
+    """What TensorFlow needs to know of `RowSlices` to pass them to functions and back."""
+
+    value_type = property(lambda self: RowSlices)
+
+    def _to_components(self, value: RowSlices) -> Pair:
+        return value.values, value.indices
+
+    def _from_components(self, tensor_list: Pair) -> RowSlices:
+        rows, dim = self._shape.as_list()
+        return RowSlices(*tensor_list, (rows, dim))
+
+
+class WaitingSlices(RowSlices):
+    """A gradient that is still on the host, where its steps are made; it comes from there if somebody asks for it.
+
+    Args:
+        token: of what waits there.
+        pending: where.
+        read: returns values and indices of a token, in a program.
+        table_shape: of all rows.
+    """
+
+    def __init__(
+        self, token: tf.Tensor, pending: Pending, read: Callable[[tf.Tensor], Pair], table_shape: Shape
+    ) -> None:
+        self._token, self._pending, self._read, self.table_shape = token, pending, read, table_shape
+        self._was_sent, self._dense_shape = False, None
+        self._pairs: dict[Any, Pair] = {}  # by graph
+
+    def sent(self) -> list[tf.Tensor]:
+        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there."""
+        if self._known() is not None:
+            return super().sent()
+        self._pending.outlives_steps |= self._was_sent
+        self._was_sent = True
+        return [self._token]
+
+    def for_step(self, pending: Pending) -> RowSlices:
+        """Return the same for a step of a table whose gradients wait in `pending`."""
+        return self if pending is self._pending else self.with_values(self.values)
+
+    def _known(self) -> Pair | None:
+        """Return what was read already, in the function that is being traced or around it."""
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if graph in self._pairs:
+                return self._pairs[graph]
+            graph = getattr(graph, "outer_graph", None)
+        return None
+
+    def _pair(self) -> Pair:
+        pair = self._known()
+        if pair is None:
+            self._pending.outlives_steps |= self._was_sent
+            pair = self._pairs[tf.compat.v1.get_default_graph()] = self._read(self._token)
+        return pair
+
+    @property
+    def _values(self) -> tf.Tensor:
+        return self._pair()[0]
+
+    @property
+    def _indices(self) -> tf.Tensor:
+        return self._pair()[1]
+
+
+# ---------------------------------------------------------------- sums
+
+TYPES = [tf.float32, tf.int64]  # of values and indices
+INSTEAD = "It is on the host, where the rows are. Differentiate with respect to the layer's output instead."
+ONCE = f"the gradient of a gradient of rows cannot be computed. {INSTEAD}"
+
+
+def shaped(made: list[tf.Tensor], dim: int) -> Pair:
+    """Return values and indices that the host has made, with the shapes that they have."""
+    values, indices = made
+    values.set_shape([None, dim])
+    indices.set_shape([None])
+    return values, indices
+
+
+def _sum(pairs: list[Pair], dim: int) -> Pair:
+    """Return the sum of several; indices may repeat, also in one of them."""
+
+    def summed(*parts: tf.Tensor) -> list[tf.Tensor]:
+        return host_calls.call(_sum_arrays, parts, TYPES, keeper=[])
+
+    return shaped(host_calls.once_differentiable(summed, ONCE)(*(part for pair in pairs for part in pair)), dim)
+
+
+def _sum_arrays(*parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    summed = RowGradients.sum(make_plan(np.concatenate(parts[1::2])), np.concatenate(parts[::2]))
+    return summed.values, summed.plan.ids
+
+
+# ---------------------------------------------------------------- TensorFlow's functions
+
+
+def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+    """Return the gradient of all rows."""
+    rows, dim = slices.table_shape
+    if not slices.may_be_dense:
+        all_rows = "any id" if rows is None else f"{rows:,} rows"
+        raise UnsupportedError(
+            f"a gradient of rows cannot become a dense tensor for {all_rows} of {dim} weights, which this operation "
+            "needs. Use one that goes without (docs/keras.md lists them), or change the values of the rows of the "
+            "batch: gradient.with_values(f(gradient.values)), one row for each of gradient.indices."
+        )
+    return tf.cast(tf.math.unsorted_segment_sum(slices.values, slices.indices, rows), dtype or tf.float32, name)
+
+
+tf.register_tensor_conversion_function(RowSlices, _dense, priority=50)  # before that of tf.IndexedSlices
+
+
+def _leaves_zero(function: Callable[[tf.Tensor], Any]) -> bool | None:
+    """Return whether a function of single values leaves zero as it is; None where only a step of a program can tell."""
+    with tf.init_scope():
+        try:
+            out = function(tf.zeros((1, 1)))
+        except (TypeError, ValueError):  # it uses tensors of the program that is being traced
+            return None
+        return bool(out.dtype == tf.float32 and out.shape == (1, 1) and tf.reduce_all(tf.equal(out, 0.0)))
+
+
+def _map(slices: RowSlices, function: Callable[[tf.Tensor], Any]) -> Any:
+    """Apply a function of single values; to those of all rows where rows without a gradient would get one."""
+    leaves_zero = _leaves_zero(function)
+    if leaves_zero is None:
+        told = "a function of a gradient of rows must leave zero as it is: most rows have none."
+        with tf.control_dependencies([tf.debugging.assert_equal(function(tf.zeros((1, 1))), 0.0, told)]):
+            return slices.with_values(tf.identity(function(slices.values)))
+    return slices.with_values(function(slices.values)) if leaves_zero else function(tf.convert_to_tensor(slices))
+
+
+@tf.experimental.dispatch_for_unary_elementwise_apis(RowSlices)
+def _unary(function: Any, x: Any) -> Any:
+    return _map(x, function)
+
+
+@tf.experimental.dispatch_for_binary_elementwise_apis(RowSlices, RowSlices)
+def _of_two(function: Any, x: Any, y: Any) -> Any:
+    if function.__name__ not in ("add", "subtract"):
+        return function(tf.convert_to_tensor(x), tf.convert_to_tensor(y))
+    pairs = [(x.values, x.indices), ((-y if function.__name__ == "subtract" else y).values, y.indices)]
+    return RowSlices(*_sum(pairs, x.table_shape[1]), x.table_shape)
+
+
+# Binary functions that leave zero in the first place as it is, whatever the number. (Where that is NaN or Inf, the
+# rows of the batch get NaN, and no step.)
+_SCALING = ("multiply", "multiply_no_nan", "divide", "truediv", "div", "div_no_nan", "realdiv", "scalar_mul")
+
+
+@tf.experimental.dispatch_for_binary_elementwise_apis(RowSlices, Scalar)
+def _by_scalar(function: Any, x: Any, y: Any) -> Any:
+    if function.__name__ in _SCALING and _is_scalar(y):
+        return x.with_values(function(x.values, y))
+    return _map(x, lambda values: function(values, y)) if _is_scalar(y) else function(tf.convert_to_tensor(x), y)
+
+
+@tf.experimental.dispatch_for_binary_elementwise_apis(Scalar, RowSlices)
+def _of_scalar(function: Any, x: Any, y: Any) -> Any:
+    if function.__name__ == "multiply" and _is_scalar(x):
+        return y.with_values(function(x, y.values))
+    return _map(y, lambda values: function(x, values)) if _is_scalar(x) else function(x, tf.convert_to_tensor(y))
+
+
+Mixed = list[Union[tf.Tensor, RowSlices, None]]  # noqa: UP007
+
+
+def _is_scalar(given: Any) -> bool:
+    return getattr(given, "shape", ()) in ((), tf.TensorShape(()))
+
+
+@tf.experimental.dispatch_for_api(tf.add_n, {"inputs": list[RowSlices]})
+def _add_n(inputs: Any, name: str | None = None) -> RowSlices:
+    shape = inputs[0].table_shape
+    return RowSlices(*_sum([(each.values, each.indices) for each in inputs], shape[1]), shape)
+
+
+@tf.experimental.dispatch_for_api(tf.clip_by_norm, {"t": RowSlices})
+def _clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: str | None = None) -> RowSlices:
+    return t.with_values(tf.clip_by_norm(t.values, clip_norm, axes, name))
+
+
+@tf.experimental.dispatch_for_api(tf.clip_by_global_norm, {"t_list": Mixed})
+def _clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None, name: str | None = None) -> Any:
+    if not any(isinstance(each, RowSlices) for each in t_list):
+        return NotImplemented
+    values = [each.values if isinstance(each, RowSlices) else each for each in t_list]
+    clipped, norm = tf.clip_by_global_norm(values, clip_norm, use_norm, name)
+    both = zip(t_list, clipped, strict=True)
+    return [each.with_values(c) if isinstance(each, RowSlices) else c for each, c in both], norm
+
+
+@tf.experimental.dispatch_for_api(tf.norm, {"tensor": RowSlices})
+def _norm(
+    tensor: Any,
+    ord: Any = "euclidean",  # noqa: A002
+    axis: Any = None,
+    keepdims: Any = None,
+    name: str | None = None,
+) -> tf.Tensor:
+    if axis is not None or keepdims:
+        return tf.norm(tf.convert_to_tensor(tensor), ord, axis, keepdims, name)
+    return tf.norm(tf.reshape(tensor.values, [-1]), ord, name=name)

@@ -1,0 +1,442 @@
+"""What a tape returns for rows: whatever is done to it does to them what it does to a variable, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import embedrock as er
+import embedrock.keras as erk
+from embedrock.errors import ArgumentError, UnsupportedError
+from slow import slow
+
+ROWS, DIM = 5, 2
+SGD = keras.optimizers.SGD
+FIRST = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM) / 8
+IDS, OTHERS = tf.constant([[1, 3, 1], [3, 4, 1]]), tf.constant([[4, 4, 0], [1, 1, 2]])
+WEIGHTS = tf.constant([[3.0, 4.0], [-1.0, 0.5]])[:, tf.newaxis]
+
+Look = Callable[[tf.Tensor], tf.Tensor]
+
+
+def once(look: Look, k: int) -> tf.Tensor:
+    """The loss of micro-batch `k` with one lookup."""
+    return tf.reduce_sum(look((IDS, OTHERS)[k % 2]) * WEIGHTS * (k + 1.0))
+
+
+def twice(look: Look, k: int) -> tf.Tensor:
+    """That of two lookups whose gradients partly cancel, and meet in the same rows."""
+    return once(look, k) - 0.5 * tf.reduce_sum(look(IDS) * WEIGHTS) + tf.reduce_sum(look(OTHERS) ** 2)
+
+
+def in_a_loop(look: Look, k: int) -> tf.Tensor:
+    """That of a loop of TensorFlow's, which looks up in every round."""
+    total = tf.zeros(())
+    for row in tf.range(2):
+        total += tf.reduce_sum(look(IDS[row]) * WEIGHTS[row]) * (k + 1.0)
+    return total
+
+
+def by_map(look: Look, k: int) -> tf.Tensor:
+    return tf.reduce_sum(tf.map_fn(look, IDS, fn_output_signature=tf.float32) * WEIGHTS)
+
+
+def one_each(change: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
+    return lambda grads: [change(g) for g in grads]
+
+
+# What users do to gradients before they apply them.
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "nothing": lambda grads: grads,
+    "clip_by_value": one_each(lambda g: tf.clip_by_value(g, -1.0, 1.0)),
+    "clip_by_value to above zero": one_each(lambda g: tf.clip_by_value(g, 0.25, 1.0)),
+    "clip_by_norm": one_each(lambda g: tf.clip_by_norm(g, 1.0)),
+    "clip_by_norm of columns": one_each(lambda g: tf.clip_by_norm(g, 1.0, [0])),
+    "clip_by_global_norm": lambda grads: tf.clip_by_global_norm(grads, 1.0)[0],
+    "clip_by_global_norm, then scaled": lambda grads: [g * 0.5 for g in tf.clip_by_global_norm(grads, 1.0)[0]],
+    "divided by their norm": one_each(lambda g: g / tf.norm(g)),
+    "divided by the norm of all": lambda grads: [g / tf.linalg.global_norm(grads) for g in grads],
+    "sign": one_each(tf.sign),
+    "noise": one_each(lambda g: g + tf.random.stateless_normal((ROWS, DIM), (1, 2))),
+    "scaled by numbers": one_each(lambda g: 0.25 * g / 2 + 3.0 * -g),
+    "scaled by tensors": one_each(lambda g: tf.constant(0.25) * g - g / tf.constant(3.0)),
+    "squared": one_each(lambda g: g**2 + g * g),
+    "add_n": one_each(lambda g: tf.add_n([g, g, tf.tanh(g)])),
+    "sum": one_each(lambda g: sum([g, g]) - tf.clip_by_norm(g, 1.0)),
+    "where": one_each(lambda g: tf.where(tf.greater(g, 0.0), g, 0.0)),
+    "keras.ops": one_each(lambda g: keras.ops.clip(keras.ops.multiply(g, 0.5), -1, 1)),
+    "keras.ops.divide": one_each(lambda g: keras.ops.divide(g, 4.0)),
+    "of values": one_each(
+        lambda g: tf.IndexedSlices(tf.sign(g.values), g.indices) if hasattr(g, "indices") else tf.sign(g)
+    ),
+}
+
+
+def stepped(
+    look: Look, variable: Any, optimizer: Any, change: Any, loss: Any, *, micro: int, wrap: Callable[[Any], Any]
+) -> None:
+    """Make a step by the changed sum of the gradients of micro-batches."""
+    optimizer.build([variable])
+
+    @wrap
+    def step() -> None:
+        summed: Any = None
+        for k in range(micro):
+            with tf.GradientTape() as tape:
+                value = loss(look, k)
+            grads = tape.gradient(value, [variable])
+            summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+        optimizer.apply_gradients(zip(change(summed), [variable], strict=True))
+
+    step()
+
+
+def made() -> tuple[Any, er.Table]:
+    table = er.Table(ROWS, DIM, init=er.FromArray(FIRST))
+    layer = erk.Embedding(table)
+    layer.build()
+    return layer, table
+
+
+def both(change: Any, loss: Any, *, micro: int = 1, wrap: Any = lambda f: f, optimizer: Any = None) -> None:
+    """Compare rows after a step with a variable's."""
+    optimizer = optimizer or (lambda: SGD(0.5))
+    layer, table = made()
+    stepped(layer, layer.rows, erk.optimizer(optimizer()), change, loss, micro=micro, wrap=wrap)
+    variable = keras.Variable(FIRST)
+
+    def look(ids: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.matmul(tf.one_hot(ids, ROWS), tf.convert_to_tensor(variable.value))
+
+    stepped(look, variable, optimizer(), change, loss, micro=micro, wrap=wrap)
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS)), variable.numpy(), rtol=1e-5, atol=1e-6)
+    assert np.abs(variable.numpy() - FIRST).max() > 0.05
+    assert table.steps == 1
+
+
+WAYS: dict[str, Any] = {"eager": lambda f: f, "function": tf.function}
+
+
+@pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_are_changed_as_those_of_a_variable(change: Any, wrap: Any) -> None:
+    both(change, twice, micro=2, wrap=wrap)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("loss", [once, twice, by_map], ids=lambda f: f.__name__)
+def test_norms_are_those_of_what_is_summed(loss: Any, micro: int) -> None:
+    both(lambda grads: tf.clip_by_global_norm(grads, 0.5)[0], loss, micro=micro, wrap=tf.function)
+
+
+@pytest.mark.parametrize(
+    "change", [CHANGES[name] for name in ("nothing", "clip_by_global_norm")], ids=["as is", "clipped"]
+)
+def test_lookups_in_a_loop_of_a_program(change: Any) -> None:
+    both(change, in_a_loop, wrap=tf.function, micro=2)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "clipnorm": lambda: SGD(0.5, clipnorm=0.4),
+    "clipvalue": lambda: SGD(0.5, clipvalue=0.2),
+    "adam": lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.3),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_that_clip_what_was_changed(optimizer: Any) -> None:
+    both(one_each(lambda g: tf.clip_by_value(g, -1.0, 1.0)), twice, micro=2, wrap=tf.function, optimizer=optimizer)
+
+
+def test_what_is_applied_may_be_looked_at_after() -> None:
+    layer, _ = made()
+    optimizer = erk.optimizer(SGD(0.5))
+    optimizer.build([layer.rows])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = once(layer, 0)
+        grads = tape.gradient(loss, [layer.rows])
+        optimizer.apply(grads, [layer.rows])
+        return grads[0], tf.norm(grads[0])
+
+    for _ in range(3):
+        gradient, norm = step()
+        assert float(norm) == pytest.approx(float(tf.norm(gradient)))
+        assert sorted(gradient.indices.numpy()) == [1, 3, 4]
+
+
+def test_several_gradients_are_applied_one_after_the_other() -> None:
+    rows = []
+    for wrap in WAYS.values():
+        layer, table = made()
+        optimizer = erk.optimizer(SGD(0.5, momentum=0.9))
+        optimizer.build([layer.rows])
+
+        @wrap
+        def step(layer: Any = layer, optimizer: Any = optimizer) -> None:
+            grads = []
+            for k in range(4):
+                with tf.GradientTape() as tape:
+                    loss = once(layer, k)
+                grads.append(tape.gradient(loss, layer.rows))
+            for gradient in reversed(grads):
+                optimizer.apply([gradient], [layer.rows])
+
+        step()
+        step()
+        assert table.steps == 8
+        rows.append(table.lookup(np.arange(ROWS)))
+    np.testing.assert_array_equal(*rows)
+
+
+def test_what_is_too_old_is_told() -> None:
+    layer, _ = made()
+    optimizer = erk.optimizer(SGD(0.5))
+    optimizer.build([layer.rows])
+
+    @tf.function
+    def step() -> None:
+        grads = []
+        for k in range(10):
+            with tf.GradientTape() as tape:
+                loss = once(layer, k)
+            grads.append(tape.gradient(loss, layer.rows))
+        for gradient in grads:
+            optimizer.apply([gradient], [layer.rows])
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"1 of which are gone.*before 8 more steps"):
+        step()
+
+
+def test_gradients_go_in_and_out_of_functions() -> None:
+    layer, table = made()
+    traced = []
+
+    @tf.function
+    def of(ids: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids) * 2.0)
+        return tape.gradient(loss, layer.rows)
+
+    @tf.function
+    def halved(gradient: Any) -> Any:
+        traced.append(gradient)
+        return gradient / 2
+
+    one, two = of(tf.constant([1, 3, 1])), of(tf.constant([3, 0, 0]))
+    summed = halved(one + two)
+    assert len(halved(two).indices) == 2
+    assert len(traced) == 1
+    np.testing.assert_array_equal(tf.convert_to_tensor(summed)[:, 0], [2, 2, 0, 2, 0])
+    erk.optimizer(SGD(1.0)).apply([summed], [layer.rows])
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS))[:, 0], FIRST[:, 0] - [2, 2, 0, 2, 0])
+
+
+def test_a_dense_gradient_is_a_gradient() -> None:
+    layer, table = made()
+    erk.optimizer(SGD(1.0)).apply([tf.ones((ROWS, DIM))], [layer.rows])
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), FIRST - 1)
+
+
+def test_repeated_indices_are_summed_first() -> None:
+    layer, table = made()
+    repeated = tf.IndexedSlices(tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([2, 2]))
+    erk.optimizer(keras.optimizers.Adagrad(1.0, initial_accumulator_value=0.0)).apply([repeated], [layer.rows])
+    np.testing.assert_allclose(table.lookup(np.array([2])), FIRST[2:3] - 1, rtol=1e-5)
+
+
+WRONG: dict[str, Any] = {
+    "another shape": lambda layer: tf.ones((ROWS, DIM + 1)),
+    "slices of another shape": lambda layer: tf.IndexedSlices(tf.ones((1, 3)), tf.constant([1])),
+    "inside of TensorFlow": lambda layer: tf.ones(256),
+}
+
+
+@pytest.mark.parametrize("gradient", WRONG.values(), ids=WRONG)
+def test_what_is_no_gradient_of_rows(gradient: Any) -> None:
+    layer, table = made()
+    with pytest.raises(ArgumentError, match=r"must be what a tape returns for layer\.rows"):
+        erk.optimizer(SGD(1.0)).apply([gradient(layer)], [layer.rows])
+    assert table.steps == 0
+
+
+def test_rows_that_are_not_there() -> None:
+    layer, table = made()
+    with pytest.raises(er.EmbedrockError, match="99"):
+        erk.optimizer(SGD(1.0)).apply([tf.IndexedSlices(tf.ones((1, DIM)), tf.constant([99]))], [layer.rows])
+    assert table.steps == 0
+
+
+# ---------------------------------------------------------------- of a table of any size
+
+LARGE: dict[str, Callable[[Any], Any]] = {
+    "norm": tf.norm,
+    "global norm": lambda g: tf.linalg.global_norm([g]),
+    "clipped": lambda g: tf.clip_by_value(tf.clip_by_norm(g, 3.0), -1.0, 1.0).values,
+    "clipped to a number of the program": lambda g: tf.clip_by_value(g, -tf.norm(g), tf.norm(g)).values,
+    "sign": lambda g: tf.sign(g + g).values,
+}
+
+
+@pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("function", LARGE.values(), ids=LARGE)
+def test_cost_follows_the_rows_of_the_batch(function: Any, wrap: Any) -> None:
+    found = []
+    for rows, ids in (10**12, [10**11, 5, 5]), (6, [4, 5, 5]):
+        layer: Any = erk.Embedding(rows, DIM, "zeros")
+        layer.build()
+
+        @wrap
+        def step(layer: Any = layer, ids: Any = ids) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(tf.constant(ids, tf.int64)) * tf.constant([1.5, -2.0]))
+            return function(tape.gradient(loss, layer.rows))
+
+        found.append(step().numpy())
+    np.testing.assert_array_equal(*found)
+
+
+DENSE: dict[str, Callable[[Any], Any]] = {
+    "exp": tf.exp,
+    "a number more": lambda g: g + 1.0,
+    "clipped to above zero": lambda g: tf.clip_by_value(g, 1.0, 2.0),
+    "sum": tf.reduce_sum,
+    "where": lambda g: tf.where(tf.greater(g, 0.0), g, 0.0),
+    "noise": lambda g: g + tf.random.normal((3, DIM)),
+}
+
+
+@pytest.mark.parametrize("rows", [10**12, None], ids=["closed", "open"])
+@pytest.mark.parametrize("function", DENSE.values(), ids=DENSE)
+def test_what_would_touch_all_rows_is_refused(function: Any, rows: int | None) -> None:
+    layer: Any = erk.Embedding(rows, DIM, "zeros")
+    layer.build()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(tf.constant([7])))
+    gradient = tape.gradient(loss, layer.rows)
+    with pytest.raises(UnsupportedError, match=r"cannot become a dense tensor for .*gradient\.with_values"):
+        function(gradient)
+
+
+# ---------------------------------------------------------------- many lookups
+
+
+@pytest.mark.parametrize("wrap", [*slow("eager", "function")])
+def test_eight_lookups_of_forty_steps(wrap: str) -> None:
+    def eight(look: Look, k: int) -> tf.Tensor:
+        return (
+            tf.add_n([tf.reduce_sum(look(tf.math.floormod(IDS + j + k, ROWS)) * WEIGHTS) / (j + 1.0) for j in range(8)])
+            / 40
+        )
+
+    both(CHANGES["clip_by_global_norm"], eight, micro=40, wrap=WAYS[wrap])
+
+
+def test_a_cell_looks_up_three_hundred_times() -> None:
+    class Cell(keras.layers.Layer):
+        def __init__(self, embedding: Any) -> None:
+            super().__init__()
+            self.embedding, self.state_size, self.output_size = embedding, DIM, DIM
+
+        def call(self, inputs: Any, states: Any) -> Any:
+            state = 0.99 * states[0] + self.embedding(keras.ops.cast(inputs[:, 0], "int64"))
+            return state, [state]
+
+    steps = 300
+    ids = np.random.default_rng(0).integers(0, ROWS, (2, steps, 1)).astype(np.float32)
+    layer, table = made()
+    inputs = keras.Input((steps, 1))
+    model: Any = keras.Model(inputs, keras.layers.RNN(Cell(layer))(inputs))
+    model.compile(erk.optimizer(SGD(0.01)), "mse")
+    model.fit(ids, np.zeros((2, DIM), np.float32), verbose=0)
+    decay = 0.99 ** np.arange(steps - 1, -1, -1)
+    hot = np.eye(ROWS)[ids[..., 0].astype(int)] * decay[:, np.newaxis]
+    out = (hot @ FIRST).sum(axis=1)
+    expected = FIRST - 0.01 * np.einsum("bsr,bd->rd", hot, 2 * out / out.size)
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_three_hundred_steps_of_accumulation() -> None:
+    layer, table = made()
+    inputs: Any = keras.Input((3,), dtype="int64")
+    model: Any = keras.Model(inputs, keras.layers.Flatten()(layer(inputs)))
+    model.compile(erk.optimizer(SGD(0.5, gradient_accumulation_steps=300, clipnorm=0.5)), "mse")
+    ids = np.random.default_rng(0).integers(0, ROWS, (600, 3))
+    model.fit(ids[:300], np.zeros((300, 3 * DIM)), batch_size=1, shuffle=False, verbose=0)
+    hot = np.eye(ROWS)[ids[:300]]
+    grad = np.einsum("bsr,bsd->rd", hot, 2 * FIRST[ids[:300]] / (3 * DIM)) / 300
+    grad *= 0.5 / max(0.5, np.linalg.norm(grad))
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS)), FIRST - 0.5 * grad, rtol=1e-4, atol=1e-5)
+    assert table.steps == 1
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_an_optimizer_that_steps_in_its_own_way_is_refused() -> None:
+    class Half(SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(gradient * 0.5, variable, learning_rate)
+
+    layer, table = made()
+    gradient = tf.IndexedSlices(tf.ones((1, DIM)), tf.constant([1]))
+    with pytest.raises(UnsupportedError, match=r"rows cannot follow Half, whose update_step is not that of .*SGD"):
+        erk.optimizer(Half(1.0)).apply([gradient], [layer.rows])
+    assert table.steps == 0
+    ruled: Any = erk.Embedding(er.Table(ROWS, DIM, init=er.Zeros()), rule=er.SGD())
+    ruled.build()
+    erk.optimizer(Half(1.0)).apply([gradient], [ruled.rows])
+    np.testing.assert_array_equal(ruled.table.lookup(np.array([1])), [[-1.0, -1.0]])
+
+
+def test_a_subclass_that_changes_gradients_is_followed() -> None:
+    class Half(SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply([g * 0.5 for g in grads], trainable_variables)
+
+    layer, table = made()
+    erk.optimizer(Half(1.0)).apply([tf.IndexedSlices(tf.ones((1, DIM)), tf.constant([1]))], [layer.rows])
+    np.testing.assert_array_equal(table.lookup(np.array([1])), FIRST[1:2] - 0.5)
+
+
+@pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+def test_vectorized_lookups_are_refused(wrap: Any) -> None:
+    layer, _ = made()
+    with pytest.raises(
+        Exception, match=r"tf.vectorized_map drops the gradients .* layer\(ids\)"
+    ):
+        wrap(lambda: tf.vectorized_map(lambda ids: layer(ids[0]) + layer(ids[1]), IDS))()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "l2_loss": tf.nn.l2_loss,
+    "norm": tf.norm,
+    "as an array": np.asarray,
+    "squared": lambda v: v**2,
+    "Keras' sum": keras.ops.sum,
+    "numpy": lambda v: v.numpy(),
+    "value": lambda v: v.value + 1.0,
+    "value as an array": lambda v: v.value.numpy(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_stands_for_rows_is_not_read(read: Callable[[Any], Any]) -> None:
+    layer, _ = made()
+    with pytest.raises(UnsupportedError, match=r"'embedding.*', erk\.Embedding"):
+        read(layer.rows)
+
+
+def test_weight_decay_leaves_rows_out_by_the_name_that_keras_gives_them() -> None:
+    layer, table = made()
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["embeddings"])
+    erk.optimizer(optimizer).build([layer.rows])
+    assert isinstance(table.rule, er.Adam)
