@@ -215,6 +215,27 @@ def test_what_is_too_old_is_told() -> None:
         step()
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_what_was_changed_before_the_tape_returned_it_is_told(factor: float) -> None:
+    layer, _ = made()
+
+    @tf.custom_gradient
+    def scaled(ids: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            out = layer(ids)
+
+        def gradient(upstream: Any, variables: Any) -> Any:
+            return None, [factor * g for g in tape.gradient(out, variables, upstream)]
+
+        return out, gradient
+
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS)) + tf.reduce_sum(scaled(IDS))
+        with pytest.raises((ArgumentError, tf.errors.InvalidArgumentError), match="by a gradient function of your own"):
+            tape.gradient(loss, layer.rows)
+
+
 def test_gradients_go_in_and_out_of_functions() -> None:
     layer, table = made()
     traced = []
@@ -409,9 +430,7 @@ def test_a_subclass_that_changes_gradients_is_followed() -> None:
 @pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
 def test_vectorized_lookups_are_refused(wrap: Any) -> None:
     layer, _ = made()
-    with pytest.raises(
-        Exception, match=r"tf.vectorized_map drops the gradients .* layer\(ids\)"
-    ):
+    with pytest.raises(Exception, match=r"tf.vectorized_map drops the gradients .* layer\(ids\)"):
         wrap(lambda: tf.vectorized_map(lambda ids: layer(ids[0]) + layer(ids[1]), IDS))()
 
 
@@ -424,6 +443,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda v: v.numpy(),
     "value": lambda v: v.value + 1.0,
     "value as an array": lambda v: v.value.numpy(),
+    "by a tensor": lambda v: tf.constant(2.0) * v,
 }
 
 

@@ -179,11 +179,9 @@ class Handle:
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
 
-        return (
-            RowSlices(*read(token), shape)
-            if tf.executing_eagerly()
-            else WaitingSlices(token, self.pending, read, shape)
-        )
+        if tf.executing_eagerly():
+            return RowSlices(*read(token), shape)
+        return WaitingSlices(token, self.pending, read, shape)
 
     def _read(self, token: np.ndarray) -> list[np.ndarray]:
         grads = self.pending.read(token, is_last=False) or self.no_gradients()
@@ -214,7 +212,7 @@ class Handle:
         )
 
     def gradients(self, arrays: Sequence[np.ndarray]) -> RowGradients:
-        """Return what was sent to a step: see `Sent`.
+        """Return what was sent to a step: see `RowSlices.sent`.
 
         Of a token of nothing there is no row: a step all the same, as it is one for a variable.
         """
@@ -306,9 +304,8 @@ def _guard_reading(cell: Any, label: str) -> None:
     read = cell._read_variable_op
 
     def refuse_read(no_copy: bool = False) -> Any:
-        if (
-            no_copy or _may_read.get() or _is_gradient_function_asking()
-        ):  # files of models; functions that only record what they are of
+        # Files of models, lookups, and TensorFlow's gradient functions, which record what they are of.
+        if no_copy or _may_read.get() or _is_gradient_function_asking():
             return read(no_copy)
         raise UnsupportedError(reading_refused(label))
 
@@ -316,9 +313,9 @@ def _guard_reading(cell: Any, label: str) -> None:
 
 
 def _is_gradient_function_asking() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("embedrock.keras.layers"):
-        if frame.f_globals.get("__name__") == custom_gradient.__name__:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
+        if frame.f_globals["__name__"] == custom_gradient.__name__:
             return True
         frame = frame.f_back
     return False

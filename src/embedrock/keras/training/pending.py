@@ -14,8 +14,10 @@ from embedrock.process import forks
 
 # Numbers in a token, and in the variable that stands for rows; files of models hold what optimizers keep of it.
 SLOTS = 256
-# Of each number: float32 adds up different powers of two below 2^24 without rounding.
-BITS = 24
+# Of each number: float32 adds up different powers of two below 2^24 without rounding. Every other power is used, so
+# that a token that was doubled or halved on its way is none.
+BITS = 12
+USED = 0x555555
 # Backward passes of a table that may wait, over all replicas, lookups, and times that a loop runs a lookup.
 PASSES = SLOTS * BITS
 # Passes whose gradients a program has read, and may read again elsewhere in it; steps for which others are kept.
@@ -76,7 +78,7 @@ class Pending:
             self._next = (number + 1) % PASSES
             self._arrivals[number] = Arrival(replica, lookup, self._steps, grads)
         token = np.zeros(SLOTS, np.float32)
-        token[number // BITS] = 1 << number % BITS
+        token[number // BITS] = 1 << 2 * (number % BITS)
         return token
 
     def take(self, token: np.ndarray) -> RowGradients | None:
@@ -141,10 +143,10 @@ def _numbers(token: np.ndarray) -> list[int]:
     """Return the numbers of the passes that a sum of tokens is of."""
     slots = np.flatnonzero(token)
     whole = token[slots].astype(np.int64)
-    if (whole != token[slots]).any() or (whole < 0).any() or (whole >= 1 << BITS).any():
+    if (whole != token[slots]).any() or (whole & ~USED).any():
         raise ArgumentError(
             "a gradient of rows was changed before its tape returned it, by a gradient function of your own. Change "
             "the gradients of what the layer returns, or those that the tape returns."
         )
     pairs = zip(slots.tolist(), whole.tolist(), strict=True)
-    return [slot * BITS + bit for slot, bits in pairs for bit in range(BITS) if bits >> bit & 1]
+    return [slot * BITS + bit for slot, bits in pairs for bit in range(BITS) if bits >> 2 * bit & 1]
