@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Of neither: Linux alone has them, or macOS only from some release on.
@@ -101,7 +102,11 @@ def _become_macos() -> None:
 
 
 def _become_windows() -> None:
-    real_open = os.open
+    real_open, statvfs = os.open, os.statvfs
+
+    def disk_usage(path: Any) -> SimpleNamespace:  # Python has it on Windows, by another call
+        found = statvfs(path)
+        return SimpleNamespace(total=found.f_blocks * found.f_frsize, free=found.f_bavail * found.f_frsize)
 
     def open_no_folder(path: Any, *args: Any, **kwargs: Any) -> int:
         if os.path.isdir(path):
@@ -118,6 +123,7 @@ def _become_windows() -> None:
             return super().__getattribute__(name)
 
     sys.platform = "win32"
+    shutil.disk_usage = disk_usage
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # as it decided when it was imported
     _hide(POSIX_ONLY)
     os.open = open_no_folder
