@@ -266,6 +266,22 @@ def test_a_dense_gradient_is_a_gradient() -> None:
     np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), FIRST - 1)
 
 
+def test_numpy_has_the_gradient_of_all_rows() -> None:
+    for rows in (9, 10**9):
+        layer = erk.Embedding(rows, 2)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(np.array([7, 7, 3])) * tf.constant([3.0, 4.0]))
+        gradient = tape.gradient(loss, layer.rows)
+        if rows == 9:
+            expected = np.zeros((9, 2), np.float32)
+            expected[3], expected[7] = [3, 4], [6, 8]
+            np.testing.assert_array_equal(np.asarray(gradient), expected)
+            assert np.linalg.norm(gradient) == np.linalg.norm(expected)
+        else:
+            with pytest.raises(UnsupportedError, match="cannot become a dense tensor for 1,000,000,000 rows"):
+                np.asarray(gradient)
+
+
 def test_repeated_indices_are_summed_first() -> None:
     layer, table = made()
     repeated = tf.IndexedSlices(tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([2, 2]))

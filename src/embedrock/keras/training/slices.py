@@ -93,6 +93,10 @@ class RowSlices(tf.IndexedSlices):
         """Return a line with the shape, without reading anything."""
         return f"<RowSlices of shape {self.table_shape}>"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the gradient of all rows, outside of a program, where it may become dense."""
+        return np.array(tf.convert_to_tensor(self), dtype)
+
     def __add__(self, other: Any) -> Any:
         """Return the sum, row by row; of 0 as well, where `sum` begins."""
         if isinstance(other, (int, float)) and other == 0:
