@@ -120,8 +120,8 @@ def _of_points(flat: np.ndarray, shape: tuple[int, ...]) -> Strings:
     points, ends, sizes = flat.view(np.uint32), np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
     launch(strings.trim, points, width, ends)
     launch(strings.utf8_sizes, points, width, ends, sizes)
-    if len(sizes) and sizes.min() < 0:
-        raise _no_text(str(flat[int(np.argmin(sizes))]), int(np.argmin(sizes)), shape)
+    if len(sizes) and sizes[position := int(np.argmin(sizes))] < 0:
+        raise _no_text(str(flat[position]), position, shape)
     offsets = _offsets(sizes)
     data = np.empty(int(offsets[-1]), np.uint8)
     launch(strings.write_utf8, points, width, ends, offsets[:-1], data)

@@ -31,12 +31,12 @@ def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> Plac
         MemoryBudgetError: a direct directory is asked for, and the table does not fit; or no row does.
     """
     check_directory(directory)
-    budget = memory_limit() if memory is None else parse_bytes(memory)
-    return _placed(spec, budget, directory, subject)._replace(is_told=memory is not None)
-
-
-def _placed(spec: Spec, budget: int, directory: str, subject: str) -> Placement:
     limit = memory_limit()
+    budget = limit if memory is None else parse_bytes(memory)
+    return _placed(spec, budget, limit, directory, subject)._replace(is_told=memory is not None)
+
+
+def _placed(spec: Spec, budget: int, limit: int, directory: str, subject: str) -> Placement:
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
             raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
@@ -105,10 +105,12 @@ class Memory(Tier):
 
     def check_room(self, more: int) -> None:
         self._check_budget(more)
-        if more and not self.placement.is_told and not _headroom.take(self._bytes_of_new(more)):
+        if not more or self.placement.is_told:
+            return
+        needed = more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
+        if not _headroom.take(needed):
             raise MemoryBudgetError(
-                f"{self.subject} has {counted(self.directory.count, 'row')} in RAM and this batch touches "
-                f"{counted(more, 'new one')}: {format_bytes(self._bytes_of_new(more))} needed, and "
+                f"{self._touched(more)}: {format_bytes(needed)} needed, and "
                 f"{format_bytes(available_bytes())} left of the RAM that this process may use, some of which others "
                 "need. Put the table on disk with path=, touch fewer rows, use a smaller dim, dtype or rule state, or "
                 "pass memory= to say how much the table may take whatever is left."
@@ -118,14 +120,14 @@ class Memory(Tier):
         if not self.has_room(more):
             needed = self._bytes_with(more)
             raise MemoryBudgetError(
-                f"{self.subject} has {counted(self.directory.count, 'row')} in RAM and this batch touches "
-                f"{counted(more, 'new one')}: {format_bytes(needed)} ({needed} bytes) needed, budget "
+                f"{self._touched(more)}: {format_bytes(needed)} ({needed} bytes) needed, budget "
                 f"{format_bytes(self.budget_bytes)}. Raise memory=, touch fewer rows, or use a smaller dim, dtype or "
                 "rule state."
             )
 
-    def _bytes_of_new(self, more: int) -> int:
-        return more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
+    def _touched(self, more: int) -> str:
+        rows = counted(self.directory.count, "row")
+        return f"{self.subject} has {rows} in RAM and this batch touches {counted(more, 'new one')}"
 
     def has_room(self, rows: int) -> bool:
         return not rows or self._bytes_with(rows) <= self.placement.budget_bytes
