@@ -56,26 +56,36 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
         >>> er.hash_ids(["red", "green", "red"], buckets=1000)
         array([ 13, 356,  13])
     """
-    key, count = _key(salt), _checked_buckets(buckets)
+    key, count = key_of(salt), checked_buckets(buckets)
     strings, shape = _strings(values)
     ids = np.empty(len(strings.starts), np.int64)
     kernels.cpu.launch(kernels.cpu.strings.hash_strings, *strings, key, count, ids)
     return ids.reshape(shape)
 
 
-def _key(salt: Any) -> np.ndarray:
+def key_of(salt: Any, subject: str = "hash_ids") -> np.ndarray:
+    """Return the key that a salt stands for, uint64 (2,).
+
+    Raises:
+        ArgumentError: `subject` cannot have this salt.
+    """
     pair = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
     if len(pair) != 2 or not all(_is_whole(word) and 0 <= word < 2**64 for word in pair):
-        raise ArgumentError(f"`salt` of hash_ids must be a number in [0, 2**64), or two of them: got {salt!r}.")
+        raise ArgumentError(f"`salt` of {subject} must be a number in [0, 2**64), or two of them: got {salt!r}.")
     return np.array(pair, np.uint64)
 
 
-def _checked_buckets(buckets: Any) -> int:
+def checked_buckets(buckets: Any, subject: str = "hash_ids") -> int:
+    """Return a number of buckets; all there are for None.
+
+    Raises:
+        ArgumentError: `subject` cannot have as many.
+    """
     if buckets is None:
         return MOST_BUCKETS
     if not _is_whole(buckets) or not 1 <= buckets <= MOST_BUCKETS:
         raise ArgumentError(
-            f"`buckets` of hash_ids must be a number in [1, 2**63), the table's rows, or None: got {buckets!r}."
+            f"`buckets` of {subject} must be a number in [1, 2**63), the table's rows, or None: got {buckets!r}."
         )
     return int(buckets)
 

@@ -15,6 +15,7 @@ from embedrock.keras.export import export
 from embedrock.keras.layers.bag import EmbeddingBag
 from embedrock.keras.layers.collection import EmbeddingCollection, fuse
 from embedrock.keras.layers.embedding import Embedding
+from embedrock.keras.layers.hashing import Hashing, hash_ids
 from embedrock.keras.prefetch import prefetch
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.saving.loading import load_model
@@ -28,6 +29,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingCollection",
     "ForgottenGradientsError",
+    "Hashing",
     "HeldCommitsWarning",
     "RowOptimizer",
     "TableCheckpoint",
@@ -36,6 +38,7 @@ __all__ = [
     "distribute",
     "export",
     "fuse",
+    "hash_ids",
     "load_model",
     "optimizer",
     "prefetch",
