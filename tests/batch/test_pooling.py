@@ -137,7 +137,8 @@ def test_backward_is_the_adjoint_of_forward():
     out, scale = np.empty_like(batch.grads), np.empty(len(batch.grads), np.float32)
     values, squares = np.empty_like(batch.rows), np.empty(len(batch.rows))
     cpu, bags, unique = kernels.cpu.pooling, len(batch.grads), len(batch.rows)
-    cpu.pool_sum(ones, batch.inverse, batch.offsets, batch.places, batch.weights, batch.skip, False, out, scale, 0, bags)
+    where = batch.inverse, batch.offsets, batch.places
+    cpu.pool_sum(ones, *where, batch.weights, batch.skip, False, out, scale, 0, bags)
     segments = batch.bags, batch.starts, batch.order
     cpu.pool_sum_backward(batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique)
     np.testing.assert_allclose((values * ones).sum(), (out * batch.grads).sum(), rtol=1e-4)

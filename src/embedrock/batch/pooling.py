@@ -55,7 +55,8 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
         bags: what belongs together.
 
     Returns:
-        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, or the places of maxima.
+        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, or the positions
+        of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out = np.empty((count, dim), np.float32)
