@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients, Segments
 from embedrock.batch.plan import Plan
 
 
@@ -22,7 +22,7 @@ class Bags(NamedTuple):
         places: int32 (bags,), the row of each bag among pooled rows, and among their gradients; None: in order.
     """
 
-    plan: Plan
+    plan: Segments
     offsets: np.ndarray
     skip: int
     mode: str
@@ -72,7 +72,21 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-    """Return the gradients of the rows from those of the bags, float32 (bags, dim)."""
+    """Return the gradients of the rows of a table from those of the bags, float32 (bags, dim)."""
+    plan = bags.plan
+    assert isinstance(plan, Plan)  # of one table
+    values, squares = sum_bags(grads, weights, bags, trace)
+    return RowGradients(plan, values, float(squares.sum()))
+
+
+def sum_bags(
+    grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gradients of the rows from those of the bags, float32 (bags, dim).
+
+    Returns:
+        They are float32 (unique, dim); and the sum of squares of each, float64 (unique,).
+    """
     plan = bags.plan
     values, squares = (
         np.empty((len(plan.ids), grads.shape[1]), np.float32),
@@ -84,7 +98,7 @@ def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.
     else:
         args = *segments, _factors(weights), trace, bags.skip, values, squares
         cpu.launch(cpu.pooling.pool_sum_backward, *args)
-    return RowGradients(plan, values, float(squares.sum()))
+    return values, squares
 
 
 def _factors(weights: np.ndarray | None) -> np.ndarray:

@@ -15,7 +15,7 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
-from embedrock.fronts import steps
+from embedrock.table import stepping
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.steps import DueStep
 
@@ -86,18 +86,18 @@ def _norm(grads: RowGradients) -> float:
 class HostStep(NamedTuple):
     """A step of tables that nothing refuses any more."""
 
-    due: Sequence[steps.Due]
+    judged: Sequence[stepping.Judged]
 
     def step(self) -> None:
         """Make it."""
-        steps.step_judged(self.due)
+        stepping.step_judged(self.judged)
 
 
 def judge(due: Sequence[DueStep], alone: bool) -> list[HostStep]:
-    """Prepare a step of tables: see `fronts.steps.judge`, which finds out all the same who is stepped with them."""
+    """Prepare a step of tables: see `stepping.judge`, which finds out all the same who is stepped with them."""
     tables = (cast(HostSide, part.side).table for part in due)  # sides are judged with their own kind
-    parts = [steps.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
-    return [HostStep(steps.judge(parts))]
+    parts = [stepping.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
+    return [HostStep(stepping.judge(parts))]
 
 
 class HostSide:
