@@ -275,7 +275,7 @@ def _of_positions(features: list[Feature], parts: list[Any]) -> np.ndarray:
     """Return the gradient of each position of bags: float32 (n, dim)."""
     found = []
     for feature, (bags, trace, grads) in zip(features, parts, strict=True):
-        of_bag = bags.bag_of_position()
+        of_bag = bags.place_of_position()
         if feature.mode == "max":
             positions = np.arange(len(of_bag), dtype=np.int32)
             found.append(np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0)))

@@ -128,13 +128,15 @@ class Reading:
 
     Attributes:
         batch: its plan.
-        outputs: for each feature, float32 ``ids.shape + (dim,)`` or (bags, dim).
+        outputs: for each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`.
+        arrays: what was read of each share, float32 (positions, dim) or (bags, dim).
         traces: what `pooling.unpool` needs, of each share.
         values: the rows of each share, float32 (unique, dim), where weights get gradients.
     """
 
     batch: GroupPlan
     outputs: list[np.ndarray] = field(default_factory=list)
+    arrays: list[np.ndarray] = field(default_factory=list)
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
 
@@ -295,6 +297,7 @@ def read(batch: GroupPlan, for_weights: bool) -> Reading:
             found, trace = _pooled(batch, share, values)
             for number, start, stop in _spans(share, share.bags):
                 outputs[number] = found[start:stop]
+        reading.arrays.append(found)
         reading.traces.append(trace)
         reading.values.append(values if for_weights else None)
     reading.outputs = [outputs[number] for number in range(len(outputs))]
@@ -391,9 +394,13 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
         reading: of the batch.
         grads: for each feature, float32 of its output's shape; None for zeros.
     """
+    return sum_arrays(reading, [_joined_grads(share, grads) for share in reading.batch.shares])
+
+
+def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+    """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
     found: dict[Table, list[RowGradients]] = {}
-    for share, trace in zip(reading.batch.shares, reading.traces, strict=True):
-        given = _joined_grads(share, grads)
+    for share, trace, given in zip(reading.batch.shares, reading.traces, grads, strict=True):
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:

@@ -237,6 +237,10 @@ class Group:
         """
         return batches.sum_gradients(reading, grads)
 
+    def sum_arrays(self, reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
+        """Return what `sum` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
+        return batches.sum_arrays(reading, grads)
+
     def weight_gradients(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
         """Return the gradients of positions' weights, float32 (n,), for each feature; None where it has none."""
         return batches.weight_gradients(reading, grads)
