@@ -77,6 +77,12 @@ def both(optimizer: str = "Adam", **more: Any) -> tuple[Any, Any, Any, Any]:
     return joint, alone, made(joint, lr=0.1, **more), made(nn.ModuleList(alone.values()), lr=0.1, **more)
 
 
+def shown(layer: ert.EmbeddingBag) -> float:
+    """Return the norm that a layer's handle shows."""
+    assert layer.handle.grad is not None
+    return layer.handle.grad.item()
+
+
 def ids_of(table: er.Table) -> np.ndarray:
     return table.export()[0] if table.rows is None else np.arange(table.rows)
 
@@ -119,7 +125,7 @@ def test_training_is_that_of_the_layers_one_by_one(optimizer: str, more: dict[st
         loss_of(out).backward()
         loss_of(expected).backward()
         for name, layer in alone.items():
-            assert joint.layer_of(name).handle.grad.item() == layer.handle.grad.item(), name
+            assert shown(joint.layer_of(name)) == shown(layer), name
         for each in (ours, theirs):
             each.step()
             each.zero_grad()
@@ -170,7 +176,7 @@ MODES = {"one": "sum", "three": "mean", "seven": "max"}
 
 def test_each_part_of_a_step_is_one_call_for_all_tables(monkeypatch: pytest.MonkeyPatch):
     joint, _, optimizer, _ = both()
-    calls = dict.fromkeys(("plan", "read", "sum_gradients"), 0)
+    calls: dict[str, int] = dict.fromkeys(["plan", "read", "sum_gradients"], 0)
     for name in calls:
         counted(monkeypatch, batches, name, calls)
     loss_of(joint(batch(0))).backward()
@@ -323,7 +329,7 @@ def test_nothing_is_stepped_where_one_table_refuses():
 
 def test_weights_of_positions_get_gradients():
     group = er.Group()
-    arguments = {
+    arguments: dict[str, dict[str, Any]] = {
         "a": {"num_embeddings": 9, "embedding_dim": 4, "padding_idx": 2},
         "b": {"num_embeddings": 7, "embedding_dim": 4},
     }
@@ -347,9 +353,10 @@ def test_weights_of_positions_get_gradients():
     loss_of(expected).backward()
     for mine, theirs in zip(weights[:2], weights[2:], strict=True):
         assert mine.grad is not None
+        assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
     for name, layer in made[1].items():
-        assert made[0][name].handle.grad.item() == layer.handle.grad.item()
+        assert shown(made[0][name]) == shown(layer)
     made[0]["a"].requires_grad_(False)
     out = joint({"a": (ids, offsets, weights[0]), "b": ids})
     assert out["a"].requires_grad  # those of its weights come back all the same
@@ -372,7 +379,7 @@ def test_gradients_that_are_asked_for_leave_nothing_behind():
     assert norm > 0
     assert user.grad is None
     loss_of(out).backward()
-    assert user.grad.item() == pytest.approx(norm.item())
+    assert shown(joint.layer_of("user")) == pytest.approx(norm.item())
 
 
 # ---------------------------------------------------------------- calls
@@ -544,7 +551,7 @@ def test_layers_that_need_a_lookup_of_their_own(more: dict[str, Any]):
 def test_a_graph_of_torch_compile():
     joint, alone = collection(), layers()
     ours, theirs = ert.SGD(joint, lr=0.1), ert.SGD(nn.ModuleList(alone.values()), lr=0.1)
-    compiled = torch.compile(lambda given: loss_of(joint(given)), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda given: loss_of(joint(given)), fullgraph=True, backend="eager")
     for seed in range(2):
         given = {**batch(seed), "type": torch.tensor([[1, 2]] * BATCH)}
         loss, expected = compiled(given), loss_of(one_by_one(alone, given))
@@ -703,7 +710,8 @@ def test_layers_join_a_group_by_name():
         ert.Embedding(5, 4, group=group)
     with pytest.raises(ArgumentError, match=r"`group` of ert.EmbeddingBag must be an er.Group: got 'mine'"):
         ert.EmbeddingBag(5, 4, group="mine", name="a")  # type: ignore[arg-type]
-    for option in ({"path": "x"}, {"memory": "1GiB"}, {"directory": "direct"}, {"keep": 3}):
+    options: list[dict[str, Any]] = [{"path": "x"}, {"memory": "1GiB"}, {"directory": "direct"}, {"keep": 3}]
+    for option in options:
         with pytest.raises(ArgumentError, match=f"`{next(iter(option))}` of ert.EmbeddingBag does not go with `group`"):
             ert.EmbeddingBag(5, 4, group=group, name="a", **option)
     with pytest.raises(ArgumentError, match=r"`group` of ert.Embedding belongs to the table"):

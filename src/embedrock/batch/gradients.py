@@ -116,12 +116,13 @@ class RowGradients:
 
     def without(self, row_id: int) -> RowGradients:
         """Return them without the row `row_id`."""
-        keep = self.plan.ids != row_id
-        if keep.all():
+        return self.kept(self.plan.ids != row_id)
+
+    def kept(self, rows: np.ndarray) -> RowGradients:
+        """Return them for some of the rows only, bool (unique,)."""
+        if rows.all():
             return self
-        return RowGradients.sum(
-            make_plan(self.plan.ids[keep]), self.values[keep]
-        )  # the new plan has an order of its own
+        return RowGradients.sum(make_plan(self.plan.ids[rows]), self.values[rows])  # the new plan has its own order
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         """Return other values for the same rows."""

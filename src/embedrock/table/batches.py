@@ -392,15 +392,35 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
 
     Args:
         reading: of the batch.
-        grads: for each feature, float32 of its output's shape; None for zeros.
+        grads: for each feature, float32 of its output's shape; None where none came: it touches no row.
     """
-    return sum_arrays(reading, [_joined_grads(share, grads) for share in reading.batch.shares])
+    shares = reading.batch.shares
+    joined = [_joined_grads(share, grads) for share in shares]
+    if all(given is not None for given in grads):
+        return sum_arrays(reading, joined)
+    return _summed(reading, joined, [_touched(share, grads) for share in shares])
 
 
 def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
     """Return what `sum_gradients` returns, from the gradients of ``reading.arrays``: C-contiguous, of their shapes."""
+    return _summed(reading, grads, [None] * len(grads))
+
+
+def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Return which rows of a share belong to features with gradients: bool (unique,)."""
+    touched = np.zeros(len(share.plan.ids), bool)
+    for number, start, stop in _spans(share, share.positions):
+        if grads[number] is not None:
+            touched[share.plan.inverse[start:stop]] = True
+    return touched
+
+
+def _summed(
+    reading: Reading, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray | None]
+) -> list[MemberGradients]:
+    """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
     found: dict[Table, list[RowGradients]] = {}
-    for share, trace, given in zip(reading.batch.shares, reading.traces, grads, strict=True):
+    for share, trace, given, rows_of_share in zip(reading.batch.shares, reading.traces, grads, touched, strict=True):
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:
@@ -409,6 +429,8 @@ def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGrad
             own = share.plan.of(k)
             rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch)
             summed = RowGradients(rows, values[own], float(squares[own].sum()))
+            if rows_of_share is not None:
+                summed = summed.kept(rows_of_share[own])
             found.setdefault(table, []).append(_without_padding(reading.batch, share, table, summed))
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 

@@ -233,7 +233,7 @@ class Group:
 
         Args:
             reading: of the batch.
-            grads: for each feature, float32 of the shape of its output; None for zeros.
+            grads: for each feature, float32 of the shape of its output; None where none came: it touches no row.
         """
         return batches.sum_gradients(reading, grads)
 
