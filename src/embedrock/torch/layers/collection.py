@@ -88,7 +88,7 @@ class Collection(nn.Module, Generic[Given]):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ArgumentError(f"each {what} of ert.{self.kind} must be named once: got {twice[0]!r} twice.")
         own = Group() if group is None else group
-        made = [(config, self.layer_type(**(config.arguments() | {"group": own}))) for config in tables]
+        made = [(config, self.layer_type(**config.arguments(own))) for config in tables]
         return {feature: layer for config, layer in made for feature in config.features}
 
     def _wrong(self, tables: Any) -> ArgumentError:

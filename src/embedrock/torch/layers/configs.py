@@ -11,6 +11,7 @@ import torch
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Initializer
 from embedrock.rules import Rule
+from embedrock.table.group import Group
 from embedrock.wording import not_one_of
 
 POOLINGS = ("sum", "mean", "max")
@@ -60,10 +61,16 @@ class EmbeddingConfig:
         """The features whose ids are looked up in the table."""
         return tuple(self.feature_names) or (self.name,)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the layer, by name."""
+    def arguments(self, group: Group) -> dict[str, Any]:
+        """Return the arguments of a layer on the table in a group, by name."""
         own = {name: getattr(self, name) for name in ("padding_idx", "rule", "init", "seed", "dtype", "name")}
-        return {"num_embeddings": self.num_embeddings, "embedding_dim": self.embedding_dim, **own, **self.options}
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "group": group,
+            **own,
+            **self.options,
+        }
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,6 @@ class EmbeddingBagConfig(EmbeddingConfig):
         if self.pooling not in POOLINGS:
             raise not_one_of("`pooling` of ert.EmbeddingBagConfig", self.pooling, POOLINGS)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the layer, by name."""
-        return {**super().arguments(), "mode": self.pooling}
+    def arguments(self, group: Group) -> dict[str, Any]:
+        """Return the arguments of a layer on the table in a group, by name."""
+        return {**super().arguments(group), "mode": self.pooling}
