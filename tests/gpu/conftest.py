@@ -14,3 +14,7 @@ else:
     assert runtime.is_interpreted() == INTERPRETED, "Triton was imported before tests/conftest.py"
     if not (INTERPRETED or torch.cuda.is_available()):
         collect_ignore_glob = ["*"]
+    if INTERPRETED:
+        import quick_interpreter
+
+        quick_interpreter.install()
