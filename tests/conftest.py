@@ -71,6 +71,29 @@ def small_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have benchmarks and the demo run contenders in this process, with one thread each, and no cgroup."""
+    from embedrock.bench.disk import raw
+    from embedrock.bench.harness import cgroups, effort
+    from embedrock.demo.torch import contest
+    from in_process import InProcess
+
+    def no_cgroup(*_: Any) -> None:
+        raise cgroups.NoCgroupError("the test has none")
+
+    for module in (raw, cgroups, effort, contest):
+        monkeypatch.setattr(module, "Child", InProcess)
+    monkeypatch.setattr(cgroups, "MemoryCgroup", no_cgroup)
+    monkeypatch.setattr(contest, "_die_first", lambda: None)
+    monkeypatch.setenv("EMBEDROCK_THREADS", "1")
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else None
+    yield
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder with the real interaction logs (`ml-100k.inter`, `video_games.txt`)."""

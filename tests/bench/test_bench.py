@@ -36,7 +36,6 @@ from embedrock.bench.step import benches, contenders
 from embedrock.bench.step.contenders import StepContender
 from embedrock.machine.ram import available_bytes, memory_limit
 from embedrock.terminal.arguments import count
-from slow import slow
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = Effort(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)
@@ -673,13 +672,22 @@ def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch, capsys):
     assert "torch-sparse-adam: skipped: needs 72.0 GiB of RAM, 1.8 GiB may be used" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("count", [2, *slow(len(contenders.LOOKUP))])
-def test_lookup(tmp_path, count):
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", ["lookup", "plan"])
+def test_in_processes_of_their_own(bench, tmp_path):
     pytest.importorskip("torch")
-    names = [contender.name for contender in contenders.LOOKUP[:count]]
+    names = [contender.name for contender in (contenders.LOOKUP if bench == "lookup" else contenders.PLAN)]
+    check_lines(run_json(tmp_path, bench, *TINY_OPTIONS), names)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_lookup(tmp_path):
+    pytest.importorskip("torch")
+    names = [contender.name for contender in contenders.LOOKUP[:2]]
     check_lines(run_json(tmp_path, "lookup", *TINY_OPTIONS, f"--contenders={','.join(names)}"), names)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_plan(tmp_path):
     pytest.importorskip("torch")
     names = [contender.name for contender in contenders.PLAN]

@@ -34,7 +34,6 @@ from embedrock.bench.harness.runner import Racer, Result
 from embedrock.bench.harness.targets import judge
 from embedrock.bench.harness.workload import SCATTER, Workload
 from embedrock.terminal.arguments import size
-from slow import slow
 
 MIB = 1 << 20
 TINY = Workload(rows=3000, dim=8, batch=64, features=2)
@@ -246,10 +245,19 @@ def test_memmap_records_keep_states_apart(tmp_path: Path):
 FEW, ALL = ("ours", "ours-prefetch-32", "memmap-records"), tuple(n for n in BY_NAME if not n.startswith("torch"))
 
 
-@pytest.mark.parametrize("names", [FEW, *slow((ALL,))], ids=["few", "all"])
-def test_disk_end_to_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-):
+@pytest.mark.usefixtures("in_process")
+def test_disk_with_few_contenders(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    check_disk(FEW, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+def test_disk_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    check_disk(ALL, tmp_path, capsys, monkeypatch)
+
+
+def check_disk(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--rows=30k", "--memory=1MiB", f"--contenders={','.join(names)}", "--json=out.json"]
     status = cli.main(["disk", *TINY_OPTIONS, *options])
@@ -360,6 +368,8 @@ def test_a_cache_for_all_rows_has_no_best_misses():
 # ---------------------------------------------------------------- bench commit
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.filterwarnings("ignore:.*is closed with changes since commit")  # as in a process of its own
 def test_commit_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commits, "SPARSE_BYTES", 2 * 10**9)

@@ -324,6 +324,7 @@ def run_toy(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     document = run_toy(tmp_path / "gpu.json", "--parts=forum", "--contenders=torch-sparse-gpu,ours-c20")
     lines = {line["name"]: line for line in document["results"]}
