@@ -50,8 +50,9 @@ class Pair:
         with strategy.scope():
             self.model, self.table = twins.ours(scaled(erk.optimizer(optimizer())))
         keras.utils.set_random_seed(1)
+        alone = twins_strategy is None
         with (twins_strategy or tf.distribute.get_strategy()).scope():
-            self.twin, self.layer = twins.dense(scaled(optimizer()))
+            self.twin, self.layer = twins.dense(scaled(optimizer()), run_eagerly=alone)  # which is sooner done
 
     def fit(self, bad: int | None = None) -> None:
         ids = twins.batches()[0]

@@ -90,7 +90,7 @@ def everything_in_a_worker() -> dict[str, Any]:
 
 
 def everything_in_one_process() -> dict[str, Any]:
-    return everything(compiled_model())
+    return everything(compiled_model(run_eagerly=True))  # which is sooner done than graphs are made
 
 
 @pytest.fixture(scope="module")
