@@ -16,6 +16,7 @@ from twins import DIM, ROWS, embedding_twins, gradient_of, rows_of, weight_of
 
 import embedrock as er
 import embedrock.torch as ert
+from slow import slow
 
 IDS = torch.tensor([3, 1, 3, 7])
 
@@ -121,11 +122,11 @@ def several_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("several_threads")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader_workers_beside_a_table(method: str):
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), *slow(("spawn", 2))])
+def test_data_loader_workers_beside_a_table(method: str, workers: int):
     layer = ert.Embedding(100_000, 16)
     optimizer = ert.Adam(layer)
-    loader = DataLoader(Ids(), batch_size=None, num_workers=2, multiprocessing_context=method)
+    loader = DataLoader(Ids(), batch_size=None, num_workers=workers, multiprocessing_context=method)
     expected = list(map(Ids().__getitem__, range(20)))
     for ids, same in zip(loader, expected, strict=True):
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import embedrock as er
@@ -42,7 +42,10 @@ def test_the_oracle_can_fail() -> None:
 
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
-            Wrong, settings=settings(max_examples=5, deadline=None, print_blob=False, database=None)
+            Wrong,
+            settings=settings(
+                max_examples=20, deadline=None, print_blob=False, database=None, phases=[Phase.generate]
+            ),  # not shrunk
         )
 
 
