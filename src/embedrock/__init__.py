@@ -33,7 +33,6 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
     UnknownArgumentError,
-    UnknownTableError,
     UnsupportedError,
 )
 from embedrock.initializers import (
@@ -50,10 +49,10 @@ from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
 from embedrock.table.files import UncommittedWarning
-from embedrock.table.group import Group
 from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.table.opened import close, opened
 from embedrock.table.table import Table
+from embedrock.vocabulary.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
 
@@ -73,7 +72,6 @@ __all__ = [
     "FromBfloat16",
     "Ftrl",
     "GradientError",
-    "Group",
     "IdError",
     "IdTypeError",
     "Initializer",
@@ -96,8 +94,8 @@ __all__ = [
     "UncommittedWarning",
     "Uniform",
     "UnknownArgumentError",
-    "UnknownTableError",
     "UnsupportedError",
+    "Vocabulary",
     "Zeros",
     "close",
     "get_threads",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, NewerFormatError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import RunFile, run_bytes
 from embedrock.testing import FaultFS
@@ -393,7 +394,7 @@ def test_a_manifest_under_another_number_is_refused():
 
 
 def test_a_huge_manifest_is_not_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(manifests, "MAX_BYTES", 1000)
+    monkeypatch.setattr(publishing, "MAX_BYTES", 1000)
     system = new_system()
     system.write_file(WHERE, bytes(1001))
     with pytest.raises(CorruptTableError, match=re.escape(WHERE)):

@@ -113,7 +113,7 @@ def of_one_name() -> tuple[FaultFS, str, bytes]:
     before, lost = system.files(), b""
     for times in (3, 1):
         system = FaultFS()
-        for folder in ("/t", *(f"/t/{name}" for name in folders.FOLDERS)):
+        for folder in ("/t", *(f"/t/{name}" for name in folders.TABLE.folders)):
             system.mkdir(folder)
         for path, data in before.items():
             system.write_file(path, data)

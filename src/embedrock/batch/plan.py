@@ -27,7 +27,7 @@ KEEP_BYTES = 1 << 24
 
 # Where ids go in the hash tables, which no result depends on. Drawn anew by every process, so that no ids,
 # not even ids made for the purpose, can all collide.
-SEED = secrets.randbits(63)
+_SEED = secrets.randbits(63)
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -88,7 +88,11 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         >>> plan.starts.tolist(), plan.order.tolist()
         ([0, 3, 4], [0, 2, 3, 1])
     """
-    check_count(ids.size, ids.shape)
+    if ids.size > MAX_IDS:
+        raise ArgumentError(
+            f"`ids` of one batch must be at most {MAX_IDS:,}: got {ids.size:,} (shape {ids.shape}). "
+            "Split the batch and update the table once for each part."
+        )
     # Always contiguous and read-only: the kernels are compiled once, not for every kind of array that comes.
     flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
     flat.flags.writeable = False
@@ -97,15 +101,6 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         return Plan(ids.shape, *arrays)
     slots = find(arrays[0])
     return Plan(ids.shape, *arrays, slots, int(np.count_nonzero(slots < 0)), epoch)
-
-
-def check_count(n: int, shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentError` for more ids than one batch may have."""
-    if n > MAX_IDS:
-        raise ArgumentError(
-            f"`ids` of one batch must be at most {MAX_IDS:,}: got {n:,} (shape {shape}). "
-            "Split the batch and update the table once for each part."
-        )
 
 
 class _Scratch(threading.local):
@@ -127,16 +122,15 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def table_size(ids: int) -> int:
-    """Return how many entries a hash table must have for so many ids."""
+def _table_size(ids: int) -> int:
     return 1 << max(1, (2 * ids - 1).bit_length())
 
 
 def _plan_whole(ids: Int64Array) -> Arrays:
     n, cpu = ids.size, kernels.cpu.plan
-    unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", table_size(n), np.int32)
+    unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", _table_size(n), np.int32)
     inverse, order = np.empty(n, np.int32), np.empty(n, np.int32)
-    count = cpu.dedupe(ids, SEED, table, unique, inverse)
+    count = cpu.dedupe(ids, _SEED, table, unique, inverse)
     starts = np.empty(count + 1, np.int32)
     cpu.segments(inverse, count, starts, order)
     return unique[:count].copy(), inverse, starts, order
@@ -145,15 +139,15 @@ def _plan_whole(ids: Int64Array) -> Arrays:
 def _plan_by_partitions(ids: Int64Array) -> Arrays:
     n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     workers = kernels.cpu.threads.get_threads()
-    keys, positions, bounds = partition(ids, workers)
+    keys, positions, bounds = _partition(ids, workers)
     partitions = bounds.size - 1
-    size = table_size(int(np.diff(bounds).max()))
+    size = _table_size(int(np.diff(bounds).max()))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + partitions, np.int32)
     counts, order = np.empty(partitions, np.int64), np.empty(n, np.int32)
-    launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
+    launch(cpu.group, keys, positions, bounds, _SEED, tables, local, starts, order, counts)
 
-    bases = bounds_of(counts)
+    bases = _bounds(counts)
     unique, inverse = np.empty(bases[-1], np.int64), np.empty(n, np.int32)
     all_starts = np.empty(unique.size + 1, np.int32)
     all_starts[-1] = n
@@ -162,21 +156,20 @@ def _plan_by_partitions(ids: Int64Array) -> Arrays:
     return unique, inverse, all_starts, order
 
 
-def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
+def _partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Return the ids in the order of their partitions, their positions, and the partitions' bounds."""
     n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     # A function of n alone: the partitions are seen in the plan, the chunks (one for each worker) are not.
     partitions = min(1 << (n // PARTITION_IDS).bit_length(), MAX_PARTITIONS)
     counts = np.empty((workers, partitions), np.int64)
     launch(cpu.count_partitions, ids, counts)
-    cursors = np.ascontiguousarray(bounds_of(counts.T)[:-1].reshape(partitions, workers).T)
+    cursors = np.ascontiguousarray(_bounds(counts.T)[:-1].reshape(partitions, workers).T)
     keys, positions = _scratch.take("keys", n, np.int64), _scratch.take("positions", n, np.int32)
     launch(cpu.partition, ids, cursors, keys, positions)
-    return keys, positions, bounds_of(counts.sum(axis=0))
+    return keys, positions, _bounds(counts.sum(axis=0))
 
 
-def bounds_of(sizes: Int64Array) -> Int64Array:
-    """Return where parts of these sizes begin, one after the other, and where the last one ends."""
+def _bounds(sizes: Int64Array) -> Int64Array:
     bounds = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds

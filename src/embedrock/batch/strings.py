@@ -57,7 +57,7 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
         array([ 13, 356,  13])
     """
     key, count = key_of(salt), checked_buckets(buckets)
-    strings, shape = _strings(values)
+    strings, shape = strings_of(values)
     ids = np.empty(len(strings.starts), np.int64)
     kernels.cpu.launch(kernels.cpu.strings.hash_strings, *strings, key, count, ids)
     return ids.reshape(shape)
@@ -97,8 +97,19 @@ def _is_whole(value: Any) -> bool:
 # ---------------------------------------------------------------- what people have strings in
 
 
+def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[int, ...]]:
+    """Return strings, and the shape of what has them.
+
+    Raises:
+        IdTypeError: `subject` cannot have such values.
+    """
+    try:
+        return _strings(values)
+    except IdTypeError as error:
+        raise (error if subject == "hash_ids" else IdTypeError(str(error).replace("hash_ids", subject, 1))) from None
+
+
 def _strings(values: Any) -> tuple[Strings, tuple[int, ...]]:
-    """Return strings, and the shape of what has them."""
     if type(values).__module__.partition(".")[0] == "pyarrow":
         return _of_arrow(values), (len(values),)
     if isinstance(values, list | tuple) and _NESTED.isdisjoint(map(type, values)):

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from embedrock.errors import (
     ArgumentError,
@@ -24,7 +25,22 @@ from embedrock.store import manifest as manifests
 from embedrock.store.manifest import Manifest
 from embedrock.store.nearby import check_table, table_around
 
-FOLDERS = ("manifest", "base", "delta", "history")
+
+class Kind(NamedTuple):
+    """What lies in a folder that has one writer.
+
+    Attributes:
+        noun: what messages call it.
+        reading: how to open it for reading.
+        folders: inside of it.
+    """
+
+    noun: str
+    reading: str
+    folders: tuple[str, ...]
+
+
+TABLE = Kind("table", 'er.open(path, mode="r")', ("manifest", "base", "delta", "history"))
 LOCK = "LOCK"
 LOCK_BYTES = 4096
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -36,35 +52,35 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}"
 
 
-def make(system: System, folder: str) -> None:
-    """Make the folder of a new table. What an earlier attempt left there is taken over.
+def make(system: System, folder: str, kind: Kind = TABLE) -> None:
+    """Make the folder of a new table, or of what else. What an earlier attempt left there is taken over.
 
     Raises:
         TableFileError: something else is there.
     """
     parent = os.path.dirname(folder) or "."
     if not system.exists(parent):
-        raise TableFileError(errno.ENOENT, "a table needs a folder to lie in. Make this one first", parent)
+        raise TableFileError(errno.ENOENT, f"a {kind.noun} needs a folder to lie in. Make this one first", parent)
     if (outer := table_around(system, folder)) is not None:
         raise TableFileError(errno.EEXIST, f"this is inside of the table at {outer!r}. Choose another path", folder)
-    with _refused("a table cannot be made where this process may not write. Choose another path", folder):
+    with _refused(f"a {kind.noun} cannot be made where this process may not write. Choose another path", folder):
         if not system.exists(folder):
             retried(system.mkdir, folder)
     retried(system.fsync_folder, parent)  # also where an earlier attempt failed between the two
     try:
-        strange = sorted(set(system.listdir(folder)) - {*FOLDERS, LOCK})
+        strange = sorted(set(system.listdir(folder)) - {*kind.folders, LOCK})
     except NotADirectoryError as error:
         raise TableFileError(
-            errno.ENOTDIR, "a table is a folder, and this is a file. Choose another path", folder
+            errno.ENOTDIR, f"a {kind.noun} is a folder, and this is a file. Choose another path", folder
         ) from error
     if strange:
         raise TableFileError(
             errno.EEXIST,
-            f"the folder of a new table must be empty, and has {strange[0]!r}. Choose another path, or empty it",
+            f"the folder of a new {kind.noun} must be empty, and has {strange[0]!r}. Choose another path, or empty it",
             folder,
         )
     with _refused("this process may not write to the folder. Choose another path", folder):
-        make_folders(system, folder)
+        make_folders(system, folder, kind)
 
 
 @contextlib.contextmanager
@@ -78,28 +94,29 @@ def _refused(text: str, folder: str) -> Iterator[None]:
         raise ReadOnlyTableError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
-def make_folders(system: System, folder: str) -> None:
+def make_folders(system: System, folder: str, kind: Kind = TABLE) -> None:
     """Make the folders inside that are missing: many ways of copying a table drop those that are empty."""
-    for name in FOLDERS:
+    for name in kind.folders:
         if not system.exists(join(folder, name)):
             retried(system.mkdir, join(folder, name))
     retried(system.fsync_folder, folder)
 
 
-def lock(system: System, folder: str, locked: bool) -> int:
+def lock(system: System, folder: str, locked: bool, kind: Kind = TABLE) -> int:
     """Become the only writer, and return the descriptor that means it.
 
     Args:
         system: does the I/O.
-        folder: of the table.
+        folder: of the table, or of what else.
         locked: raise an error where the file system has no locks.
+        kind: what it is.
 
     Raises:
         TableLockedError: there is another writer, or no lock.
         ReadOnlyTableError: this process may not write to the folder.
     """
     path, text = join(folder, LOCK), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
-    to_read = 'this process may not write to the folder. Open it for reading: er.open(path, mode="r")'
+    to_read = f"this process may not write to the folder. Open it for reading: {kind.reading}"
     try:
         with _refused(to_read, folder):
             return retried(system.lock, path, text)
@@ -108,14 +125,14 @@ def lock(system: System, folder: str, locked: bool) -> int:
     except BlockingIOError as error:
         raise TableLockedError(
             errno.EWOULDBLOCK,
-            f"another writer has the table open: {_holder(path)}. Close it there, or open it for reading: "
-            'er.open(path, mode="r")',
+            f"another writer has the {kind.noun} open: {_holder(path)}. Close it there, or open it for reading: "
+            f"{kind.reading}",
             folder,
         ) from error
     except OSError as error:
         if error.errno in space.NO_SPACE:
             missing = f"{error.strerror}: to lock it, {space.told(len(text), system.free_bytes, path)}"
-            remedy = 'Free some. A table that is there can still be read: er.open(path, mode="r")'
+            remedy = f"Free some. A {kind.noun} that is there can still be read: {kind.reading}"
             raise OSError(error.errno, f"{missing}. {remedy}", folder) from error
         if error.errno not in NO_LOCKS:
             raise

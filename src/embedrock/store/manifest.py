@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import re
-import reprlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from embedrock.errors import MissingFileError, NewerFormatError
-from embedrock.machine.vfs import System, read_whole, write_whole
-from embedrock.store.runs import FORMAT, KINDS, REMEDY, UNMARKED, RunFile, damaged, run_bytes
+from embedrock.machine.vfs import System
+from embedrock.store import publishing
+from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
+from embedrock.store.runs import FORMAT, KINDS, UNMARKED, RunFile, damaged, run_bytes
 from embedrock.wording import counted
 
-MAX_BYTES = 64 << 20  # of a manifest: some 400,000 files
-MAX_DEPTH = 16  # of its JSON: the levels of `spec`, and two
-MAX_COMMIT = 10**10
 MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
 MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
-_NAME = re.compile(r"(\d{10})\.json", re.ASCII)
 _FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
 
 
 @dataclass(frozen=True)
@@ -89,8 +77,7 @@ class Manifest:
         body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
         for key in _KINDS:
             body[key] = [vars(entry) for entry in getattr(self, key)]
-        line = json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-        return line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+        return publishing.to_bytes(body)
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
@@ -100,16 +87,8 @@ class Manifest:
             CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
             NewerFormatError: they are of a newer format.
         """
-        body = _load(_checked_line(data, where), where)
-        version = body.pop("format", None)
-        if type(version) is int and version > FORMAT:
-            raise NewerFormatError(
-                f"{where} is of format {reprlib.repr(version)}: this release reads formats up to {FORMAT}. "
-                "Install a newer embedrock."
-            )
-        if type(version) is not int or version < UNMARKED:
-            raise damaged(where, f"`format` {UNMARKED} to {FORMAT}", reprlib.repr(version))
-        _check(body, _FIELDS, where, "the manifest")
+        version, body = publishing.parse(data, where, range(UNMARKED, FORMAT + 1))
+        check_fields(body, _FIELDS, where, "the manifest")
         for key, kind in _KINDS.items():
             checks = _HISTORY if kind is HistoryFile else _UNMARKED_ENTRY if version == UNMARKED else _ENTRY
             body[key] = tuple(_entry(item, kind, checks, where, key) for item in body[key])
@@ -137,7 +116,7 @@ class Manifest:
 
 def path_of(folder: str, number: int) -> str:
     """Return where the manifest of a commit lies."""
-    return f"{folder}/manifest/{number:010d}.json"
+    return publishing.path_of(_inside(folder), number)
 
 
 def numbers(system: System, folder: str) -> list[int]:
@@ -146,12 +125,7 @@ def numbers(system: System, folder: str) -> list[int]:
     Raises:
         CorruptTableError: a file is in the place of the folder of manifests.
     """
-    where = f"{folder}/manifest"
-    try:
-        names = map(_NAME.fullmatch, system.listdir(where))
-    except NotADirectoryError as error:
-        raise damaged(where, "a folder", "a file") from error
-    return sorted(int(name[1]) for name in names if name)
+    return publishing.numbers(system, _inside(folder))
 
 
 def read(system: System, folder: str, number: int) -> Manifest:
@@ -161,13 +135,7 @@ def read(system: System, folder: str, number: int) -> Manifest:
         CorruptTableError: it is missing or damaged.
         NewerFormatError: it is of a newer format.
     """
-    where = path_of(folder, number)
-    try:
-        data = read_whole(system, where, MAX_BYTES)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{where} is missing: there is no commit {number}. {REMEDY}") from error
-    except IsADirectoryError as error:
-        raise damaged(where, "a file", "a folder") from error
+    where, data = path_of(folder, number), publishing.read(system, _inside(folder), number)
     manifest = Manifest.parse(data, where)
     if manifest.commit != number:
         raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
@@ -181,76 +149,13 @@ def publish(system: System, folder: str, manifest: Manifest) -> None:
         FileExistsError: another writer has published this number.
         OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
     """
-    where = path_of(folder, manifest.commit)
     data = manifest.to_bytes()
-    Manifest.parse(data, where)  # what cannot be read back is a bug, and must not become the table
-    write_whole(system, f"{folder}/manifest/.{manifest.commit:010d}.tmp", data, link_to=where)
+    Manifest.parse(data, path_of(folder, manifest.commit))  # what cannot be read back is a bug, and must not be
+    publishing.publish(system, _inside(folder), manifest.commit, data)
 
 
-def _checked_line(data: bytes, where: str) -> bytes:
-    """Return the first line of a manifest whose second line is its SHA-256."""
-    if len(data) > MAX_BYTES:
-        raise damaged(where, f"at most {MAX_BYTES} bytes", len(data))
-    line, checksum = data[:-66], data[-66:]
-    expected = b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
-    if checksum != expected:
-        raise damaged(where, f"a first line with SHA-256 {checksum[1:13]!r}...", f"{expected[1:13]!r}...")
-    return line
-
-
-def _load(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds."""
-    brackets = _STRING.sub(b"", line).translate(None, _NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if brackets:
-        raise damaged(where, f"JSON of at most {MAX_DEPTH} levels", "more, or brackets without a partner")
-    try:
-        body = json.loads(
-            line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
-    except (ValueError, RecursionError) as error:
-        raise damaged(where, "a line of plain JSON", f"{type(error).__name__}: {reprlib.repr(str(error))}") from error
-    if not isinstance(body, dict):
-        raise damaged(where, "a JSON object", reprlib.repr(body))
-    return body
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return made
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{reprlib.repr(text)} is too large a number")
-    return value
-
-
-class _Check(NamedTuple):
-    """What a field must be, as a function and in words."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def _whole(low: int, below: int) -> _Check:
-    return _Check(lambda value: type(value) is int and low <= value < below, f"a whole number in [{low}, {below})")
-
-
-def _text(pattern: re.Pattern[str], expected: str) -> _Check:
-    return _Check(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None, expected)
-
-
-def _or_null(check: _Check) -> _Check:
-    return _Check(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
+def _inside(folder: str) -> str:
+    return f"{folder}/manifest"
 
 
 def is_name(value: Any) -> bool:
@@ -258,58 +163,40 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
-def _is_time(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and _TIME.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
-    except ValueError:  # a month 13
-        return False
-
-
-_LIST = _Check(lambda value: isinstance(value, list), "a list")
 _FIELDS = {
-    "uuid": _text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits"),
-    "commit": _whole(0, MAX_COMMIT),
-    "parent": _or_null(_whole(0, MAX_COMMIT)),
-    "step": _or_null(_whole(-(2**63), 2**63)),
-    "name": _or_null(_Check(is_name, "1 to 100 printable characters")),
-    "time": _Check(_is_time, "a time in UTC (ISO 8601)"),
-    "spec": _Check(lambda value: isinstance(value, dict), "an object"),
-    "record_bytes": _whole(1, MAX_RECORD_BYTES),
-    "steps": _whole(0, MAX_STEPS),
-    "skipped_steps": _whole(0, MAX_STEPS),
-    "count": _whole(0, 2**63),
-    "base": _LIST,
-    "delta": _LIST,
-    "history": _LIST,
+    "uuid": UUID,
+    "commit": NUMBER,
+    "parent": or_null(NUMBER),
+    "step": or_null(whole(-(2**63), 2**63)),
+    "name": or_null(Check(is_name, "1 to 100 printable characters")),
+    "time": TIME,
+    "spec": Check(lambda value: isinstance(value, dict), "an object"),
+    "record_bytes": whole(1, MAX_RECORD_BYTES),
+    "steps": whole(0, MAX_STEPS),
+    "skipped_steps": whole(0, MAX_STEPS),
+    "count": whole(0, 2**63),
+    "base": LIST,
+    "delta": LIST,
+    "history": LIST,
 }
 _FILE_FIELDS = {
-    "file": _text(_FILE, "a path below base/, delta/ or history/"),
-    "size": _whole(0, 2**63),
+    "file": text(_FILE, "a path below base/, delta/ or history/"),
+    "size": whole(0, 2**63),
 }
 _UNMARKED_ENTRY = _FILE_FIELDS | {
-    "count": _whole(1, MAX_COUNT),
-    "index": _Check(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
-    "lo": _whole(-(2**63), 2**63),
-    "hi": _whole(-(2**63), 2**63 + 1),
-    "index_crc": _whole(0, 2**32),
+    "count": whole(1, MAX_COUNT),
+    "index": Check(lambda value: isinstance(value, str) and value in KINDS, f"one of {', '.join(KINDS)}"),
+    "lo": whole(-(2**63), 2**63),
+    "hi": whole(-(2**63), 2**63 + 1),
+    "index_crc": whole(0, 2**32),
 }
-_ENTRY = _UNMARKED_ENTRY | {"salt": _or_null(_whole(0, 2**32))}
-_HISTORY = _FILE_FIELDS | {"crc": _whole(0, 2**32), "count": _whole(0, MAX_COUNT)}
+_ENTRY = _UNMARKED_ENTRY | {"salt": or_null(whole(0, 2**32))}
+_HISTORY = _FILE_FIELDS | {"crc": whole(0, 2**32), "count": whole(0, MAX_COUNT)}
 _KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
 
 
-def _check(values: Any, checks: dict[str, _Check], where: str, subject: str) -> None:
-    """Refuse values that are not an object of just these fields."""
-    if not isinstance(values, dict) or values.keys() != checks.keys():
-        got = sorted(values) if isinstance(values, dict) else values
-        raise damaged(where, f"{subject} with {', '.join(sorted(checks))}", reprlib.repr(got))
-    for name, check in checks.items():
-        if not check.holds(values[name]):
-            raise damaged(where, f"`{name}` of {subject} to be {check.expected}", reprlib.repr(values[name]))
-
-
-def _entry(values: Any, kind: type, checks: dict[str, _Check], where: str, key: str) -> Any:
-    _check(values, checks, where, f"an entry of `{key}`")
+def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:
+    check_fields(values, checks, where, f"an entry of `{key}`")
     if not values["file"].startswith(f"{key}/"):
         raise damaged(where, f"a file of `{key}` below {key}/", values["file"])
     return kind(**values)

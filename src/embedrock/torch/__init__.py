@@ -11,8 +11,6 @@ from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.freezing import freeze
 from embedrock.torch.layers.bag import EmbeddingBag
-from embedrock.torch.layers.collection import EmbeddingBagCollection, EmbeddingCollection
-from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
     SGD,
@@ -43,10 +41,6 @@ __all__ = [
     "AveragedModel",
     "Embedding",
     "EmbeddingBag",
-    "EmbeddingBagCollection",
-    "EmbeddingBagConfig",
-    "EmbeddingCollection",
-    "EmbeddingConfig",
     "ForgottenGradientsError",
     "Ftrl",
     "Handle",

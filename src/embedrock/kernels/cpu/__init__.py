@@ -17,6 +17,7 @@ from embedrock.kernels.cpu import (
     storage,
     strings,
     threads,
+    vocabulary,
 )
 from embedrock.kernels.cpu.runtime import launch
 
@@ -36,4 +37,5 @@ __all__ = [
     "storage",
     "strings",
     "threads",
+    "vocabulary",
 ]

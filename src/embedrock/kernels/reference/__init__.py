@@ -15,6 +15,7 @@ from embedrock.kernels.reference import (
     rules,
     storage,
     strings,
+    vocabulary,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "rules",
     "storage",
     "strings",
+    "vocabulary",
 ]

@@ -1,0 +1,1 @@
+"""`Vocabulary`: exact strings to dense ids and back, in RAM or on disk."""

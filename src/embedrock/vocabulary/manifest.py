@@ -1,0 +1,178 @@
+"""`Manifest` of a vocabulary: what one commit consists of. Parsing trusts nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from embedrock.machine.vfs import System
+from embedrock.store import publishing
+from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
+from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, RunFile, damaged
+from embedrock.vocabulary.blocks import PAGE_BYTES
+
+FORMAT = 1
+MOST_STRINGS = 2**32 - 1  # of a vocabulary: an id is a word of an entry
+MOST_PAGES = 1 << 39
+INDEX_BYTES = 16  # of a block
+_FILE = re.compile(r"runs/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class StringFile:
+    """How a manifest describes a file of strings.
+
+    Attributes:
+        file: path relative to the vocabulary's folder.
+        size: bytes of the whole file.
+        salt: of the marks of its pages, the CRC-32 of its header.
+        first: id of its first string.
+        count: strings in it.
+        string_blocks, string_pages: in order of ids.
+        hash_blocks, hash_pages: in order of hashes.
+    """
+
+    file: str
+    size: int
+    salt: int
+    first: int
+    count: int
+    string_blocks: int
+    string_pages: int
+    hash_blocks: int
+    hash_pages: int
+
+    @property
+    def pages(self) -> int:
+        """Pages in all: of strings, of hashes, and of their index."""
+        return self.string_pages + self.hash_pages + self.index_pages
+
+    @property
+    def index_pages(self) -> int:
+        """Pages that say where blocks are."""
+        return -(-INDEX_BYTES * (self.string_blocks + self.hash_blocks) // PAGE_BYTES)
+
+    @property
+    def as_run(self) -> RunFile:
+        """The file as a run of pages."""
+        return RunFile(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one commit of a vocabulary consists of.
+
+    Attributes:
+        uuid: of the vocabulary, 32 hexadecimal digits. Every file carries it.
+        commit: number of this commit.
+        parent: number of the commit that it follows, or None.
+        time: ISO 8601, UTC.
+        salt: of the hashes: two words of 64 bits, drawn when it was made.
+        count: strings.
+        runs: files in order of their ids, which leave none out.
+    """
+
+    uuid: str
+    commit: int
+    parent: int | None
+    time: str
+    salt: tuple[int, int]
+    count: int
+    runs: tuple[StringFile, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Return the manifest of a file's bytes. Whatever they are, nothing large is allocated for them.
+
+        Raises:
+            CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
+            NewerFormatError: they are of a newer format.
+        """
+        _, body = publishing.parse(data, where, range(FORMAT, FORMAT + 1))
+        check_fields(body, _FIELDS, where, "the manifest")
+        if len(body["salt"]) != 2 or not all(_WORD.holds(word) for word in body["salt"]):
+            raise damaged(where, "`salt` of two words of 64 bits", repr(body["salt"])[:80])
+        body["salt"] = tuple(body["salt"])
+        body["runs"] = tuple(_entry(item, where) for item in body["runs"])
+        manifest = cls(**body)
+        _check_runs(manifest, where)
+        return manifest
+
+
+def _entry(values: Any, where: str) -> StringFile:
+    check_fields(values, _ENTRY, where, "an entry of `runs`")
+    entry = StringFile(**values)
+    size = HEADER_BYTES + entry.pages * (PAGE_BYTES + CRC_BYTES)
+    if entry.size != size:
+        raise damaged(where, f"{entry.file} of {size} bytes, as its pages take", entry.size)
+    for blocks, pages in ((entry.string_blocks, entry.string_pages), (entry.hash_blocks, entry.hash_pages)):
+        if not blocks <= min(pages, entry.count):
+            raise damaged(where, f"{entry.file} to have no more blocks than pages and strings", blocks)
+    return entry
+
+
+def _check_runs(manifest: Manifest, where: str) -> None:
+    first = 0
+    for entry in manifest.runs:
+        if entry.first != first:
+            raise damaged(where, f"{entry.file} to begin with id {first}", entry.first)
+        first += entry.count
+    if first != manifest.count:
+        raise damaged(where, f"`count` {first}, as its files say", manifest.count)
+    if len({entry.file for entry in manifest.runs}) != len(manifest.runs):
+        raise damaged(where, "each file once", "one of them again")
+
+
+_WORD = whole(0, 2**64)
+_FIELDS = {
+    "uuid": UUID,
+    "commit": NUMBER,
+    "parent": or_null(NUMBER),
+    "time": TIME,
+    "salt": LIST,
+    "count": whole(0, MOST_STRINGS + 1),
+    "runs": LIST,
+}
+_ENTRY = {
+    "file": text(_FILE, "a path below runs/"),
+    "size": whole(0, 2**63),
+    "salt": whole(0, 2**32),
+    "first": whole(0, MOST_STRINGS),
+    "count": whole(1, MOST_STRINGS + 1),
+    **dict.fromkeys(("string_blocks", "string_pages", "hash_blocks", "hash_pages"), whole(1, MOST_PAGES)),
+}
+
+
+# ---------------------------------------------------------------- their files
+
+
+def inside(folder: str) -> str:
+    """Return the folder of the manifests of a vocabulary."""
+    return f"{folder}/vocabulary"
+
+
+def read(system: System, folder: str, number: int) -> Manifest:
+    """Return the manifest of a commit.
+
+    Raises:
+        CorruptTableError: it is missing or damaged.
+        NewerFormatError: it is of a newer format.
+    """
+    where = publishing.path_of(inside(folder), number)
+    manifest = Manifest.parse(publishing.read(system, inside(folder), number), where)
+    if manifest.commit != number:
+        raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
+    return manifest
+
+
+def publish(system: System, folder: str, manifest: Manifest) -> None:
+    """Make a commit the newest of its vocabulary: see `publishing.publish`."""
+    data = manifest.to_bytes()
+    Manifest.parse(data, publishing.path_of(inside(folder), manifest.commit))  # or it is a bug, and must not be
+    publishing.publish(system, inside(folder), manifest.commit, data)

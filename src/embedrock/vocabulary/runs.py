@@ -1,0 +1,299 @@
+"""`StringRun`: a file of strings, found by their hash and by their id; written from RAM, or merged from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.batch.strings import Strings
+from embedrock.machine.vfs import System
+from embedrock.store.runs import Log, Run
+from embedrock.vocabulary import blocks as pages_of
+from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES, PAGE_WORDS, PLAIN, Blocks, BlockWriter, Entries, Index
+from embedrock.vocabulary.fresh import Fresh, Wanted
+from embedrock.vocabulary.manifest import StringFile
+
+MOST_KEY = 2**63 - 1
+TAG_SHIFT = 31  # of hashes, as in `kernels/reference/vocabulary.py`
+
+
+class StringRun:
+    """A file of strings, open for reading.
+
+    Args:
+        system: that has the file.
+        run: the file.
+        entry: of a manifest that was checked.
+
+    Attributes:
+        entry: the same.
+        reads: pages read of it so far.
+    """
+
+    def __init__(self, system: System, run: Run, entry: StringFile) -> None:
+        self._system, self._run, self.entry = system, run, entry
+        self._resident: Blocks | None = None
+        self.reads = 0
+        self._strings, self._hashes = self._read_index()
+
+    @classmethod
+    def open(cls, system: System, folder: str, entry: StringFile, uuid: str) -> StringRun:
+        """Open the file of an entry.
+
+        Raises:
+            CorruptTableError: it is not the file that was committed.
+        """
+        run = Run.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
+        try:
+            return cls(system, run, entry)
+        except BaseException:
+            run.close()
+            raise
+
+    def _read_index(self) -> tuple[Index, Index]:
+        entry = self.entry
+        pages = np.arange(entry.pages - entry.index_pages, entry.pages)
+        words = pages_of.read_pages(self._system, self._run, pages).reshape(-1).view(np.uint8)
+        indexes, at = list[Index](), 0
+        for count in (entry.string_blocks, entry.hash_blocks):
+            firsts = words[at : at + 8 * count].view("<i8").astype(np.int64)
+            ends = words[at + 8 * count : at + 16 * count].view("<i8").astype(np.int64)
+            indexes.append(Index(firsts, np.concatenate([[0], ends])))
+            at += 16 * count
+        strings = indexes[0].checked(entry.string_pages, entry.count, self.path)
+        if strings.firsts[0] != 0:
+            raise pages_of.malformed(self.path)
+        return strings, indexes[1].checked(entry.hash_pages, MOST_KEY, self.path)
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self._run.file.path
+
+    @property
+    def end(self) -> int:
+        """Id behind its last string."""
+        return self.entry.first + self.entry.count
+
+    @property
+    def hash_bytes(self) -> int:
+        """RAM that it takes to find strings without a read."""
+        return self.entry.hash_pages * PAGE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that it takes now."""
+        resident = 0 if self._resident is None else self._resident.pages.nbytes
+        return self._strings.nbytes + self._hashes.nbytes + resident
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether strings are found without a read."""
+        return self._resident is not None
+
+    def keep(self, resident: bool) -> None:
+        """Keep in RAM what finds strings, or read it when it is needed."""
+        if not resident:
+            self._resident = None
+        elif self._resident is None:
+            pages = np.arange(self.entry.hash_pages) + self.entry.string_pages
+            self._resident = Blocks(pages_of.read_pages(self._system, self._run, pages), self._hashes.rows)
+
+    # ------------------------------------------------------------ strings to ids
+
+    def find(self, wanted: Wanted) -> np.ndarray:
+        """Return the ids of strings that are sorted by their hashes, int64; -1 for those that it does not have."""
+        out = np.full(len(wanted.hashes), -1, np.int64)
+        blocks = self._hashes.block_of(wanted.hashes)
+        there = int(np.searchsorted(blocks, 0))
+        for some, part in self._hash_blocks(np.unique(blocks[there:])):
+            lo, hi = np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist()
+            chosen = np.arange(lo, hi)
+            out[chosen] = self._found(some, np.searchsorted(part, blocks[chosen]), wanted.some(chosen))
+        return out
+
+    def _hash_blocks(self, blocks: np.ndarray) -> Iterator[tuple[Blocks, np.ndarray]]:
+        """Yield ascending blocks, some at a time, with their numbers."""
+        if self._resident is not None and len(blocks):
+            yield self._resident, np.arange(self.entry.hash_blocks)
+            return
+        for part in self._hashes.parts(blocks):
+            yield self._read(self._hashes, self.entry.string_pages, part), part
+
+    def _read(self, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
+        some = Blocks.read(self._system, self._run, index, first_page, blocks)
+        self.reads += len(some.pages)
+        return some
+
+    def _found(self, some: Blocks, at: np.ndarray, wanted: Wanted) -> np.ndarray:
+        out = np.empty(len(at), np.int64)
+        find = kernels.cpu.vocabulary.find_in_blocks
+        kernels.cpu.launch(find, some.pages, some.rows[at], some.rows[at + 1], *wanted, out)
+        if len(out) and (out.min() < -1 or out.max() >= self.entry.count):
+            raise pages_of.malformed(self.path)
+        return np.where(out < 0, out, out + self.entry.first)
+
+    # ------------------------------------------------------------ ids to strings
+
+    def texts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the strings of ascending ids end to end, uint8, and their sizes, int64."""
+        texts, sizes = [np.empty(0, np.uint8)], [np.empty(0, np.int64)]
+        numbers = ids - self.entry.first
+        blocks = self._strings.block_of(numbers)
+        for part in self._strings.parts(np.unique(blocks)):
+            lo, hi = np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist()
+            firsts, counts = self._strings.firsts[part], self._counts(part)
+            some = self._read(self._strings, 0, part)
+            columns, starts = some.entries(counts, PLAIN, self.path)
+            within = np.searchsorted(part, blocks[lo:hi])
+            at = (np.cumsum(counts) - counts)[within] + numbers[lo:hi] - firsts[within]
+            sizes.append(columns[at, 0].astype(np.int64))
+            texts.append(some.texts(starts[at], sizes[-1]))
+        return np.concatenate(texts), np.concatenate(sizes)
+
+    def _counts(self, blocks: np.ndarray) -> np.ndarray:
+        return np.append(self._strings.firsts, self.entry.count)[blocks + 1] - self._strings.firsts[blocks]
+
+    # ------------------------------------------------------------ all of them
+
+    def in_order_of_ids(self) -> Iterator[Entries]:
+        """Yield all strings, some at a time; the keys are ids."""
+        for part in self._strings.parts(np.arange(self.entry.string_blocks)):
+            some, counts = self._read(self._strings, 0, part), self._counts(part)
+            columns, starts = some.entries(counts, PLAIN, self.path)
+            ids = np.arange(len(columns)) + int(self._strings.firsts[part[0]]) + self.entry.first
+            yield Entries(ids, columns, some.texts(starts, columns[:, 0]))
+
+    def in_order_of_hashes(self, salt: tuple[int, int]) -> Iterator[Entries]:
+        """Yield all strings, some at a time; the keys are hashes, and ids those of the vocabulary."""
+        last = -1
+        for part in self._hashes.parts(np.arange(self.entry.hash_blocks)):
+            some = self._read(self._hashes, self.entry.string_pages, part)
+            counts = np.minimum(some.pages[some.rows[:-1], 0], self.entry.count).astype(np.int64)
+            columns, starts = some.entries(counts, HASHED, self.path)
+            sizes = columns[:, 2].astype(np.int64)
+            data = some.pages.reshape(-1).view(np.uint8)
+            hashes = Wanted.of(_strings(data, starts, sizes), salt).hashes
+            if len(hashes) and (hashes[0] < last or np.any(hashes[:-1] > hashes[1:])):
+                raise pages_of.malformed(self.path)
+            if len(columns) and columns[:, 1].max() >= self.entry.count:
+                raise pages_of.malformed(self.path)
+            last = int(hashes[-1]) if len(hashes) else last
+            columns[:, 1] += np.uint32(self.entry.first)
+            yield Entries(hashes, columns, some.texts(starts, sizes))
+
+    def verify(self, salt: tuple[int, int]) -> None:
+        """Read all of it, and raise `CorruptTableError` unless each string is found by its hash under its own id."""
+        numbers, hashed = 0, np.zeros(self.entry.count, np.int64)
+        for entries in self.in_order_of_hashes(salt):
+            hashed[entries.columns[:, 1].astype(np.int64) - self.entry.first] = entries.keys
+            numbers += len(entries.keys)
+        for entries in self.in_order_of_ids():
+            sizes = entries.columns[:, 0].astype(np.int64)
+            hashes = Wanted.of(_strings(entries.texts, entries.starts, sizes), salt).hashes
+            if not np.array_equal(hashes, hashed[entries.keys - self.entry.first]):
+                raise pages_of.malformed(self.path)
+        if numbers != self.entry.count:
+            raise pages_of.malformed(self.path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._run.close()
+
+
+def _strings(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Strings:
+    return Strings(data, starts, starts + sizes)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_fresh(log: Log, fresh: Fresh, first: int, lo: int, hi: int) -> StringFile:
+    """Write strings `lo` to `hi` of those in RAM to a new log, and seal it; the id of number 0 is `first`."""
+
+    def by_ids() -> Iterator[Entries]:
+        for numbers in _pieces(np.arange(lo, hi), fresh):
+            texts, sizes = fresh.texts(numbers)
+            yield Entries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
+
+    def by_hashes() -> Iterator[Entries]:
+        order, hashes = fresh.in_order_of_hashes(lo, hi)
+        at = 0
+        for numbers in _pieces(order, fresh):
+            texts, sizes = fresh.texts(numbers)
+            keys = hashes[at : at + len(numbers)]
+            at += len(numbers)
+            columns = np.stack([keys >> TAG_SHIFT, numbers + first, sizes], axis=1).astype(np.uint32)
+            yield Entries(keys, columns, texts)
+
+    return _write(log, first + lo, hi - lo, by_ids(), by_hashes())
+
+
+def _pieces(numbers: np.ndarray, fresh: Fresh) -> Iterator[np.ndarray]:
+    """Yield numbers in parts whose strings have not too many bytes."""
+    bounds = fresh.bounds
+    total = np.cumsum(bounds[numbers + 1] - bounds[numbers]) + np.arange(len(numbers)) * 32
+    cuts = np.flatnonzero(np.diff(total // (pages_of.PIECE_PAGES * PAGE_BYTES))) + 1
+    yield from np.split(numbers, cuts)
+
+
+def merge(log: Log, runs: Sequence[StringRun], salt: tuple[int, int]) -> StringFile:
+    """Write the strings of neighbouring runs to a new log, and seal it."""
+    by_ids = (entries for run in runs for entries in run.in_order_of_ids())
+    by_hashes = _merged([run.in_order_of_hashes(salt) for run in runs])
+    return _write(log, runs[0].entry.first, sum(run.entry.count for run in runs), by_ids, by_hashes)
+
+
+def _merged(sources: Sequence[Iterator[Entries]]) -> Iterator[Entries]:
+    """Yield the entries of sources in order of their keys: all up to the least last key of what they have shown."""
+    waiting: list[Entries | None] = [next(source, None) for source in sources]
+    while heads := [entries for entries in waiting if entries is not None]:
+        limit = min(int(entries.keys[-1]) for entries in heads)
+        taken = list[Entries]()
+        for number, entries in enumerate(waiting):
+            if entries is None:
+                continue
+            count = int(np.searchsorted(entries.keys, limit, "right"))
+            taken.append(_first(entries, count))
+            rest = entries.since(count)
+            waiting[number] = rest if len(rest.keys) else next(sources[number], None)
+        yield _sorted(pages_of.joined(taken))
+
+
+def _first(entries: Entries, count: int) -> Entries:
+    nbytes = int(entries.columns[:count, -1].sum(dtype=np.int64))
+    return Entries(entries.keys[:count], entries.columns[:count], entries.texts[:nbytes])
+
+
+def _sorted(entries: Entries) -> Entries:
+    order = np.argsort(entries.keys, kind="stable")  # of a few ascending parts, which takes one pass
+    columns = entries.columns[order]
+    texts = pages_of.gathered(entries.texts, entries.starts[order], columns[:, -1])
+    return Entries(entries.keys[order], columns, texts)
+
+
+def _write(log: Log, first: int, count: int, by_ids: Iterator[Entries], by_hashes: Iterator[Entries]) -> StringFile:
+    """Write both orders of strings, and where their blocks are; ids in a file begin with 0."""
+    indexes, pages = list[Index](), [0]
+    for width, source in ((PLAIN, by_ids), (HASHED, by_hashes)):
+        writer = BlockWriter(log, width)
+        for entries in source:
+            if width == PLAIN:
+                writer.add(entries._replace(keys=entries.keys - first))
+            else:
+                entries.columns[:, 1] -= np.uint32(first)
+                writer.add(entries)
+        indexes.append(writer.finish())
+        pages.append(log.count)
+    words = np.concatenate([part.astype("<i8") for index in indexes for part in (index.firsts, index.rows[1:])])
+    index_pages = np.zeros((-(-words.nbytes // PAGE_BYTES), PAGE_WORDS), np.uint32)
+    index_pages.reshape(-1)[: words.nbytes // 4] = words.view(np.uint32)
+    pages_of.append_pages(log, index_pages)
+    sealed = log.seal_as("full", 0, log.count)
+    assert sealed.salt is not None  # all that are written have one
+    blocks = [len(index.firsts) for index in indexes]
+    return StringFile(
+        sealed.file, sealed.size, sealed.salt, first, count, blocks[0], pages[1], blocks[1], pages[2] - pages[1]
+    )

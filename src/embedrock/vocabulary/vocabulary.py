@@ -1,0 +1,431 @@
+"""`Vocabulary`, which users call: strings to dense ids and back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from embedrock.batch.ids import check_ids
+from embedrock.batch.strings import Strings, strings_of
+from embedrock.batch.wrong_ids import in_array
+from embedrock.errors import (
+    ArgumentError,
+    ClosedTableError,
+    IdError,
+    IdTypeError,
+    MemoryBudgetError,
+    ReadOnlyTableError,
+    UnsupportedError,
+)
+from embedrock.machine.paths import local_path
+from embedrock.machine.ram import memory_limit
+from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.process import forks
+from embedrock.process.callers import caller_level
+from embedrock.process.interrupts import held_back
+from embedrock.table.files import MODES, UncommittedWarning
+from embedrock.vocabulary.files import Files, holds_vocabulary
+from embedrock.vocabulary.fresh import Fresh, Wanted
+from embedrock.vocabulary.manifest import MOST_STRINGS
+from embedrock.vocabulary.runs import StringRun
+from embedrock.wording import check_choice
+
+DEFAULT_MEMORY = 256 << 20  # of one on disk
+FRESH_SHARE, RESIDENT_SHARE = 4, 2  # of its memory: one part in so many
+PART = 1 << 20  # strings that are looked up, or added, at once
+MOST_BYTES = 1 << 20  # of a string
+RAISE = "raise"
+
+
+class Vocabulary:
+    """Gives strings dense ids 0, 1, 2, ... in order of their first occurrence, and finds both again, exactly.
+
+    On disk it is append-only: an id never changes, and `commit` makes all strings so far durable as one. It is larger
+    than RAM: a string is found by one read of the disk, or none. Commit it before the table whose rows its ids name:
+    then whatever a crash leaves, each row that the table knows has its string (docs/vocabulary.md).
+
+    Args:
+        path: a folder, made where there is none. None: in RAM.
+        memory: the most RAM that strings and what finds them may take: bytes, "64MiB", "10%". None: 256 MiB on disk, in
+            RAM the machine's.
+        mode: "w" to add strings, which one process at a time may; or "r", the last commit as it is now, beside a
+            writer.
+
+    Values are strings or bytes, in all that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of TensorFlow.
+    A string and its UTF-8 bytes are the same. What is missing (None, NaN) is refused, with its position.
+
+    Example:
+        >>> import embedrock as er
+        >>> words = er.Vocabulary()
+        >>> words.add(["red", "green", "red"])
+        array([0, 1, 0])
+        >>> words.lookup(["green", "blue"])
+        array([ 1, -1])
+        >>> words.strings([1, 0])
+        array(['green', 'red'], dtype=object)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        memory: Size | None = None,
+        mode: str = "w",
+        *,
+        system: System = OS_SYSTEM,
+    ) -> None:
+        self._files: Files | None = None
+        self._fresh, self._closed, self._process = Fresh(), False, os.getpid()
+        check_choice("mode", mode, MODES)
+        self.path = None if path is None else os.path.abspath(local_path(path))
+        self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
+        self._writes, self._lock = mode == "w", forks.lock(forks.Rank.TABLE)
+        if self.path is None:
+            if not self._writes:
+                raise ArgumentError('`mode="r"` goes with a path: a vocabulary in RAM is its process\' own.')
+            self._memory = memory_limit() if memory is None else parse_bytes(memory)
+            self._salt = (0, 0)
+            return
+        self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
+        system.check_usable(self.subject)
+        there = not self._writes or holds_vocabulary(system, self.path)
+        self._files = Files.open(system, self.path, self._writes) if there else Files.create(system, self.path)
+        self._salt = self._files.manifest.salt
+        try:
+            self._files.keep_resident(self._memory // RESIDENT_SHARE)
+        except BaseException:
+            self._close()
+            raise
+
+    # ------------------------------------------------------------ strings to ids
+
+    def add(self, values: Any) -> np.ndarray:
+        """Return the ids of strings, int64 of their shape; those that are new get the next ids, in order of occurrence.
+
+        So ids depend on the strings and their order only, not on how they were cut into calls, nor on `memory`.
+
+        Raises:
+            IdTypeError: something else than strings is among the values, or one that is missing. Nothing was added.
+            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
+            MemoryBudgetError: it is in RAM, and they do not fit.
+            OSError: the disk failed. Strings that were added before have their ids; add all of them again.
+        """
+        wanted, shape = self._wanted(values)
+        with self._lock:
+            self._check_writable()
+            ids = [self._add(part) for part in _parts(wanted)]
+        return np.concatenate([np.empty(0, np.int64), *ids]).reshape(shape)
+
+    def lookup(self, values: Any, missing: int | str = -1) -> np.ndarray:
+        """Return the ids of strings, int64 of their shape.
+
+        Args:
+            values: strings.
+            missing: the id of strings that the vocabulary does not have; -1 is none of a table with ``rows=``, which
+                refuses it (pandas' Categorical has -1, too; Keras' StringLookup has 0, and numbers strings from 1 on).
+                "raise": an error.
+
+        Raises:
+            IdError: with ``missing="raise"``, a string that it does not have.
+            IdTypeError: something else than strings is among the values, or one that is missing.
+        """
+        if missing != RAISE and (isinstance(missing, bool) or not isinstance(missing, int | np.integer)):
+            raise ArgumentError(f'`missing` of {self.subject} must be an id or "raise": got {missing!r}.')
+        wanted, shape = self._wanted(values)
+        with self._lock:
+            self._check_open()
+            ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(wanted))])
+        unknown = np.flatnonzero(ids < 0)
+        if len(unknown) and missing == RAISE:
+            raise self._unknown(wanted, int(unknown[0]), len(unknown), shape)
+        ids[unknown] = -1 if missing == RAISE else int(missing)
+        return ids.reshape(shape)
+
+    def _wanted(self, values: Any) -> tuple[Wanted, tuple[int, ...]]:
+        found, shape = strings_of(values, self.subject)
+        sizes = found.ends - found.starts
+        if len(sizes) and int(sizes.max()) > MOST_BYTES:
+            position = int(np.argmax(sizes))
+            raise ArgumentError(
+                f"`values` of {self.subject} must be strings of at most {format_bytes(MOST_BYTES)}: got one of "
+                f"{sizes[position]} bytes {in_array(shape, 'values')(position)}."
+            )
+        return Wanted.of(found, self._salt), shape
+
+    def _find(self, wanted: Wanted) -> np.ndarray:
+        """Return the ids of strings; -1 for those that are not there."""
+        ids = self._fresh.find(wanted)
+        ids[ids >= 0] += self._in_files
+        left = np.flatnonzero(ids < 0)
+        left = left[np.argsort(wanted.hashes[left])]
+        for run in self._runs_by_cost():
+            if not len(left):
+                break
+            ids[left] = run.find(wanted.some(left))
+            left = left[ids[left] < 0]
+        return ids
+
+    def _runs_by_cost(self) -> list[StringRun]:
+        """Return the files: those that need no read first, then those that have most strings."""
+        runs = [] if self._files is None else self._files.runs
+        return sorted(runs, key=lambda run: (not run.is_resident, -run.entry.count))
+
+    def _add(self, wanted: Wanted) -> np.ndarray:
+        ids = self._find(wanted)
+        new = np.flatnonzero(ids < 0)
+        if len(new):
+            some = wanted.some(new)
+            self._make_room(some)
+            with held_back():
+                ids[new] = self._fresh.insert(some) + self._in_files
+        return ids
+
+    def _make_room(self, wanted: Wanted) -> None:
+        count, nbytes = len(wanted.hashes), wanted.nbytes
+        if len(self) + count > MOST_STRINGS:
+            raise ArgumentError(f"{self.subject} has {len(self)} strings, and can have {MOST_STRINGS}.")
+        full = self._fresh.bytes_with(count, nbytes) > self._memory // (1 if self._files is None else FRESH_SHARE)
+        if full and self._files is not None and self._fresh.count:
+            self._write_out(self._files)
+        elif full and self._files is None:
+            raise MemoryBudgetError(
+                f"{self.subject} may take {format_bytes(self._memory)} of RAM, and {count} strings more do not fit. "
+                "Raise memory=, or keep it on disk: er.Vocabulary(path)."
+            )
+        self._fresh.reserve(count, nbytes)
+
+    def _write_out(self, files: Files) -> None:
+        """Write strings from RAM to files, which no commit has yet."""
+        with held_back():
+            files.write(self._fresh)
+            self._fresh = Fresh()
+        files.merge_small()
+        files.keep_resident(self._memory // RESIDENT_SHARE)
+
+    def _unknown(self, wanted: Wanted, position: int, count: int, shape: tuple[int, ...]) -> IdError:
+        text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
+        others = f" and {count - 1} others" if count > 1 else ""
+        return IdError(
+            f"`values` of {self.subject} must be strings that it has: got {text.decode(errors='replace')[:80]!r} "
+            f"{in_array(shape, 'values')(position)}{others}. add() gives new strings ids; missing=-1 marks them."
+        )
+
+    # ------------------------------------------------------------ ids to strings
+
+    def strings(self, ids: Any, kind: type = str) -> np.ndarray:
+        """Return the strings of ids, an array of objects of their shape.
+
+        Args:
+            ids: integers in ``[0, len(vocabulary))``; they may repeat.
+            kind: `str`, or `bytes` where what was added is not all text.
+
+        Raises:
+            IdError: an id that no string has.
+            IdTypeError: `ids` are no integers, or with `str`, bytes that are no text.
+        """
+        if kind not in (str, bytes):
+            raise ArgumentError(f"`kind` of {self.subject} must be str or bytes: got {kind!r}.")
+        array = check_ids(ids, None, self.subject)
+        flat = array.reshape(-1)
+        with self._lock:
+            self._check_open()
+            bad = np.flatnonzero((flat < 0) | (flat >= len(self)))
+            if len(bad):
+                where = in_array(array.shape)(int(bad[0]))
+                raise IdError(
+                    f"`ids` of {self.subject} must lie in [0, {len(self)}), as many as it has strings: got "
+                    f"{flat[bad[0]]} {where}."
+                )
+            unique, inverse = np.unique(flat, return_inverse=True)
+            texts, sizes = self._texts(unique)
+        out = np.empty(len(unique), object)
+        out[:] = _listed(texts, sizes, kind, self.subject)
+        return out[inverse.reshape(-1)].reshape(array.shape)
+
+    def _texts(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
+        """Return the strings of ascending ids end to end, and their sizes."""
+        parts = list[tuple[np.ndarray, np.ndarray]]()
+        for run in [] if self._files is None else self._files.runs:
+            lo, hi = np.searchsorted(ids, (run.entry.first, run.end)).tolist()
+            if lo < hi:
+                parts.append(run.texts(ids[lo:hi]))
+        parts.append(self._fresh.texts(ids[ids >= self._in_files] - self._in_files))
+        return b"".join(texts.tobytes() for texts, _ in parts), np.concatenate([sizes for _, sizes in parts])
+
+    def __len__(self) -> int:
+        """Return how many strings it has."""
+        return self._in_files + self._fresh.count
+
+    @property
+    def _in_files(self) -> int:
+        return 0 if self._files is None else self._files.count
+
+    # ------------------------------------------------------------ commits
+
+    def commit(self) -> int:
+        """Make all strings so far durable, as one; return the commit's number, the last one's if none is new.
+
+        Raises:
+            CommitError: it failed. The last commit is whole, and all strings are still here.
+            ReadOnlyTableError: it was opened with ``mode="r"``, or this is a child of the process that writes it.
+        """
+        with self._lock:
+            files = self._check_on_disk("commit()")
+            try:
+                if self._fresh.count:
+                    self._write_out(files)
+                with held_back():
+                    return files.commit()
+            except OSError as error:
+                raise files.commit_error(error) from error
+
+    def compact(self) -> int:
+        """Merge files, so that a string is found by one read at most, and commit; return the commit's number.
+
+        It rewrites all strings, but for those that came first. Adding merges files too, as they grow.
+        """
+        with self._lock:
+            files = self._check_on_disk("compact()")
+            try:
+                if self._fresh.count:
+                    self._write_out(files)
+                files.merge(files.head)
+                files.keep_resident(self._memory // RESIDENT_SHARE)
+            except OSError as error:
+                raise files.commit_error(error) from error
+            return self.commit()
+
+    def verify(self) -> None:
+        """Read all files of the last commit, and raise `CorruptTableError` unless each string is found by its id."""
+        with self._lock:
+            self._check_open()
+            for run in [] if self._files is None else self._files.runs:
+                run.verify(self._salt)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether it has strings that no commit has."""
+        return self._files is not None and len(self) > self._files.manifest.count
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers: strings, files, bytes on disk and in RAM, pages that were read."""
+        runs = [] if self._files is None else self._files.runs
+        return {
+            "strings": len(self),
+            "files": len(runs),
+            "disk_bytes": sum(run.entry.size for run in runs),
+            "ram_bytes": self._fresh.nbytes + sum(run.nbytes for run in runs),
+            "pages_read": sum(run.reads for run in runs),
+        }
+
+    # ------------------------------------------------------------ who has it
+
+    def close(self) -> None:
+        """Close its files, and let another writer in. Strings that no commit has are lost, with a warning."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed, in_child = True, os.getpid() != self._process
+        if self._files is None:
+            return
+        lost, last = len(self) - self._files.manifest.count, self._files.manifest.commit
+        self._files.close(in_child)
+        if lost and self._writes and not in_child:
+            warnings.warn(
+                f"{self.subject} is closed with {lost} strings since commit {last}, which are lost. Call commit() "
+                "before.",
+                UncommittedWarning,
+                stacklevel=caller_level(),
+            )
+
+    def __enter__(self) -> Vocabulary:
+        """Return the vocabulary, which ``with`` closes."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self._close()
+
+    def __repr__(self) -> str:
+        """Tell where it is, and how many strings it has."""
+        if self._closed:
+            return f"<{self.subject}, closed>"
+        return f"<{self.subject}: {len(self)} strings{'' if self._writes else ', read only'}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it for another process: one on disk is opened there for reading, one in RAM is copied."""
+        self._check_open()
+        if self._files is None:
+            count = len(self)
+            texts, sizes = self._texts(np.arange(count))
+            return _restored, (texts, sizes, self._memory)
+        if self._writes:
+            raise pickle.PicklingError(
+                f"{self.subject} is open for writing, and another process cannot have it so. Commit it, and give the "
+                'other process one that reads: er.Vocabulary(path, mode="r").'
+            )
+        return Vocabulary, (self.path, self._memory, "r")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedTableError(f"{self.subject} is closed. Open it again: er.Vocabulary(path).")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self._writes:
+            text = f'{self.subject} was opened with mode="r" and cannot change. Open it with mode="w"'
+        elif self._files is not None and os.getpid() != self._process:
+            text = (
+                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Add "
+                "strings in the parent, or look them up here"
+            )
+        else:
+            return
+        raise ReadOnlyTableError(errno.EROFS, text, self.path)
+
+    def _check_on_disk(self, verb: str) -> Files:
+        self._check_writable()
+        if self._files is None:
+            raise UnsupportedError(
+                f"{verb} is for vocabularies on disk, and this one is in RAM. Make one on disk, er.Vocabulary(path), "
+                "and add the strings of this one: strings(range(len(vocabulary)))."
+            )
+        return self._files
+
+
+def _parts(wanted: Wanted) -> Iterator[Wanted]:
+    count = len(wanted.hashes)
+    for first in range(0, count, PART):
+        yield wanted if count <= PART else wanted.some(np.arange(first, min(first + PART, count)))
+
+
+def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[Any]:
+    ends = np.cumsum(sizes).tolist()
+    pieces = [texts[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    if kind is bytes:
+        return pieces
+    try:
+        return [piece.decode() for piece in pieces]
+    except UnicodeDecodeError as error:
+        raise IdTypeError(
+            f"strings of {subject} must be UTF-8 to be text: got {error.object[:80]!r}. Pass kind=bytes."
+        ) from None
+
+
+def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
+    """Return a vocabulary in RAM with strings in their order."""
+    made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
+    made._add(Wanted.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
+    return made
