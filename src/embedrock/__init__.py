@@ -33,6 +33,7 @@ from embedrock.errors import (
     TableFileError,
     TableLockedError,
     UnknownArgumentError,
+    UnknownTableError,
     UnsupportedError,
 )
 from embedrock.initializers import (
@@ -49,6 +50,7 @@ from embedrock.machine.threads import get_threads, set_threads
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
 from embedrock.table.files import UncommittedWarning
+from embedrock.table.group import Group
 from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.table.opened import close, opened
 from embedrock.table.table import Table
@@ -72,6 +74,7 @@ __all__ = [
     "FromBfloat16",
     "Ftrl",
     "GradientError",
+    "Group",
     "IdError",
     "IdTypeError",
     "Initializer",
@@ -94,6 +97,7 @@ __all__ = [
     "UncommittedWarning",
     "Uniform",
     "UnknownArgumentError",
+    "UnknownTableError",
     "UnsupportedError",
     "Vocabulary",
     "Zeros",

@@ -14,6 +14,12 @@ class ArgumentError(EmbedrockError, ValueError):
     """An argument has a value that cannot work."""
 
 
+class UnknownTableError(EmbedrockError, KeyError):
+    """A group has no table of that name."""
+
+    __str__ = Exception.__str__  # not that of `KeyError`, which quotes the message
+
+
 class UnknownArgumentError(EmbedrockError, TypeError):
     """An argument that this function does not have."""
 

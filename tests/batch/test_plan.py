@@ -152,7 +152,7 @@ def cpu_call(name, count, *args):
 
 def plan_whole(module, ids, memory, seed=0):
     n = ids.size
-    table = memory.array(planning._table_size(n), np.int32)
+    table = memory.array(planning.table_size(n), np.int32)
     unique, inverse, order = (memory.array(n, dtype) for dtype in (np.int64, np.int32, np.int32))
     count = module.dedupe(memory.copy(ids), seed, table, unique, inverse)
     starts = memory.array(count + 1, np.int32)
@@ -171,7 +171,7 @@ def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
     keys, positions = memory.array(n, np.int64), memory.array(n, np.int32)
     call("partition", chunks, ids_, ends - counts, keys, positions)
 
-    size = planning._table_size(int(np.diff(bounds).max()))
+    size = planning.table_size(int(np.diff(bounds).max()))
     tables = memory.array(workers * size, np.int32).reshape(workers, size)
     local, starts = memory.array(n, np.int32), memory.array(n + partitions, np.int32)
     order, uniques = memory.array(n, np.int32), memory.array(partitions, np.int64)
@@ -218,7 +218,7 @@ def test_dedupe_grows_its_table():
 def longest_cluster(ids, seed):
     """Return the longest run of taken entries that `dedupe` leaves in its table: a bound on its probes."""
     n = ids.size
-    table = np.empty(planning._table_size(n), np.int32)
+    table = np.empty(planning.table_size(n), np.int32)
     kernels.cpu.plan.dedupe(ids, seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
     free = np.flatnonzero(table < 0)
     return int(np.diff(free, prepend=-1, append=table.size).max()) - 1
@@ -234,7 +234,7 @@ def test_ids_made_to_collide_do_so_for_their_own_seed_only():
     ids = colliding(3_000)
     assert longest_cluster(ids, 0) == ids.size
     assert_plan_of(plan_whole(kernels.cpu.plan, ids, Memory(0), seed=0), ids)
-    assert longest_cluster(colliding(30_000), planning._SEED) < 100
+    assert longest_cluster(colliding(30_000), planning.SEED) < 100
 
 
 # ------------------------------------------------------------------------------------------------ whole plans

@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     starts: np.ndarray
     order: np.ndarray
     offsets: np.ndarray
+    places: np.ndarray
     bags: np.ndarray
     weights: np.ndarray
     grads: np.ndarray
@@ -43,8 +44,9 @@ def make_batch(seed: int, lengths: list[int], dim: int, weighted: bool, padded: 
     grads = rng.normal(size=(len(lengths), dim)).astype(np.float32)
     skip = int(rng.integers(0, len(plan.ids))) if padded and n else -1
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    bags = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return Batch(rows, plan.inverse, plan.starts, plan.order, offsets, bags, weights, grads, skip)
+    places = rng.permutation(len(lengths)).astype(np.int32)
+    bags = np.repeat(places, lengths)
+    return Batch(rows, plan.inverse, plan.starts, plan.order, offsets, places, bags, weights, grads, skip)
 
 
 Call = tuple[str, tuple[Any, ...], dict[str, tuple[tuple[int, ...], type]]]
@@ -56,9 +58,9 @@ def forward_calls(b: Batch) -> list[Call]:
     pooled = {"out": ((bags, dim), np.float32)}
     scale, argmax = {"scale": ((bags,), np.float32)}, {"argmax": ((bags, dim), np.int32)}
     return [
-        ("pool_sum", (b.rows, b.inverse, b.offsets, b.weights, b.skip, False), pooled | scale),
-        ("pool_sum", (b.rows, b.inverse, b.offsets, b.weights, b.skip, True), pooled | scale),
-        ("pool_max", (b.rows, b.inverse, b.offsets, b.skip), pooled | argmax),
+        ("pool_sum", (b.rows, b.inverse, b.offsets, b.places, b.weights, b.skip, False), pooled | scale),
+        ("pool_sum", (b.rows, b.inverse, b.offsets, b.places, b.weights, b.skip, True), pooled | scale),
+        ("pool_max", (b.rows, b.inverse, b.offsets, b.places, b.skip), pooled | argmax),
     ]
 
 
@@ -67,7 +69,7 @@ def backward_calls(b: Batch) -> list[Call]:
     unique = {"values": (b.rows.shape, np.float32), "squares": ((len(b.rows),), np.float64)}
     scale = np.linspace(0.1, 1, len(b.grads), dtype=np.float32)
     argmax = np.empty(b.grads.shape, np.int32)
-    kernels.reference.pooling.pool_max(b.rows, b.inverse, b.offsets, b.skip, np.empty_like(b.grads), argmax)
+    kernels.reference.pooling.pool_max(b.rows, b.inverse, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
     return [
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
         ("pool_max_backward", (b.grads, b.bags, b.starts, b.order, argmax), unique),
@@ -135,7 +137,8 @@ def test_backward_is_the_adjoint_of_forward():
     out, scale = np.empty_like(batch.grads), np.empty(len(batch.grads), np.float32)
     values, squares = np.empty_like(batch.rows), np.empty(len(batch.rows))
     cpu, bags, unique = kernels.cpu.pooling, len(batch.grads), len(batch.rows)
-    cpu.pool_sum(ones, batch.inverse, batch.offsets, batch.weights, batch.skip, False, out, scale, 0, bags)
+    where = batch.inverse, batch.offsets, batch.places
+    cpu.pool_sum(ones, *where, batch.weights, batch.skip, False, out, scale, 0, bags)
     segments = batch.bags, batch.starts, batch.order
     cpu.pool_sum_backward(batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique)
     np.testing.assert_allclose((values * ones).sum(), (out * batch.grads).sum(), rtol=1e-4)
@@ -145,6 +148,7 @@ def test_a_maximum_after_nan_follows_torch():
     rows = np.array([[np.nan], [1.0], [2.0]], np.float32)
     plan = make_plan(np.array([0, 1, 1, 0, 2]))
     out, argmax = np.empty((2, 1), np.float32), np.empty((2, 1), np.int32)
-    kernels.cpu.pooling.pool_max(rows, plan.inverse, np.array([0, 2, 5]), -1, out, argmax, 0, 2)
+    places = np.arange(2, dtype=np.int32)
+    kernels.cpu.pooling.pool_max(rows, plan.inverse, np.array([0, 2, 5]), places, -1, out, argmax, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]

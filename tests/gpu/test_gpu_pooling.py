@@ -27,7 +27,8 @@ class Bags:
         n = len(self.plan.order)
         cuts = np.sort(rng.integers(0, n + 1, 12))
         self.offsets = np.concatenate([[0, 0], cuts, [n, n]]).astype(np.int64)
-        self.bags = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets)).astype(np.int32)
+        self.places = np.arange(len(self.offsets) - 1, dtype=np.int32)
+        self.bags = np.repeat(self.places, np.diff(self.offsets))
         self.rows = rng.integers(-3, 4, (self.plan.rows, dim)).astype(np.float32)  # some are equal
         self.rows[0, 0] = np.nan
         self.grads = rng.standard_normal((len(self.offsets) - 1, dim)).astype(np.float32)
@@ -49,7 +50,8 @@ def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     bags = Bags(SIZES, dim, weighted)
     count, weights, plan = len(bags.grads), tensor(bags.weights), bags.plan
     out, scale = np.empty((count, dim), np.float32), np.empty(count, np.float32)
-    reference.pooling.pool_sum(bags.rows, plan.inverse, bags.offsets, bags.weights, skip, mean, out, scale)
+    where = plan.inverse, bags.offsets, bags.places
+    reference.pooling.pool_sum(bags.rows, *where, bags.weights, skip, mean, out, scale)
     got, got_scale = Poisoned((count, dim), torch.float32), Poisoned((count,), torch.float32)
     args = tensor(plan.inverse), tensor(bags.offsets), weights, one(skip), mean
     pooling.pool_sum(bags.padded_rows, *args, got.inside, got_scale.inside)
@@ -75,7 +77,7 @@ def test_max(dim: int, skip: int) -> None:
     bags = Bags(SIZES, dim, weighted=False)
     count, plan = len(bags.grads), bags.plan
     out, argmax = np.empty((count, dim), np.float32), np.empty((count, dim), np.int32)
-    reference.pooling.pool_max(bags.rows, plan.inverse, bags.offsets, skip, out, argmax)
+    reference.pooling.pool_max(bags.rows, plan.inverse, bags.offsets, bags.places, skip, out, argmax)
     got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
     args = tensor(plan.inverse), tensor(bags.offsets), one(skip)
     pooling.pool_max(bags.padded_rows, *args, got.inside, source.inside)

@@ -22,7 +22,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
-from embedrock.fronts.steps import Due, judge, step_all, step_judged
+from embedrock.table.stepping import Due, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
 from embedrock.tiers.cache import Cache

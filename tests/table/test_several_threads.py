@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.fronts.steps import Due, step_all
+from embedrock.table.stepping import Due, step_all
 from slow import slow
 
 ROWS, DIM, BATCH, THREADS = 2000, 4, 60, 4

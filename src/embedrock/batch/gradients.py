@@ -5,12 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import ArgumentError
+
+
+class Segments(Protocol):
+    """Which positions of a batch have which row: a plan."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 (unique,)."""
+        ...
+
+    @property
+    def inverse(self) -> np.ndarray:
+        """int32 (n,), which row each position has."""
+        ...
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int32 (unique + 1,), where the positions of each row begin in `order`."""
+        ...
+
+    @property
+    def order(self) -> np.ndarray:
+        """int32 (n,), the positions, by row."""
+        ...
+
+
+def sum_segments(plan: Segments, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence.
+
+    Returns:
+        The sums, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
+    """
+    values, squares = np.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
+    kernels.cpu.launch(kernels.cpu.rows.sum_segments, grads, plan.starts, plan.order, values, squares)
+    return values, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +66,7 @@ class RowGradients:
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence."""
-        values, squares = (
-            np.empty((len(plan.ids), grads.shape[1]), np.float32),
-            np.empty(len(plan.ids), np.float64),
-        )
-        kernels.cpu.launch(kernels.cpu.rows.sum_segments, grads, plan.starts, plan.order, values, squares)
+        values, squares = sum_segments(plan, grads)
         return RowGradients(plan, values, float(squares.sum()))
 
     @staticmethod
@@ -84,12 +116,13 @@ class RowGradients:
 
     def without(self, row_id: int) -> RowGradients:
         """Return them without the row `row_id`."""
-        keep = self.plan.ids != row_id
-        if keep.all():
+        return self.kept(self.plan.ids != row_id)
+
+    def kept(self, rows: np.ndarray) -> RowGradients:
+        """Return them for some of the rows only, bool (unique,)."""
+        if rows.all():
             return self
-        return RowGradients.sum(
-            make_plan(self.plan.ids[keep]), self.values[keep]
-        )  # the new plan has an order of its own
+        return RowGradients.sum(make_plan(self.plan.ids[rows]), self.values[rows])  # the new plan has its own order
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         """Return other values for the same rows."""

@@ -27,7 +27,7 @@ KEEP_BYTES = 1 << 24
 
 # Where ids go in the hash tables, which no result depends on. Drawn anew by every process, so that no ids,
 # not even ids made for the purpose, can all collide.
-_SEED = secrets.randbits(63)
+SEED = secrets.randbits(63)
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -88,11 +88,7 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         >>> plan.starts.tolist(), plan.order.tolist()
         ([0, 3, 4], [0, 2, 3, 1])
     """
-    if ids.size > MAX_IDS:
-        raise ArgumentError(
-            f"`ids` of one batch must be at most {MAX_IDS:,}: got {ids.size:,} (shape {ids.shape}). "
-            "Split the batch and update the table once for each part."
-        )
+    check_count(ids.size, ids.shape)
     # Always contiguous and read-only: the kernels are compiled once, not for every kind of array that comes.
     flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
     flat.flags.writeable = False
@@ -101,6 +97,15 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         return Plan(ids.shape, *arrays)
     slots = find(arrays[0])
     return Plan(ids.shape, *arrays, slots, int(np.count_nonzero(slots < 0)), epoch)
+
+
+def check_count(n: int, shape: tuple[int, ...]) -> None:
+    """Raise `ArgumentError` for more ids than one batch may have."""
+    if n > MAX_IDS:
+        raise ArgumentError(
+            f"`ids` of one batch must be at most {MAX_IDS:,}: got {n:,} (shape {shape}). "
+            "Split the batch and update the table once for each part."
+        )
 
 
 class _Scratch(threading.local):
@@ -122,15 +127,16 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _table_size(ids: int) -> int:
+def table_size(ids: int) -> int:
+    """Return how many entries a hash table must have for so many ids."""
     return 1 << max(1, (2 * ids - 1).bit_length())
 
 
 def _plan_whole(ids: Int64Array) -> Arrays:
     n, cpu = ids.size, kernels.cpu.plan
-    unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", _table_size(n), np.int32)
+    unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", table_size(n), np.int32)
     inverse, order = np.empty(n, np.int32), np.empty(n, np.int32)
-    count = cpu.dedupe(ids, _SEED, table, unique, inverse)
+    count = cpu.dedupe(ids, SEED, table, unique, inverse)
     starts = np.empty(count + 1, np.int32)
     cpu.segments(inverse, count, starts, order)
     return unique[:count].copy(), inverse, starts, order
@@ -139,15 +145,15 @@ def _plan_whole(ids: Int64Array) -> Arrays:
 def _plan_by_partitions(ids: Int64Array) -> Arrays:
     n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     workers = kernels.cpu.threads.get_threads()
-    keys, positions, bounds = _partition(ids, workers)
+    keys, positions, bounds = partition(ids, workers)
     partitions = bounds.size - 1
-    size = _table_size(int(np.diff(bounds).max()))
+    size = table_size(int(np.diff(bounds).max()))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + partitions, np.int32)
     counts, order = np.empty(partitions, np.int64), np.empty(n, np.int32)
-    launch(cpu.group, keys, positions, bounds, _SEED, tables, local, starts, order, counts)
+    launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
 
-    bases = _bounds(counts)
+    bases = bounds_of(counts)
     unique, inverse = np.empty(bases[-1], np.int64), np.empty(n, np.int32)
     all_starts = np.empty(unique.size + 1, np.int32)
     all_starts[-1] = n
@@ -156,20 +162,21 @@ def _plan_by_partitions(ids: Int64Array) -> Arrays:
     return unique, inverse, all_starts, order
 
 
-def _partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
+def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Return the ids in the order of their partitions, their positions, and the partitions' bounds."""
     n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     # A function of n alone: the partitions are seen in the plan, the chunks (one for each worker) are not.
     partitions = min(1 << (n // PARTITION_IDS).bit_length(), MAX_PARTITIONS)
     counts = np.empty((workers, partitions), np.int64)
     launch(cpu.count_partitions, ids, counts)
-    cursors = np.ascontiguousarray(_bounds(counts.T)[:-1].reshape(partitions, workers).T)
+    cursors = np.ascontiguousarray(bounds_of(counts.T)[:-1].reshape(partitions, workers).T)
     keys, positions = _scratch.take("keys", n, np.int64), _scratch.take("positions", n, np.int32)
     launch(cpu.partition, ids, cursors, keys, positions)
-    return keys, positions, _bounds(counts.sum(axis=0))
+    return keys, positions, bounds_of(counts.sum(axis=0))
 
 
-def _bounds(sizes: Int64Array) -> Int64Array:
+def bounds_of(sizes: Int64Array) -> Int64Array:
+    """Return where parts of these sizes begin, one after the other, and where the last one ends."""
     bounds = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds

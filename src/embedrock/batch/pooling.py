@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients, Segments
 from embedrock.batch.plan import Plan
 
 
@@ -19,16 +19,23 @@ class Bags(NamedTuple):
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
         skip: index in ``plan.ids`` of the id that counts in no bag, -1 for none.
         mode: "sum", "mean" or "max".
+        places: int32 (bags,), the row of each bag among pooled rows, and among their gradients; None: in order.
     """
 
-    plan: Plan
+    plan: Segments
     offsets: np.ndarray
     skip: int
     mode: str
+    places: np.ndarray | None = None
 
-    def bag_of_position(self) -> np.ndarray:
-        """Return the bag of each position: int32 (n,)."""
-        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int32), np.diff(self.offsets))
+    @property
+    def place_of_bag(self) -> np.ndarray:
+        """Where each bag is among pooled rows: int32 (bags,)."""
+        return np.arange(len(self.offsets) - 1, dtype=np.int32) if self.places is None else self.places
+
+    def place_of_position(self) -> np.ndarray:
+        """Return where the bag of each position is among pooled rows: int32 (n,)."""
+        return np.repeat(self.place_of_bag, np.diff(self.offsets))
 
 
 def index_of(plan: Plan, padding: int | None) -> int:
@@ -48,35 +55,50 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
         bags: what belongs together.
 
     Returns:
-        The bags float32 (bags, dim), and what `unpool` needs: the factors of sums, or the places of maxima.
+        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, or the positions
+        of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out = np.empty((count, dim), np.float32)
-    cpu, inverse = kernels.cpu, bags.plan.inverse
+    cpu, positions = kernels.cpu, (bags.plan.inverse, bags.offsets, bags.place_of_bag)
     if bags.mode == "max":
         trace = np.empty((count, dim), np.int32)
-        cpu.launch(cpu.pooling.pool_max, rows, inverse, bags.offsets, bags.skip, out, trace)
+        cpu.launch(cpu.pooling.pool_max, rows, *positions, bags.skip, out, trace)
     else:
         trace = np.empty(count, np.float32)
-        args = rows, inverse, bags.offsets, _factors(weights), bags.skip, bags.mode == "mean", out, trace
-        cpu.launch(cpu.pooling.pool_sum, *args)
+        args = *positions, _factors(weights), bags.skip, bags.mode == "mean", out, trace
+        cpu.launch(cpu.pooling.pool_sum, rows, *args)
     return out, trace
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-    """Return the gradients of the rows from those of the bags, float32 (bags, dim)."""
+    """Return the gradients of the rows of a table from those of the bags, float32 (bags, dim)."""
+    plan = bags.plan
+    assert isinstance(plan, Plan)  # of one table
+    values, squares = sum_bags(grads, weights, bags, trace)
+    return RowGradients(plan, values, float(squares.sum()))
+
+
+def sum_bags(
+    grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gradients of the rows from those of the bags, float32 (bags, dim).
+
+    Returns:
+        They are float32 (unique, dim); and the sum of squares of each, float64 (unique,).
+    """
     plan = bags.plan
     values, squares = (
         np.empty((len(plan.ids), grads.shape[1]), np.float32),
         np.empty(len(plan.ids), np.float64),
     )
-    cpu, segments = kernels.cpu, (grads, bags.bag_of_position(), plan.starts, plan.order)
+    cpu, segments = kernels.cpu, (grads, bags.place_of_position(), plan.starts, plan.order)
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
     else:
         args = *segments, _factors(weights), trace, bags.skip, values, squares
         cpu.launch(cpu.pooling.pool_sum_backward, *args)
-    return RowGradients(plan, values, float(squares.sum()))
+    return values, squares
 
 
 def _factors(weights: np.ndarray | None) -> np.ndarray:
@@ -92,6 +114,6 @@ def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
         bags: what belongs together.
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
-    args = grads, rows, bags.plan.inverse, bags.bag_of_position(), bags.skip, out
+    args = grads, rows, bags.plan.inverse, bags.place_of_position(), bags.skip, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out

@@ -14,6 +14,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.fronts.references import tell_resumed
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
+from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
@@ -45,6 +46,7 @@ def open_table(
     first: FirstValues | None,
     *,
     dim_name: str,
+    group: Group | None = None,
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
 
@@ -56,13 +58,14 @@ def open_table(
         options: `TableOptions`, by name.
         first: what draws first values where the options do not say it; not needed with a ready-made table.
         dim_name: what the layer calls `dim`.
+        group: whose member the table is; None: it is alone.
     """
     if isinstance(rows, Table):
-        _refuse_options(layer, [dim_name] * (dim is not None), options)
+        _refuse_options(layer, [dim_name] * (dim is not None) + ["group"] * (group is not None), options)
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
-    table = make_table(rows, dim, options, first)
+    table = make_table(rows, dim, options, first) if group is None else _member(layer, group, rows, dim, options, first)
     try:
         padding = resolve_padding(padding_idx, table.rows)
     except ArgumentError:
@@ -78,6 +81,26 @@ def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) ->
     changed = [name for name, option in known if name in options and options[name] != option.default]
     for name in given + changed:
         raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
+
+
+def _member(
+    layer: str, group: Group, rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None
+) -> Table:
+    """Return the table of a group that has a layer's name, made if there is none."""
+    if not isinstance(group, Group):
+        raise ArgumentError(f"`group` of {layer} must be an er.Group: got {group!r}.")
+    if options["name"] is None:
+        raise ArgumentError(f"`name` of {layer} is missing: tables of a group are known by their names.")
+    for name in ("path", "memory", "directory", "policy", "keep"):
+        if options.get(name, declared(TableOptions)[name].default) != declared(TableOptions)[name].default:
+            raise ArgumentError(
+                f"`{name}` of {layer} does not go with `group`: its tables live in RAM, in the group's memory. Leave "
+                "one of them out."
+            )
+    given = {name: options[name] for name in GIVEN}
+    if given["on_nonfinite"] == declared(TableOptions)["on_nonfinite"].default:
+        given["on_nonfinite"] = None  # as the group has it
+    return group.made(options["name"], rows, dim, given, first)
 
 
 def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None) -> Table:

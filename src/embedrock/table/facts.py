@@ -89,6 +89,11 @@ class Facts:
         """The rows in another memory, a GPU's."""
         return self._rows.side
 
+    @property
+    def group(self) -> Any:
+        """The `Group` that it is a member of; None for a table alone."""
+        return self._rows.home.group
+
     # ---------------------------------------------------------------- tables on disk
 
     def _on_disk(self) -> Files:

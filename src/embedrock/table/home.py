@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embedrock.spec import Spec
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Turn
 
 if TYPE_CHECKING:
     from embedrock.table.rows import Rows
@@ -47,10 +48,16 @@ class Home(ABC):
     Attributes:
         subject: what error messages call the table.
         reopening: how to go on with a table that is closed, a sentence for error messages.
+        group: the `Group` whose member the table is.
     """
 
     subject: str
     reopening: str
+    group: Any = None
+
+    def turn(self) -> Turn:
+        """Return who has the table: one turn for all tables that are stepped together."""
+        return Turn()
 
     def named_by(self, layer: str) -> str:
         """Return what error messages call the table from now on, whose rows a layer has."""

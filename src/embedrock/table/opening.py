@@ -53,17 +53,30 @@ def make_rows(
         options: all of `TableOptions`.
         first: for a new table, where no init or no seed was given; None: `own_first_values`.
     """
+    _check(options, options["directory"])
+    spec, asked = new_spec(rows, dim, options, first)
+    if options["path"] is None:
+        return _in_ram(spec, options), None
+    opening, given = _opening(options), {**asked, "rule": None}
+    files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
+    return _as_of_last_commit(files, spec, options), files
+
+
+def new_spec(
+    rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None
+) -> tuple[Spec, dict[str, Any]]:
+    """Return the description of a new table; and as plain data what was asked for, None where nothing was said.
+
+    Args:
+        rows, dim, first: see `make_rows`.
+        options: rule, init, seed and dtype.
+    """
     check_rule(options["rule"])
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
-    _check(options, options["directory"])
     left_out = {name: None for name in FirstValues._fields if options[name] is None}
     drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]))
-    if options["path"] is None:
-        return _in_ram(spec, options), None
-    opening, given = _opening(options), describe_spec(spec) | left_out | {"rule": None}
-    files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
-    return _as_of_last_commit(files, spec, options), files
+    return spec, describe_spec(spec) | left_out
 
 
 def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
@@ -81,7 +94,12 @@ def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
 
 def _check(options: Mapping[str, Any], directory: str) -> None:
     check_directory(directory)
-    check_choice("on_nonfinite", options["on_nonfinite"], ON_NONFINITE)
+    check_on_nonfinite(options["on_nonfinite"])
+
+
+def check_on_nonfinite(choice: Any) -> None:
+    """Raise `ArgumentError` where a step cannot do so with NaN or Inf."""
+    check_choice("on_nonfinite", choice, ON_NONFINITE)
 
 
 def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:

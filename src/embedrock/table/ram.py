@@ -16,6 +16,20 @@ from embedrock.tiers.memory import Memory, place
 from embedrock.tiers.tier import Tier
 
 
+def check_copy(rows: Rows) -> None:
+    """See to it that rows in RAM, in a child process, are a copy of those of a whole step.
+
+    Raises:
+        EmbedrockError: they are not, as another thread of the parent was at work with them for too long.
+    """
+    if rows.turn.is_torn:
+        raise EmbedrockError(
+            f"{rows.subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
+            f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "
+            "half changed. Start processes before such calls, or wait for them."
+        )
+
+
 class InRam(Home):
     """Rows that live in RAM, and are saved by `Table.state`.
 
@@ -39,17 +53,7 @@ class InRam(Home):
         return Memory(spec, place(spec, self._memory, self._directory, self.subject), self.subject)
 
     def after_fork(self, rows: Rows) -> None:
-        """Go on with a copy of the rows, which is that of a whole step.
-
-        Raises:
-            EmbedrockError: it is not, as another thread of the parent was at work with them for too long.
-        """
-        if rows.turn.is_torn:
-            raise EmbedrockError(
-                f"{self.subject} cannot be used in process {os.getpid()}: when that was forked, another thread of its "
-                f"parent had been at work with the table for over {forks.PATIENCE:g} seconds, and the copy here may be "
-                "half changed. Start processes before such calls, or wait for them."
-            )
+        check_copy(rows)
 
     def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Memory:
         made = self.empty_tier(spec)

@@ -22,7 +22,6 @@ from embedrock.table.lease import Lease, Prepared, Refreshed
 from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
-from embedrock.tiers.turn import Turn
 from embedrock.wording import counted
 
 EXPORT_BATCH_ROWS = 65_536
@@ -54,7 +53,7 @@ class Rows:
 
     def __init__(self, home: Home, on_nonfinite: str) -> None:
         self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
-        self.turn, self.version = Turn(), Version()
+        self.turn, self.version = home.turn(), Version()
         self.steps = self.skipped_steps = 0
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
@@ -386,9 +385,9 @@ class Rows:
         ready = self._prepared(plan)
         records = self.tier.records
         refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), records.scratch(len(plan.ids))
-        draft = self._draft(rule)
+        draft = self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
-        numbers = self._count(draft)
+        numbers = self.count(draft)
         args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
@@ -401,16 +400,17 @@ class Rows:
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""
-        return self._count(self._draft(rule))
+        return self.count(self.draft(rule))
 
-    def _draft(self, rule: Rule) -> Any:
+    def draft(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""
         if self.history is None:
             return rule.numbers(self.steps + 1)
         self.history.draft(rule)
         return None
 
-    def _count(self, draft: Any) -> Any:
+    def count(self, draft: Any) -> Any:
+        """Count a step that was drafted, and return its kernel's arguments."""
         self.steps += 1
         self.version.advance()
         if self.history is None:

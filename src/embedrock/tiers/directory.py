@@ -128,6 +128,13 @@ class Hashed(Directory):
         args = self._entries, ids, slots, self.count, self._slot_ids
         self.count = cpu.launch(cpu.directory.insert_hashed, *args)
 
+    def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
+        """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
+        entries = new_entries(self.entries_for(count))  # which may fail
+        self._slot_ids[holes] = self._slot_ids[moved]
+        self._entries, self.count, kept = entries, 0, self._slot_ids[:count].copy()
+        self.insert(kept, np.full(count, -1, np.int64))
+
     @staticmethod
     def bytes_for(count: int) -> int:
         """Return the most bytes that a directory takes while it grows to `count` ids."""

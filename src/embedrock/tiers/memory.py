@@ -71,6 +71,24 @@ def check_directory(directory: str) -> None:
     check_choice("directory", directory, DIRECTORIES)
 
 
+def take_ram(nbytes: int, touched: str, remedy: str) -> None:
+    """Count RAM as taken of what this process may use.
+
+    Args:
+        nbytes: how much.
+        touched: what needs it, for the error message.
+        remedy: what to do, up to "may take whatever is left".
+
+    Raises:
+        MemoryBudgetError: it is not there.
+    """
+    if not _headroom.take(nbytes):
+        raise MemoryBudgetError(
+            f"{touched}: {format_bytes(nbytes)} needed, and {format_bytes(available_bytes())} left of the RAM that "
+            f"this process may use, some of which others need. {remedy} may take whatever is left."
+        )
+
+
 class Memory(Tier):
     """Records in RAM. Ids are int64 arrays that the table has checked.
 
@@ -92,7 +110,8 @@ class Memory(Tier):
     def bytes_used(self) -> int:
         return self.record_bytes_in(self.count) + self.directory.bytes_with(0)
 
-    def _bytes_with(self, more: int) -> int:  # a direct table is counted whole
+    def bytes_with(self, more: int) -> int:
+        """Return the most RAM that it takes while `more` records are made. A direct table is counted whole."""
         rows = self.spec.rows if self.placement.direct else self.directory.count + more
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
 
@@ -105,20 +124,17 @@ class Memory(Tier):
 
     def check_room(self, more: int) -> None:
         self._check_budget(more)
-        if not more or self.placement.is_told:
-            return
-        needed = more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
-        if not _headroom.take(needed):
-            raise MemoryBudgetError(
-                f"{self._touched(more)}: {format_bytes(needed)} needed, and "
-                f"{format_bytes(available_bytes())} left of the RAM that this process may use, some of which others "
-                "need. Put the table on disk with path=, touch fewer rows, use a smaller dim, dtype or rule state, or "
-                "pass memory= to say how much the table may take whatever is left."
-            )
+        if more and not self.placement.is_told:
+            remedy = "Put the table on disk with path=, touch fewer rows, use a smaller dim, dtype or rule state, or"
+            take_ram(self.bytes_for(more), self._touched(more), f"{remedy} pass memory= to say how much the table")
+
+    def bytes_for(self, more: int) -> int:
+        """Return the RAM that `more` new records take, and what finds them."""
+        return more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
 
     def _check_budget(self, more: int) -> None:
         if not self.has_room(more):
-            needed = self._bytes_with(more)
+            needed = self.bytes_with(more)
             raise MemoryBudgetError(
                 f"{self._touched(more)}: {format_bytes(needed)} ({needed} bytes) needed, budget "
                 f"{format_bytes(self.budget_bytes)}. Raise memory=, touch fewer rows, or use a smaller dim, dtype or "
@@ -130,7 +146,7 @@ class Memory(Tier):
         return f"{self.subject} has {rows} in RAM and this batch touches {counted(more, 'new one')}"
 
     def has_room(self, rows: int) -> bool:
-        return not rows or self._bytes_with(rows) <= self.placement.budget_bytes
+        return not rows or self.bytes_with(rows) <= self.placement.budget_bytes
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.directory.look_up(ids, self.records.weights, positions, out)
@@ -197,6 +213,26 @@ class Memory(Tier):
             made.records.bytes[made.find(ids)] = self.records.bytes[slots]
             done = self.arena.give_back(done, (int(slots[-1]) + 1) * spec.record_bytes)
         return made
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget the records of `ids`, without repeats, of a hashed directory, and give their RAM back.
+
+        Records from the end take their slots, so it costs what the ids do that are left, but only so many records.
+        """
+        slots, before = self.find(ids), self.directory.count
+        count = before - len(slots)
+        last = np.ones(len(slots), bool)  # of the slots from `count` on, which have records to move
+        last[slots[slots >= count] - count] = False
+        holes, moved = slots[slots < count], count + np.flatnonzero(last)
+        self._hashed.keep(count, holes, moved)
+        self.records.bytes[holes] = self.records.bytes[moved]
+        self.arena.give_back(count * self.spec.record_bytes, before * self.spec.record_bytes)
+        self.new_epoch()
+
+    @property
+    def _hashed(self) -> Hashed:
+        assert isinstance(self.directory, Hashed)  # pools see to it
+        return self.directory
 
     def holds_any(self, ids: np.ndarray) -> bool:
         return bool((self.find(ids) >= 0).any())

@@ -11,6 +11,8 @@ from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.freezing import freeze
 from embedrock.torch.layers.bag import EmbeddingBag
+from embedrock.torch.layers.collection import EmbeddingBagCollection, EmbeddingCollection
+from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
     SGD,
@@ -41,6 +43,10 @@ __all__ = [
     "AveragedModel",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "ForgottenGradientsError",
     "Ftrl",
     "Handle",

@@ -17,18 +17,11 @@ from embedrock.machine.ram import available_bytes
 from embedrock.torch.averaging import AveragedModel
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding
-from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.layers.transforms import is_jagged, jagged_like
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
-HOOKS = (  # that change what a call returns
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 # Of tied layers, once: by the handle, `max_norm` and `norm_type`.
 Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name

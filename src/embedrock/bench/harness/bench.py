@@ -28,7 +28,7 @@ class Bench:
         options: that it takes, see `options.OPTIONS`: fields of its workloads and of its effort, which have defaults.
         contenders: who may take part.
         targets: what should come out.
-        workloads: what they work on, one after another, unless the user says otherwise.
+        workloads: what they work on, one after another, unless the user says otherwise: `Workload`s, or `ManyTables`.
         effort: how long it measures, unless the user says otherwise.
         texts: what is said of some options instead of what is said elsewhere.
         add_options: adds options of its own.
@@ -40,7 +40,7 @@ class Bench:
     options: tuple[str, ...]
     contenders: tuple[Contender, ...] = ()
     targets: tuple[Target, ...] = ()
-    workloads: tuple[Workload, ...] = (Workload(),)
+    workloads: tuple[Any, ...] = (Workload(),)
     effort: Effort = field(default_factory=Effort)
     texts: dict[str, str] = field(default_factory=dict)
     add_options: Callable[[ArgumentParser], object] = lambda parser: None
@@ -64,12 +64,12 @@ class Task:
         return self.arguments.contenders
 
     @property
-    def workloads(self) -> list[Workload]:
+    def workloads(self) -> list[Any]:
         """What they work on, one after another."""
         return list(dict.fromkeys(self._given(workload) for workload in self.bench.workloads))
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> Any:
         """What they work on, where it is one."""
         return self.workloads[0]
 

@@ -55,6 +55,8 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "dim": (count, "columns of a row"),
     "batch": (count, "samples in a batch"),
     "features": (count, "ids of each sample"),
+    "max_rows": (rows, "the most rows of a table"),
+    "max_bag": (count, "the most ids of a bag"),
     "zipf": (number, "exponent of the ids' popularity, 0: uniform"),
     "batches": (count, "different batches"),
     "seed": (int, "of ids and gradients"),
@@ -77,7 +79,7 @@ def add_options(parser: ArgumentParser, bench: Bench) -> None:
         read, text = OPTIONS[name]
         values = dict.fromkeys(getattr(one, name) for one in (*bench.workloads, bench.effort) if hasattr(one, name))
         parser.add_argument(
-            "--" + name.removesuffix("_s"),
+            "--" + name.removesuffix("_s").replace("_", "-"),
             dest=name,
             type=read,
             default=argparse.SUPPRESS,

@@ -35,7 +35,7 @@ class StepContender(Contender):
         process_bytes: RAM of an interpreter with its libraries and one batch's activations.
     """
 
-    make: Callable[[Workload], Any]
+    make: Callable[[Any], Any]
     tables: float
     lazy: bool = False
     process_bytes: int = PROCESS_BYTES

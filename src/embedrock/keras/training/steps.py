@@ -17,7 +17,6 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.fronts.references import keep_rule
-from embedrock.fronts.steps import Due, step_all
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
@@ -25,6 +24,7 @@ from embedrock.keras.workers.exchange import MessageReader, pack
 from embedrock.keras.workers.shards import own_part
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
+from embedrock.table.stepping import Due, step_all
 
 
 class Now(NamedTuple):

@@ -16,13 +16,14 @@ f32 = np.float32
 f64 = np.float64
 
 
-@kernel(over="out", grain=256)
-def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale, lo, hi):
+@kernel(over="places", reads=("places",), grain=256)
+def pool_sum(rows, inverse, offsets, places, weights, skip, mean, out, scale, lo, hi):
     dim = out.shape[1]
     weighted = weights.shape[0] > 0
     end = offsets[hi]
     for bag in range(lo, hi):
-        total = out[bag]
+        place = places[bag]
+        total = out[place]
         total[:] = f32(0)
         count = 0
         for j in range(offsets[bag], offsets[bag + 1]):
@@ -40,20 +41,20 @@ def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale, lo, hi):
             else:
                 for d in range(dim):
                     total[d] += row[d]
-        scale[bag] = f32(1 / max(1, count)) if mean else f32(1)
+        scale[place] = f32(1 / max(1, count)) if mean else f32(1)
         if mean:
             for d in range(dim):
-                total[d] *= scale[bag]
+                total[d] *= scale[place]
 
 
-@kernel(over="out", grain=256)
-def pool_max(rows, inverse, offsets, skip, out, argmax, lo, hi):
+@kernel(over="places", reads=("places",), grain=256)
+def pool_max(rows, inverse, offsets, places, skip, out, argmax, lo, hi):
     dim = out.shape[1]
     end = offsets[hi]
     for bag in range(lo, hi):
-        best, place = out[bag], argmax[bag]
+        best, source = out[places[bag]], argmax[places[bag]]
         best[:] = f32(0)
-        place[:] = -1
+        source[:] = -1
         for j in range(offsets[bag], offsets[bag + 1]):
             if j + AHEAD < end:
                 prefetch(rows, inverse[j + AHEAD], dim * 4)
@@ -62,9 +63,9 @@ def pool_max(rows, inverse, offsets, skip, out, argmax, lo, hi):
                 continue
             row = rows[k]
             for d in range(dim):
-                if place[d] < 0 or row[d] > best[d]:
+                if source[d] < 0 or row[d] > best[d]:
                     best[d] = row[d]
-                    place[d] = j
+                    source[d] = j
 
 
 @kernel(over="values", grain=256)
@@ -96,9 +97,9 @@ def pool_max_backward(grads, bags, starts, order, argmax, values, squares, lo, h
         total[:] = f32(0)
         for j in range(starts[k], starts[k + 1]):
             position = order[j]
-            row, place = grads[bags[position]], argmax[bags[position]]
+            row, source = grads[bags[position]], argmax[bags[position]]
             for d in range(dim):
-                if place[d] == position:
+                if source[d] == position:
                     total[d] += row[d]
         squares[k] = square_sum(total)
 

@@ -1,8 +1,9 @@
 """Pooling rows into bags, and its backward: the specification of ``kernels/cpu/pooling.py``.
 
 A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``), cut by ``offsets`` int64
-(bags + 1,): bag b holds positions ``offsets[b]`` to ``offsets[b + 1]``; ``bags`` int32 (n,) is each position's bag.
-Positions of unique row `skip` (-1: no row) belong to no bag. ``weights`` float32 is (n,), or (0,) for ones.
+(bags + 1,): bag b holds positions ``offsets[b]`` to ``offsets[b + 1]``. ``places`` int32 (bags,), no two alike, says
+which row of pooled rows, and of what goes with them, is whose; ``bags`` int32 (n,) is the place of each position's
+bag. Positions of unique row `skip` (-1: no row) belong to no bag. ``weights`` float32 is (n,), or (0,) for ones.
 Everything is summed in order of occurrence.
 """
 
@@ -22,6 +23,7 @@ def pool_sum(
     rows: np.ndarray,
     inverse: np.ndarray,
     offsets: np.ndarray,
+    places: np.ndarray,
     weights: np.ndarray,
     skip: int,
     mean: bool,
@@ -33,35 +35,41 @@ def pool_sum(
     Args:
         rows: float32 (unique, dim).
         mean: divide each sum by the number of positions in the bag.
-        out: float32 (bags, dim).
-        scale: float32 (bags,) receives what a sum was multiplied by: 1, or one over the number of positions.
+        out: float32 (places, dim).
+        scale: float32 (places,) receives what a sum was multiplied by: 1, or one over the number of positions.
     """
-    for bag in range(out.shape[0]):
+    for bag, place in enumerate(places):
         members = _members(inverse, offsets, skip, bag)
-        out[bag] = 0
+        out[place] = 0
         for position in members:
             weight = weights[position] if weights.size else np.float32(1)
-            out[bag] += weight * rows[inverse[position]]
-        scale[bag] = 1 / max(1, members.size) if mean else 1
-        out[bag] *= scale[bag]
+            out[place] += weight * rows[inverse[position]]
+        scale[place] = 1 / max(1, members.size) if mean else 1
+        out[place] *= scale[place]
 
 
 def pool_max(
-    rows: np.ndarray, inverse: np.ndarray, offsets: np.ndarray, skip: int, out: np.ndarray, argmax: np.ndarray
+    rows: np.ndarray,
+    inverse: np.ndarray,
+    offsets: np.ndarray,
+    places: np.ndarray,
+    skip: int,
+    out: np.ndarray,
+    argmax: np.ndarray,
 ) -> None:
     """Take the largest value of each column of each bag, the first of equal ones; an empty bag gives zeros.
 
     Args:
         rows: float32 (unique, dim).
-        out: float32 (bags, dim).
-        argmax: int32 (bags, dim) receives the position that each value came from, -1 in empty bags.
+        out: float32 (places, dim).
+        argmax: int32 (places, dim) receives the position that each value came from, -1 in empty bags.
     """
-    for bag in range(out.shape[0]):
-        out[bag], argmax[bag] = 0, -1
+    for bag, place in enumerate(places):
+        out[place], argmax[place] = 0, -1
         for position in _members(inverse, offsets, skip, bag):
             row = rows[inverse[position]]
-            better = (argmax[bag] < 0) | (row > out[bag])
-            out[bag, better], argmax[bag, better] = row[better], position
+            better = (argmax[place] < 0) | (row > out[place])
+            out[place, better], argmax[place, better] = row[better], position
 
 
 def pool_sum_backward(
@@ -78,8 +86,8 @@ def pool_sum_backward(
     """Sum, for each unique row, the gradients of the bags that it is in.
 
     Args:
-        grads: float32 (bags, dim).
-        scale: float32 (bags,), as `pool_sum` left it.
+        grads: float32 (places, dim).
+        scale: float32 (places,), as `pool_sum` left it.
         values: float32 (unique, dim) receives the gradients; zeros for row `skip`.
         squares: float64 (unique,) receives their squared norms.
     """
@@ -104,8 +112,8 @@ def pool_max_backward(
     """Give each column of a bag's gradient to the position that its value came from, summed by unique row.
 
     Args:
-        grads: float32 (bags, dim).
-        argmax: int32 (bags, dim), as `pool_max` left it.
+        grads: float32 (places, dim).
+        argmax: int32 (places, dim), as `pool_max` left it.
         values: float32 (unique, dim) receives the gradients.
         squares: float64 (unique,) receives their squared norms.
     """
@@ -123,7 +131,7 @@ def weight_grads(
     """Write the gradient of each position's weight in a sum: the inner product of row and gradient.
 
     Args:
-        grads: float32 (bags, dim).
+        grads: float32 (places, dim).
         rows: float32 (unique, dim), as they were pooled.
         out: float32 (n,); zeros where the row is `skip`.
     """

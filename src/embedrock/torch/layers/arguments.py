@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.errors import ArgumentError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
+from embedrock.table.group import Group
 from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
@@ -44,6 +45,7 @@ class RowOptions(PretrainedOptions, total=False):
 
     init: Annotated[Initializer | str | Callable[..., Any] | None, Option(2, None)]
     dtype: Annotated[torch.dtype, Option(4, torch.float32)]
+    group: Annotated[Group | None, Option(16, None)]
 
 
 def dtype_name(layer: str, dtype: torch.dtype) -> str:
@@ -84,11 +86,12 @@ def table_of(
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
+    group = given.pop("group")
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
-    return open_table(layer, rows, dim, padding_idx, stored, first, dim_name="embedding_dim")
+    return open_table(layer, rows, dim, padding_idx, stored, first, dim_name="embedding_dim", group=group)
 
 
 def pretrained_table(

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from embedrock.batch.wrong_ids import Place, in_bags
 from embedrock.errors import ArgumentError, IdError, UnsupportedError
+from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
+from embedrock.torch.layers.features import check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.host_side import host_weights
+from embedrock.torch.training.joint_lookup import Asked
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup, PooledReading
 from embedrock.wording import not_one_of
@@ -149,9 +153,23 @@ class EmbeddingBag(RowLayer):
         try:
             plan = self._planned(side, flat, trains)
         except IdError as error:
-            raise self._outside(error, flat, _place(ids, offsets)) from None
+            raise self.outside(error, ids, offsets) from None
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         return PooledReading(handle, side, bags, self._options()), weights
+
+    def asked(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Asked:
+        """Return what the layer asks of a lookup together with others: see `forward`."""
+        handle = self._usable_handle()
+        flat, bounds = self._flat(ids, offsets, handle)
+        weights = self._flat_weights(ids, weights, len(flat))
+        values = host_weights(weights)
+        feature = Feature(self.table, flat.cpu().numpy(), bounds.cpu().numpy(), values, self.mode, self.padding_idx)
+        return Asked(handle, handle.side(), feature, weights, self.dtype, self._trains(handle))
+
+    def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
+        """Return the error of a lookup of the arguments of `forward` with the place of the id in them."""
+        flat, _ = self._flat(ids, offsets, self.handle)
+        return self._outside(error, flat, _place(ids, offsets))
 
     def _flat(self, ids: Tensor, offsets: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return the ids of all bags (n,), where they are, and where bags start and end: int64 (bags + 1,)."""
@@ -174,7 +192,7 @@ class EmbeddingBag(RowLayer):
         # Those on a GPU are waited for, where they say how many ids are in a bag at all.
         starts = host_ids(offsets, f"the offsets of {handle.label}").astype(np.int64)
         bounds = starts if self.include_last_offset else np.append(starts, len(flat))
-        _check_bounds(bounds, len(flat))
+        check_bounds(bounds, len(flat))
         return flat[: bounds[-1]], torch.from_numpy(bounds)
 
     def _flat_weights(self, ids: Tensor, weights: Tensor | None, count: int) -> Tensor | None:
@@ -204,10 +222,3 @@ def _place(ids: Tensor, offsets: Tensor | None) -> Place:
     if offsets is None:  # then each row, or part of a jagged tensor, is a bag
         return place_in(ids)
     return in_bags(np.append(offsets.cpu().numpy()[1:], len(ids)), ids.shape)
-
-
-def _check_bounds(bounds: np.ndarray, count: int) -> None:
-    if len(bounds) and bounds[0] == 0 and bounds[-1] <= count and np.all(np.diff(bounds) >= 0):
-        return
-    some = ", ".join(map(str, bounds[:8])) + ", ..." * (len(bounds) > 8)
-    raise ArgumentError(f"`offsets` must start at 0, not decrease, and not exceed the {count} ids: got [{some}].")

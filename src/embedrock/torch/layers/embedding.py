@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import IdError
+from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.transforms import is_jagged, jagged_like, on_plain_tensors, place_in
+from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import Lookup, Reading, check_ids
+from embedrock.torch.training.joint_lookup import Asked
+from embedrock.torch.training.lookup import Lookup, Reading, check_ids, host_ids
 from embedrock.torch.training.spans import span, waited
 
 
@@ -140,7 +142,7 @@ class Embedding(RowLayer):
             try:
                 return jagged_like(ids, self(ids.values()))
             except IdError as error:
-                raise self._outside(error, ids.values(), place_in(ids)) from None
+                raise self.outside(error, ids) from None
         handle = self._usable_handle()
         if self._trains(handle):
             return Lookup.apply(handle, self.reading(handle, input))
@@ -158,6 +160,16 @@ class Embedding(RowLayer):
         """Plan a lookup of rows that train."""
         side = handle.side()
         return Reading(handle, side, self._planned(side, check_ids(ids, handle.label), trains=True), self._options())
+
+    def asked(self, ids: Tensor) -> Asked:
+        """Return what the layer asks of a lookup together with others: the rows of dense ids."""
+        handle = self._usable_handle()
+        feature = Feature(self.table, host_ids(ids, handle.label), padding=self.padding_idx)
+        return Asked(handle, handle.side(), feature, None, self.dtype, self._trains(handle))
+
+    def outside(self, error: IdError, ids: Tensor) -> IdError:
+        """Return the error of a lookup of ids, dense or jagged, with the place of the id in them."""
+        return self._outside(error, flat_ids(ids), place_in(ids))
 
     def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
         """Look rows up that gradients do not come back to."""

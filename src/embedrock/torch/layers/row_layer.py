@@ -16,17 +16,26 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
 from embedrock.initializers import FromArray
+from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
 from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
 from embedrock.torch.training.handle import Handle, handle_of
+from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
 from embedrock.torch.training.side import RowSide
 from embedrock.torch.training.spans import span
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
+HOOKS = (  # that change what a call returns
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 REPLACED = (
     "the handle was replaced by another tensor. nn.DataParallel, torch.func.functional_call, parametrizations and "
     "inductor's freezing=True cannot reach the rows of an embedding layer: leave that out, and call the module itself."
@@ -175,6 +184,14 @@ class RowLayer(nn.Module):
         if self.training:
             handle.vigil.check(handle.label)
             _refuse_several_processes(handle)
+
+    @property
+    def joined_by(self) -> Group | None:
+        """The group whose tables can be looked up with the layer's in one call; None: it is looked up alone."""
+        group, handle = self.table.group, self.handle
+        if group is None or self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
+            return None
+        return group if type(handle.side()) is HostSide else None
 
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)

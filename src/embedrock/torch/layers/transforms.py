@@ -39,6 +39,11 @@ def on_plain_tensors(forward: Method) -> Method:
     return call  # pyright: ignore[reportReturnType]
 
 
+def are_plain() -> bool:
+    """Return whether tensors are what they seem: no graph is being made, and no transform of `torch.func` runs."""
+    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is None
+
+
 # PyTorch before 2.7 has no such function.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: not torch.compiler.is_dynamo_compiling())
 

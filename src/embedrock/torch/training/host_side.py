@@ -15,7 +15,7 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
-from embedrock.fronts import steps
+from embedrock.table import stepping
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.steps import DueStep
 
@@ -86,18 +86,18 @@ def _norm(grads: RowGradients) -> float:
 class HostStep(NamedTuple):
     """A step of tables that nothing refuses any more."""
 
-    due: Sequence[steps.Due]
+    judged: Sequence[stepping.Judged]
 
     def step(self) -> None:
         """Make it."""
-        steps.step_judged(self.due)
+        stepping.step_judged(self.judged)
 
 
 def judge(due: Sequence[DueStep], alone: bool) -> list[HostStep]:
-    """Prepare a step of tables: see `fronts.steps.judge`, which finds out all the same who is stepped with them."""
+    """Prepare a step of tables: see `stepping.judge`, which finds out all the same who is stepped with them."""
     tables = (cast(HostSide, part.side).table for part in due)  # sides are judged with their own kind
-    parts = [steps.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
-    return [HostStep(steps.judge(parts))]
+    parts = [stepping.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
+    return [HostStep(stepping.judge(parts))]
 
 
 class HostSide:
@@ -136,7 +136,7 @@ class HostSide:
 
     def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
         """Return the gradients of positions summed to one for each row: see `RowSide.sum`."""
-        return _as_asked(self.table.sum(plan, _host(grads)), padding, by_frequency)
+        return _as_asked(self.table.sum(plan, host_floats(grads)), padding, by_frequency)
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
         """Return the sum of two gradients; in a row that both have, the earlier one comes first."""
@@ -152,7 +152,7 @@ class HostSide:
 
     def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
         """Pool unique rows float32 (unique, dim): see `RowSide.pool`."""
-        out, trace = pooling.pool(rows, _host_weights(weights), bags)
+        out, trace = pooling.pool(rows, host_weights(weights), bags)
         return torch.from_numpy(out), trace
 
     def unpool(
@@ -160,25 +160,25 @@ class HostSide:
     ) -> HostGradients:
         """Return the gradients of the rows from those of the bags: see `RowSide.unpool`."""
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return _as_asked(pooling.unpool(_host(grads), _host_weights(weights), bags, trace), padding, by_frequency)
+        return _as_asked(pooling.unpool(host_floats(grads), host_weights(weights), bags, trace), padding, by_frequency)
 
     def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,)."""
-        return torch.from_numpy(pooling.weight_grads(_host(grads), rows, bags))
+        return torch.from_numpy(pooling.weight_grads(host_floats(grads), rows, bags))
 
     def prepare(self, grads: RowGradients) -> None:
         """Raise what a step by these gradients would raise, but for NaN and Inf. No row changes."""
         self.table.check_step(grads)
 
 
-def _host(grads: Tensor) -> np.ndarray:
+def host_floats(grads: Tensor) -> np.ndarray:
     """Return the gradient of an output, of any dtype and on any device, as float32."""
     return grads.to("cpu", torch.float32).contiguous().numpy()
 
 
-def _host_weights(weights: Tensor | None) -> np.ndarray | None:
+def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None for ones."""
-    return None if weights is None else _host(weights.detach())
+    return None if weights is None else host_floats(weights.detach())
 
 
 def _as_asked(grads: RowGradients, padding: int | None, by_frequency: bool) -> HostGradients:

@@ -1,0 +1,198 @@
+"""`MemberSteps`: one step of several tables of a group: one search for rows and one call of a kernel for each pool."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.ids import check_range
+from embedrock.batch.joint import rejoined
+from embedrock.rules import Rule
+from embedrock.table import checks
+from embedrock.table import rows as table_rows
+from embedrock.table.batches import keys_of, part_of
+from embedrock.table.rows import Rows
+from embedrock.tiers.part import NewRows, Pool
+
+
+class MemberDue(NamedTuple):
+    """One member's part in a step."""
+
+    rows: Rows
+    rule: Rule
+    grads: RowGradients
+
+
+class MemberSteps:
+    """A step of members of one group, each once, by gradients that are finite.
+
+    Args:
+        due: what each is stepped by.
+
+    Attributes:
+        turn: of the group.
+    """
+
+    def __init__(self, due: Sequence[MemberDue]) -> None:
+        self._due, self.turn = due, due[0].rows.turn
+        self._pools: list[_PoolStep] = []
+        self._versions: list[int] = []
+
+    def check(self) -> None:
+        """Raise what the step would raise. Nothing changes."""
+        with self.turn.whole():
+            for rows, rule, grads in self._due:
+                rows.check()
+                rows.check_commit()
+                checks.check_layout(rule, rows.spec.rule, rows.subject)
+                checks.check_gradients(grads, rows.spec.dim, rows.subject)
+            self.prepare()
+
+    def is_prepared(self) -> bool:
+        """Return whether the last `prepare` still holds."""
+        for part in self._due:
+            part.rows.check_writable()
+        is_current = self._versions == self._now() and all(pool.is_current for pool in self._pools)
+        return is_current and all(new.part.room.has_room(self._new) for new in self._new[:1])
+
+    def prepare(self) -> None:
+        """Do all that can fail: find the rows, and see to room for new ones. Nothing changes."""
+        if self._pools and self.is_prepared():
+            return
+        by_pool: dict[Pool, list[MemberDue]] = {}
+        for part in self._due:
+            by_pool.setdefault(part_of(part.rows).pool, []).append(part)
+        self._pools = [_PoolStep(pool, parts) for pool, parts in by_pool.items()]
+        for new in self._new[:1]:
+            new.part.room.check_room(self._new)
+        for part in self._due:
+            if part.rows.history is not None:
+                part.rows.history.make_room()
+        self._versions = self._now()
+
+    @property
+    def _new(self) -> list[NewRows]:
+        return [new for pool in self._pools for new in pool.new]
+
+    def _now(self) -> list[int]:
+        return [part.rows.version.now for part in self._due]
+
+    def step(self) -> None:
+        """Make the step, in the background. Before anything changes, all is done that can fail."""
+        self.turn.settle()
+        self.prepare()
+        scratch = [pool.scratch() for pool in self._pools]
+        drafts = [part.rows.draft(part.rule) for part in self._due]
+        _admit(self._pools)
+        pairs = zip(self._due, drafts, strict=True)
+        numbers = {part.rows: part.rows.count(draft) for part, draft in pairs}
+        calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
+        has_history = any(part.rows.history is not None for part in self._due)
+        is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
+        self.turn.start(_make_all, calls, here=is_small and not has_history)
+
+
+def _make_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _admit(pools: Sequence[_PoolStep]) -> None:
+    """Make the new records of all pools, or none."""
+    done: list[_PoolStep] = []
+    try:
+        for pool in pools:
+            pool.admit()
+            done.append(pool)
+    except BaseException:
+        for pool in done:
+            pool.take_back()
+        raise
+
+
+class _PoolStep:
+    """The part that members of one pool have in a step. Their rows come one after the other.
+
+    Attributes:
+        new: how many records are to be made, for each member that has some.
+    """
+
+    def __init__(self, pool: Pool, due: Sequence[MemberDue]) -> None:
+        self._pool, self._due, tier = pool, due, pool.tier
+        tier.begin_batch()
+        self._epoch, plans = tier.epoch, [part.grads.plan for part in due]
+        bounds = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
+        self._spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        for part, plan in zip(due, plans, strict=True):
+            if plan.epoch != self._epoch:
+                check_range(plan.ids, part.rows.spec.rows, part.rows.subject)
+        self._is_found = all(plan.epoch == self._epoch and not plan.missing for plan in plans)
+        self._slots = rejoined([plan.slots for plan in plans]) if self._is_found else tier.find(self._keys())
+        self.new, self._fresh = self._to_be_made()
+
+    def _keys(self) -> np.ndarray:
+        return keys_of([(part.rows, part.grads.plan.ids) for part in self._due])
+
+    def _to_be_made(self) -> tuple[list[NewRows], np.ndarray]:
+        """Return how many records are to be made, and their first weights."""
+        new, fresh = list[NewRows](), [np.empty((0, self._pool.dim), np.float32)]
+        for part, own in [] if self._is_found else zip(self._due, self._spans, strict=True):
+            missing = self._slots[own] < 0
+            if missing.any():
+                fresh.append(part.rows.first_values(part.grads.plan.ids[missing]))
+                new.append(NewRows(part_of(part.rows), len(fresh[-1])))
+        return new, np.concatenate(fresh)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether rows still are where they were found."""
+        return self._pool.tier.epoch == self._epoch
+
+    @property
+    def nbytes(self) -> int:
+        """How large the records are."""
+        return len(self._slots) * self._pool.tier.spec.record_bytes
+
+    def scratch(self) -> list[Any]:
+        """Return what each member's step needs besides: the last that can fail, but for `admit`."""
+        counts = (own.stop - own.start for own in self._spans)
+        return [part_of(part.rows).records.scratch(count) for part, count in zip(self._due, counts, strict=True)]
+
+    def admit(self) -> None:
+        """Make the records that there are not yet."""
+        if self.new:
+            self._made, keys = self._slots < 0, self._keys()
+            first_state = self._due[0].rows.spec.first_state  # as records are laid out alike
+            self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
+            for part, count in self.new:
+                part.count += count
+
+    def take_back(self) -> None:
+        """Forget the records that `admit` made."""
+        if self.new:
+            self._pool.tier.remove(self._keys()[self._made])
+            for part, count in self.new:
+                part.count -= count
+
+    def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
+        """Return what steps the records: one call for neighbours whose numbers are the same."""
+        made, parts = list[Callable[[], None]](), list(zip(self._due, self._spans, scratch, strict=True))
+        for _, alike in itertools.groupby(enumerate(parts), lambda item: self._cohort(item, numbers)):
+            due, spans, room = zip(*(part for _, part in alike), strict=True)
+            first, slots = due[0].rows, self._slots[spans[0].start : spans[-1].stop]
+            grads = rejoined([part.grads.values for part in due])
+            args = due[0].grads.plan.ids, slots, grads, numbers[first], first.steps, room[0]
+            made.append(functools.partial(part_of(first).records.step, *args))
+        return made
+
+    def _cohort(self, item: tuple[int, Any], numbers: Mapping[Rows, Any]) -> Any:
+        """Return what tells neighbours apart that are not stepped in one call."""
+        index, (due, _, scratch) = item
+        rows = due.rows
+        is_alone = scratch is not None or rows.history is not None  # rounding has keys, and a history rows, of its own
+        return index if is_alone else (type(numbers[rows]), *numbers[rows])

@@ -1,0 +1,127 @@
+"""One step of several tables: all of them or, where an error is raised, none. Those of a group are stepped as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.process.interrupts import held_back
+from embedrock.rules import Rule
+from embedrock.table.member_steps import MemberDue, MemberSteps
+from embedrock.table.table import Table, rows_of
+from embedrock.tiers.turn import Turn, together
+
+
+class Due(NamedTuple):
+    """One table's part in a step."""
+
+    table: Table
+    rule: Rule
+    grads: RowGradients
+
+
+class Judged(Protocol):
+    """A step of tables that share a turn, which nothing refuses any more."""
+
+    @property
+    def turn(self) -> Turn:
+        """Who has the tables."""
+        ...
+
+    def check(self) -> None:
+        """Raise what the step would raise. Nothing changes. Takes the turn by itself."""
+        ...
+
+    def is_prepared(self) -> bool:
+        """Return whether the last check holds still. The caller has the lock."""
+        ...
+
+    def prepare(self) -> None:
+        """Do again what of the check may fail. The caller has the lock."""
+        ...
+
+    def step(self) -> None:
+        """Make it. The caller has the lock."""
+        ...
+
+
+class _OneTable:
+    """The step of one table."""
+
+    def __init__(self, due: Due) -> None:
+        self._due, self._rows = due, rows_of(due.table)
+        self.turn = self._rows.turn
+
+    def check(self) -> None:
+        self._due.table.check_step(self._due.grads)
+
+    def is_prepared(self) -> bool:
+        return self._rows.is_prepared(self._due.grads.plan)
+
+    def prepare(self) -> None:
+        self._rows.prepare(self._due.grads.plan)
+
+    def step(self) -> None:
+        self._due.table.step_by(self._due.rule, self._due.grads)
+
+
+def step_all(due: Sequence[Due]) -> None:
+    """Step tables, each once, by its gradients: raises what `judge` raises, before anything was stepped."""
+    with held_back():
+        step_judged(judge(due))
+
+
+def judge(due: Sequence[Due]) -> list[Judged]:
+    """Return the steps of those tables that are to be stepped: all but such as leave out steps with NaN or Inf.
+
+    Raises:
+        NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
+        MemoryBudgetError: the new rows of a table do not fit its memory.
+        ClosedTableError, ReadOnlyTableError: a table was closed, or opened with ``mode="r"``.
+    """
+    judged = _joined([part for part in due if part.grads.is_finite])
+    for step in judged:
+        step.check()
+    others = [part for part in due if not part.grads.is_finite]
+    for part in sorted(others, key=lambda part: part.table.on_nonfinite != "raise"):
+        part.table.step_by(part.rule, part.grads)  # refuses, or counts a step that is left out
+    return judged
+
+
+def _joined(due: Sequence[Due]) -> list[Judged]:
+    """Return the steps of tables: one for all of a group."""
+    groups: dict[Turn, list[Due]] = {}
+    alone: list[Judged] = []
+    seen = set[Table]()
+    for part in due:
+        if part.table.group is None or part.table in seen:
+            alone.append(_OneTable(part))
+        else:
+            groups.setdefault(rows_of(part.table).turn, []).append(part)
+        seen.add(part.table)
+    grouped = ([MemberDue(rows_of(part.table), part.rule, part.grads) for part in parts] for parts in groups.values())
+    return [*map(MemberSteps, grouped), *alone]
+
+
+def step_judged(steps: Sequence[Judged]) -> None:
+    """Make the steps that `judge` returned."""
+    while not _stepped(steps):  # another thread was at work with one of the tables
+        for step in steps:
+            step.check()
+
+
+def _stepped(steps: Sequence[Judged]) -> bool:
+    """Make steps if each is prepared still, while nobody else has one of the tables.
+
+    Ctrl-C comes before or after all.
+    """
+    with held_back(), together(step.turn for step in steps):
+        if not all(step.is_prepared() for step in steps):
+            return False
+        if len(steps) > 1:  # that of one prepares itself before it changes anything
+            for step in steps:
+                step.prepare()
+        for step in steps:
+            step.step()
+        return True

@@ -1,0 +1,345 @@
+"""Layers of many features looked up in one call: `EmbeddingBagCollection` and `EmbeddingCollection`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from embedrock.errors import ArgumentError, IdError, IdTypeError
+from embedrock.table.group import Group
+from embedrock.torch.layers.bag import EmbeddingBag
+from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
+from embedrock.torch.layers.embedding import Embedding
+from embedrock.torch.layers.features import (
+    BagInput,
+    Keyed,
+    bag_input,
+    check_names,
+    is_keyed,
+    jagged,
+    parts_of,
+    row_input,
+)
+from embedrock.torch.layers.row_layer import HOOKS, RowLayer
+from embedrock.torch.layers.transforms import are_plain, flat_ids, is_jagged, jagged_like
+from embedrock.torch.training.joint_lookup import Asked, look_up
+
+Given = TypeVar("Given")  # what a layer is called with for one feature
+Result = TypeVar("Result")
+Features = Mapping[str, Any] | Keyed
+
+
+class Layers(nn.Module):
+    """Layers by name. (`nn.ModuleDict` has no room for one that is called "items", or "type".)
+
+    Args:
+        layers: by name.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(layers)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+class Collection(nn.Module, Generic[Given]):
+    """What both collections share.
+
+    Args:
+        tables: layers by feature, or configs.
+        group: whose tables are made from configs; None: a new one's.
+    """
+
+    kind: ClassVar[str]
+    container: ClassVar[str]  # which attribute has the layers
+    layer_type: ClassVar[type[RowLayer]]
+    config_type: ClassVar[type[EmbeddingConfig]]
+
+    def __init__(self, tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig], group: Group | None) -> None:
+        super().__init__()
+        by_feature = self._from_layers(tables) if isinstance(tables, Mapping) else self._from_configs(tables, group)
+        names = self._names(by_feature)
+        self._name_of = {feature: names[layer] for feature, layer in by_feature.items()}
+        self.add_module(self.container, Layers({name: layer for layer, name in names.items()}))
+
+    def _from_layers(self, layers: Mapping[str, RowLayer]) -> dict[str, RowLayer]:
+        are_names = all(isinstance(feature, str) for feature in layers)
+        if not (layers and are_names and all(isinstance(layer, self.layer_type) for layer in layers.values())):
+            raise self._wrong(layers)
+        return dict(layers)
+
+    def _from_configs(self, tables: Sequence[EmbeddingConfig], group: Group | None) -> dict[str, RowLayer]:
+        is_list = isinstance(tables, list | tuple) and tables
+        if not is_list or not all(type(config) is self.config_type for config in tables):
+            raise self._wrong(tables)
+        features = [feature for config in tables for feature in config.features]
+        for names, what in (([config.name for config in tables], "table"), (features, "feature")):
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ArgumentError(f"each {what} of ert.{self.kind} must be named once: got {twice[0]!r} twice.")
+        own = Group() if group is None else group
+        made = [(config, self.layer_type(**config.arguments(own))) for config in tables]
+        return {feature: layer for config, layer in made for feature in config.features}
+
+    def _wrong(self, tables: Any) -> ArgumentError:
+        layer, config = f"ert.{self.layer_type.__name__}", f"ert.{self.config_type.__name__}"
+        return ArgumentError(
+            f"`tables` of ert.{self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
+            f"at least one: got {tables!r}."
+        )
+
+    def _names(self, by_feature: Mapping[str, RowLayer]) -> dict[RowLayer, str]:
+        """Return the name of each layer: its table's, else that of the first of its features."""
+        names: dict[RowLayer, str] = {}
+        for feature, layer in by_feature.items():
+            name = (layer.table.name or feature).replace(".", "_")
+            if layer not in names and name in names.values():
+                name = feature.replace(".", "_")
+            if layer not in names and name in names.values():
+                raise ArgumentError(
+                    f"two layers of ert.{self.kind} would be called {name!r}. Call a feature otherwise."
+                )
+            names.setdefault(layer, name)
+        return names
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features, in the order of the outputs."""
+        return tuple(self._name_of)
+
+    def layer_of(self, feature: str) -> Any:
+        """Return the layer that a feature's ids are looked up in."""
+        return getattr(self, self.container)[self._name_of[feature]]
+
+    def extra_repr(self) -> str:
+        """Return which features are looked up in which layers, where they are called otherwise."""
+        others = {feature: name for feature, name in self._name_of.items() if feature != name}
+        return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
+
+    @property
+    def _label(self) -> str:
+        return f"ert.{self.kind}"
+
+    def _given(self, features: Features) -> list[Given]:
+        """Return what the layers are called with, by feature, in order."""
+        if is_keyed(features):
+            return self._of_parts(features)
+        if not isinstance(features, Mapping):
+            raise ArgumentError(
+                f"{self._label} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
+                f"{type(features).__name__}."
+            )
+        check_names(list(features), self.features, self._label)
+        return [self._told(feature, self._of_value, features[feature]) for feature in self.features]
+
+    def _of_parts(self, features: Keyed) -> list[Given]:
+        raise NotImplementedError
+
+    def _of_value(self, value: Any) -> Given:
+        raise NotImplementedError
+
+    def _call(self, layer: Any, given: Given) -> Tensor:
+        """Return what a layer returns."""
+        raise NotImplementedError
+
+    def _asked(self, layer: Any, given: Given) -> Asked:
+        """Return what a layer asks of a lookup together with others."""
+        raise NotImplementedError
+
+    def _where(self, layer: Any, given: Given, error: IdError) -> IdError:
+        """Return an error of ids with their place in what a layer is given, if they are those."""
+        raise NotImplementedError
+
+    def _shaped(self, given: Given, output: Tensor) -> Tensor:
+        """Return what was found for what `_asked` returned as the layer returns it."""
+        return output
+
+    def _each(self, given: Sequence[Given]) -> list[Tensor]:
+        """Return what the layers return, by feature, in order."""
+        found = self._joined(given) if are_plain() else {}
+        for feature, one in zip(self.features, given, strict=True):
+            if feature not in found:
+                found[feature] = self._called(feature, one)
+        return [found[feature] for feature in self.features]
+
+    def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
+        """Return what those layers return whose tables are in a group: each group is looked up in one call."""
+        groups: dict[Group, list[tuple[str, Given]]] = {}
+        for feature, one in zip(self.features, given, strict=True):
+            group = self._group_of(self.layer_of(feature))
+            if group is not None:
+                groups.setdefault(group, []).append((feature, one))
+        found = {}
+        for group, parts in groups.items():
+            asked = [self._told(feature, self._asked, self.layer_of(feature), one) for feature, one in parts]
+            try:
+                outputs = look_up(group, asked)
+            except IdError as error:
+                raise self._outside(error, parts) from None
+            found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
+        return found
+
+    def _group_of(self, layer: Any) -> Group | None:
+        is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
+        has_hooks = any(getattr(layer, name) for name in HOOKS)
+        return layer.joined_by if is_own and not has_hooks else None
+
+    def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
+        """Return the error of ids with the feature that they are of, and their place in it."""
+        for feature, one in parts:
+            told = self._where(self.layer_of(feature), one, error)
+            if told is not error:
+                return IdError(f"feature {feature!r}: {told}")
+        return error
+
+    def _called(self, feature: str, given: Given) -> Tensor:
+        return self._told(feature, self._call, self.layer_of(feature), given)
+
+    @staticmethod
+    def _told(feature: str, call: Callable[..., Result], *args: Any) -> Result:
+        """Return what a call returns for a feature; its errors tell which feature it was."""
+        if torch.compiler.is_compiling():
+            return call(*args)
+        try:
+            return call(*args)
+        except (ArgumentError, IdError, IdTypeError) as error:
+            raise type(error)(f"feature {feature!r}: {error}") from error
+
+
+class EmbeddingBagCollection(Collection[BagInput]):
+    """Bags of many features, each in its own table or several in one, looked up together: TorchRec's name for it.
+
+    Args:
+        tables: `EmbeddingBag` layers by feature, where one layer may have several features; or a list of
+            `EmbeddingBagConfig`.
+        group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> bags = ert.EmbeddingBagCollection([
+        ...     ert.EmbeddingBagConfig(10**9, 8, "item", feature_names=["clicked", "bought"]),
+        ...     ert.EmbeddingBagConfig(24, 8, "hour"),
+        ... ])
+        >>> clicked = torch.tensor([3, 14, 159]), torch.tensor([0, 2])  # ids, and where each bag begins
+        >>> rows = bags({"clicked": clicked, "bought": torch.tensor([[3, 3], [9, 2]]), "hour": torch.tensor([7, 23])})
+        >>> {feature: tuple(each.shape) for feature, each in rows.items()}
+        {'clicked': (2, 8), 'bought': (2, 8), 'hour': (2, 8)}
+    """
+
+    kind, container = "EmbeddingBagCollection", "embedding_bags"
+    layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
+
+    def __init__(
+        self, tables: Mapping[str, EmbeddingBag] | Sequence[EmbeddingBagConfig], *, group: Group | None = None
+    ) -> None:
+        super().__init__(tables, group)
+        self._has_end = {feature: self.layer_of(feature).include_last_offset for feature in self.features}
+
+    def forward(self, features: Features, concatenate: bool = False) -> Any:
+        """Return the pooled rows of all features.
+
+        Args:
+            features: a dict with ids of each feature: (batch,), one of each sample; (batch, n); a nested tensor
+                (batch, j) of layout `torch.jagged`; or a tuple of (n,) ids, offsets and, if they have some, weights,
+                as for `EmbeddingBag.forward`. Or TorchRec's `KeyedJaggedTensor` of these features, whose weights are
+                used if it has some.
+            concatenate: return one tensor, with the features side by side in their order.
+
+        Returns:
+            A dict of (batch, embedding_dim); or (batch, sum of all embedding_dims).
+
+        Raises:
+            ArgumentError: other features, or parts that do not go together.
+            UnsupportedError: a `KeyedJaggedTensor` whose features have different numbers of bags.
+            Otherwise as `EmbeddingBag.forward`.
+        """
+        pooled = self._each(self._given(features))
+        if concatenate:
+            return torch.cat(pooled, dim=1)
+        return dict(zip(self.features, pooled, strict=True))
+
+    def _of_value(self, value: Any) -> BagInput:
+        return bag_input(value)
+
+    def _of_parts(self, features: Keyed) -> list[BagInput]:
+        parts = zip(self.features, parts_of(features, self.features, self._label), strict=True)
+        return [BagInput(p.ids, p.offsets if self._has_end[f] else p.offsets[:-1], p.weights) for f, p in parts]
+
+    def _call(self, layer: Any, given: BagInput) -> Tensor:
+        return layer(*given)
+
+    def _asked(self, layer: EmbeddingBag, given: BagInput) -> Asked:
+        return layer.asked(*given)
+
+    def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
+        return layer.outside(error, given.ids, given.offsets)
+
+
+class EmbeddingCollection(Collection[Tensor]):
+    """Rows of the ids of many features, each in its own table or several in one, looked up together.
+
+    Args:
+        tables: `Embedding` layers by feature, where one layer may have several features; or a list of
+            `EmbeddingConfig`.
+        group: an `er.Group`, for the tables that are made from configs; None: a new one, with all of the machine's RAM.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> rows = ert.EmbeddingCollection({"user": ert.Embedding(10**9, 8), "item": ert.Embedding(10**6, 4)})
+        >>> found = rows({"user": torch.tensor([3, 14]), "item": torch.tensor([[1, 5, 9], [2, 6, 5]])})
+        >>> {feature: tuple(each.shape) for feature, each in found.items()}
+        {'user': (2, 8), 'item': (2, 3, 4)}
+    """
+
+    kind, container = "EmbeddingCollection", "embeddings"
+    layer_type, config_type = Embedding, EmbeddingConfig
+
+    def __init__(
+        self, tables: Mapping[str, Embedding] | Sequence[EmbeddingConfig], *, group: Group | None = None
+    ) -> None:
+        super().__init__(tables, group)
+
+    def forward(self, features: Features) -> dict[str, Tensor]:
+        """Return the rows of all features.
+
+        Args:
+            features: a dict with ids of each feature, as for `Embedding.forward`; or TorchRec's `KeyedJaggedTensor`
+                of these features, whose weights are left to the caller.
+
+        Returns:
+            A dict of ``ids.shape + (embedding_dim,)``, nested tensors (batch, j, embedding_dim) for nested ids and
+            those of a `KeyedJaggedTensor`.
+
+        Raises:
+            ArgumentError: other features.
+            Otherwise as `Embedding.forward`.
+        """
+        return dict(zip(self.features, self._each(self._given(features)), strict=True))
+
+    def _of_value(self, value: Any) -> Tensor:
+        return row_input(value)
+
+    def _of_parts(self, features: Keyed) -> list[Tensor]:
+        return [jagged(part) for part in parts_of(features, self.features, self._label)]
+
+    def _call(self, layer: Any, given: Tensor) -> Tensor:
+        return layer(given)
+
+    def _asked(self, layer: Embedding, given: Tensor) -> Asked:
+        return layer.asked(flat_ids(given))
+
+    def _where(self, layer: Embedding, given: Tensor, error: IdError) -> IdError:
+        return layer.outside(error, given)
+
+    def _shaped(self, given: Tensor, output: Tensor) -> Tensor:
+        return jagged_like(given.contiguous(), output) if is_jagged(given) else output

@@ -1,0 +1,170 @@
+"""What collections are called with: ids by feature, in a dict or in what TorchRec calls a `KeyedJaggedTensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.errors import ArgumentError, IdTypeError, UnsupportedError
+from embedrock.torch.training.backward import as_it_is
+from embedrock.torch.training.lookup import host_ids
+
+
+class Keyed(Protocol):
+    """Ids of several features, one feature after the other, each in `stride` bags: TorchRec's `KeyedJaggedTensor`."""
+
+    def keys(self) -> Sequence[str]:
+        """Return the features."""
+        ...
+
+    def values(self) -> Tensor:
+        """Return all ids: (n,)."""
+        ...
+
+    def offsets(self) -> Tensor:
+        """Return where bags begin, and where the last one ends: (features * stride + 1,)."""
+        ...
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights of the ids, (n,), if they have some."""
+        ...
+
+    def stride(self) -> int:
+        """Return how many bags each feature has."""
+        ...
+
+
+METHODS = ("keys", "values", "offsets", "weights_or_none", "stride")
+
+
+class BagInput(NamedTuple):
+    """What a bag layer is called with for one feature: the arguments of `EmbeddingBag.forward`."""
+
+    ids: Any
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class Parts(NamedTuple):
+    """One feature of a `Keyed`.
+
+    Attributes:
+        ids: (n,).
+        offsets: int64 (stride + 1,).
+        weights: (n,) or None.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+def is_keyed(features: Any) -> TypeGuard[Keyed]:
+    """Return whether something has the methods of a `KeyedJaggedTensor`."""
+    return not isinstance(features, Mapping) and all(callable(getattr(features, name, None)) for name in METHODS)
+
+
+def check_names(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
+    """Raise `ArgumentError` unless the features of a dict are those of a collection."""
+    if set(given) != set(wanted):
+        raise ArgumentError(f"{label} must be called with {_names(wanted)}: got {_names(given)}. {_odd(given, wanted)}")
+
+
+def check_keys(given: Sequence[str], wanted: Sequence[str], label: str) -> None:
+    """Raise `ArgumentError` unless the keys of a `Keyed` are the features of a collection, each once."""
+    if len(set(given)) != len(given):
+        raise ArgumentError(f"{label} must be called with each key once: got {_names(given)}.")
+    if set(given) == set(wanted):
+        return
+    known = [place for place, key in enumerate(given) if key in wanted]
+    remedy = ""
+    if set(wanted) <= set(given):
+        remedy = f" For a KeyedJaggedTensor of those that it has: features.permute({known})."
+    raise ArgumentError(
+        f"{label} must be called with the keys {_names(wanted)}: got {_names(given)}. {_odd(given, wanted)}{remedy}"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _odd(given: Sequence[str], wanted: Sequence[str]) -> str:
+    unknown = [name for name in given if name not in wanted]
+    missing = [name for name in wanted if name not in given]
+    told = [f"It has no feature {_names(unknown)}."] * bool(unknown)
+    told += [f"Nothing was given for {_names(missing)}."] * bool(missing)
+    return " ".join(told)
+
+
+@as_it_is  # how many ids a feature has is not known in a graph
+def parts_of(features: Keyed, wanted: Sequence[str], label: str) -> list[Parts]:
+    """Return what a `Keyed` has for each of the features of a collection.
+
+    Raises:
+        ArgumentError: its keys are others, or its parts do not fit each other.
+        UnsupportedError: its features have different numbers of bags.
+    """
+    keys, values, weights = list(features.keys()), features.values(), features.weights_or_none()
+    check_keys(keys, wanted, label)
+    bags, offsets = int(features.stride()), host_ids(features.offsets(), f"the offsets of {label}").astype(np.int64)
+    if len(offsets) != len(keys) * bags + 1:
+        raise UnsupportedError(
+            f"{label} takes features with one number of bags: got {len(keys)} keys, stride() {bags} and "
+            f"{len(offsets)} offsets. Call it with a dict of (ids, offsets)."
+        )
+    check_bounds(offsets, len(values))
+    places, cuts, found = {key: place for place, key in enumerate(keys)}, offsets[:: max(1, bags)], []
+    for name in wanted:
+        place = places[name]
+        start, stop = (int(cuts[place]), int(cuts[place + 1])) if bags else (0, 0)
+        own = torch.from_numpy(offsets[place * bags : (place + 1) * bags + 1] - start)
+        found.append(Parts(values[start:stop], own, None if weights is None else weights[start:stop]))
+    return found
+
+
+def check_bounds(bounds: np.ndarray, count: int) -> None:
+    """Raise `ArgumentError` unless `bounds` int64 (bags + 1,) cut some of `count` ids, from the first on, into bags."""
+    if len(bounds) and bounds[0] == 0 and bounds[-1] <= count and np.all(np.diff(bounds) >= 0):
+        return
+    some = ", ".join(map(str, bounds[:8])) + ", ..." * (len(bounds) > 8)
+    raise ArgumentError(f"`offsets` must start at 0, not decrease, and not exceed the {count} ids: got [{some}].")
+
+
+def bag_input(given: Any) -> BagInput:
+    """Return what one feature of a dict is called with: ids, or a tuple of ids, offsets and perhaps weights.
+
+    Ids (batch,) without offsets are one of each sample.
+    """
+    if isinstance(given, tuple):
+        if len(given) not in (2, 3):
+            raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(given)} parts.")
+        given = BagInput(*given)
+    else:
+        given = BagInput(given)
+    if given.offsets is not None or not _is_flat(given.ids):
+        return given
+    return BagInput(given.ids.unsqueeze(1), None, None if given.weights is None else given.weights.unsqueeze(-1))
+
+
+def _is_flat(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and not ids.is_nested and ids.dim() == 1
+
+
+def row_input(given: Any) -> Tensor:
+    """Return the ids of one feature of a dict whose rows are wanted one by one: dense, or jagged."""
+    if isinstance(given, tuple):
+        raise IdTypeError(
+            "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
+            "torch.nested.nested_tensor_from_jagged(ids, offsets)."
+        )
+    return given
+
+
+def jagged(parts: Parts) -> Tensor:
+    """Return the ids of a feature as a nested tensor (stride, j)."""
+    return torch.nested.nested_tensor_from_jagged(parts.ids, parts.offsets.to(parts.ids.device))

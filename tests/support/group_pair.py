@@ -1,0 +1,318 @@
+"""`GroupPair`: tables of a group and tables alone that are treated alike, and must stay the same, byte by byte."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.batch import pooling
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
+from embedrock.table.batches import Feature
+from embedrock.table.stepping import Due, step_all
+from embedrock.table.table import rows_of
+from same_tables import RULES, check_same
+
+MOST = 6  # members at a time
+ROWS = 60
+MODES = ("sum", "mean", "max")
+
+
+class GroupPair:
+    """A group, and for each of its members the same table alone.
+
+    Args:
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.draw = np.random.default_rng(seed), random.Random(seed)
+        self.group, self.alone = er.Group(), dict[str, er.Table]()
+        self._made = 0
+        # Few kinds of records, so that members share pools.
+        self._kinds = [(self.draw.choice(RULES), self.draw.choice(("float32", "bfloat16", "float16"))) for _ in "ab"]
+        self._kinds.append((self._kinds[0][0], "float32"))
+        for _ in range(3):
+            self.add()
+
+    # ---------------------------------------------------------------- members
+
+    def add(self) -> None:
+        """Make a member."""
+        if len(self.alone) < MOST:
+            (rule, dtype), name = self.draw.choice(self._kinds), f"t{self._made}"
+            init = self.draw.choice((er.Normal(std=0.1), er.Uniform(-1, 1)))
+            what: dict[str, Any] = {"rule": rule, "dtype": dtype, "init": init, "seed": self.draw.randrange(2**63)}
+            what |= {"rows": self.draw.choice((ROWS, 2 * ROWS, None)), "dim": self.draw.choice((3, 3, 4))}
+            what["on_nonfinite"] = self.draw.choice(("raise", "skip"))
+            self.group.table(name, **what)
+            self.alone[name] = er.Table(**what)
+            self._made += 1
+
+    def drop(self) -> None:
+        if len(self.alone) > 2:
+            name = self.one()
+            self.group.drop(name)
+            del self.alone[name]
+            assert name not in self.group
+
+    def rename(self) -> None:
+        name, new = self.one(), f"r{self._made}"
+        self._made += 1
+        self.group.rename(name, new)
+        self.alone = {new if each == name else each: table for each, table in self.alone.items()}
+
+    def one(self) -> str:
+        return self.draw.choice(sorted(self.alone))
+
+    def some(self) -> list[str]:
+        return [name for name in self.alone if self.draw.random() < 0.7] or [self.one()]
+
+    def both(self, name: str) -> tuple[er.Table, er.Table]:
+        return self.group[name], self.alone[name]
+
+    def ids(self, most: int = 20) -> np.ndarray:
+        return self.rng.integers(0, ROWS, self.draw.randint(0, most))
+
+    def grads(self, ids: np.ndarray, name: str) -> np.ndarray:
+        return self.rng.standard_normal((*ids.shape, self.alone[name].dim)).astype(np.float32)
+
+    # ---------------------------------------------------------------- all members at once
+
+    def update(self) -> None:
+        ids = {name: self.ids() for name in self.some()}
+        grads = {name: self.grads(own, name) for name, own in ids.items()}
+        lr = self.draw.choice((None, 0.03))
+        self.group.update(ids, grads, lr)
+        for name, own in ids.items():
+            self.alone[name].update(own, grads[name], lr)
+
+    def lookup(self) -> None:
+        ids = {name: self.ids().reshape(1, -1) for name in self.some()}
+        for name, got in self.group.lookup(ids).items():
+            np.testing.assert_array_equal(got, self.alone[name].lookup(ids[name]))
+
+    def train(self) -> None:
+        """Read features, some of which share a table, some of them in bags, and step their tables."""
+        names = [self.one() for _ in range(self.draw.randint(1, 6))]
+        kinds = {name: self.draw.choice(("rows", "bags")) for name in names}
+        modes = {name: self.draw.choice((("sum", "mean"), ("max",))) for name in names}
+        padding = {name: self.draw.choice((None, 3)) for name in names}
+        features = [self._feature(name, kinds[name], modes[name], padding[name]) for name in names]
+        batch = self.group.plan(features)
+        between = self.draw.choice(
+            (None, None, GroupPair.update, GroupPair.add, GroupPair.grow, GroupPair.set_rule, GroupPair.load)
+        )
+        if between is not None:
+            between(self)
+        reading = self.group.read(batch, for_weights=True)
+        grads = [self.rng.standard_normal(out.shape).astype(np.float32) for out in reading.outputs]
+        weighed, due = self.group.weight_gradients(reading, grads), []
+        for table, summed in self.group.sum(reading, grads):
+            name = str(table.name)
+            own = [k for k, each in enumerate(names) if each == name]
+            expected = self._summed(name, [features[k] for k in own], [grads[k] for k in own])
+            self._compare([features[k] for k in own], [reading.outputs[k] for k in own], expected.outputs)
+            for got, wanted in zip([weighed[k] for k in own], expected.weighed, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+            np.testing.assert_array_equal(summed.plan.ids, expected.grads.plan.ids)
+            np.testing.assert_array_equal(summed.values, expected.grads.values)
+            assert summed.square_norm == expected.grads.square_norm
+            due.append((name, summed, expected.grads))
+        scale = self.draw.choice((1.0, 1.0, 0.5))
+        due = [part for part in due if self.draw.random() < 0.9]  # the others are frozen
+        step_all([self._due(self.group[name], grads.scaled(scale)) for name, grads, _ in due])
+        for name, _, grads in due:
+            step_all([self._due(self.alone[name], grads.scaled(scale))])
+
+    @staticmethod
+    def _due(table: er.Table, grads: RowGradients) -> Due:
+        assert table.rule is not None
+        return Due(table, table.rule, grads)
+
+    def _feature(self, name: str, kind: str, modes: tuple[str, ...], padding: int | None) -> Feature:
+        ids, table = self.ids(), self.group[name]
+        if kind == "rows":
+            return Feature(table, ids, padding=padding)
+        offsets = np.sort(self.rng.integers(0, len(ids) + 1, self.draw.randint(0, 6)))
+        offsets = np.concatenate([[0], offsets, [len(ids)]]).astype(np.int64)
+        mode = self.draw.choice(modes)
+        has_weights = mode == "sum" and self.draw.random() < 0.5
+        weights = self.rng.standard_normal(len(ids)).astype(np.float32) if has_weights else None
+        return Feature(table, ids, offsets, weights, mode, padding)
+
+    def _summed(self, name: str, features: list[Feature], grads: list[np.ndarray]) -> Any:
+        """Return what the table alone makes of its features as one batch."""
+        return summed_alone(self.alone[name], features, grads)
+
+    @staticmethod
+    def _compare(features: list[Feature], got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+        for _, each, wanted in zip(features, got, expected, strict=True):
+            np.testing.assert_array_equal(each, wanted)
+
+    def nonfinite(self) -> None:
+        ids = {name: np.arange(3) for name in self.some()}
+        grads = {name: self.grads(own, name) for name, own in ids.items()}
+        bad = self.draw.choice(sorted(ids))
+        grads[bad][1, 0] = np.nan
+        if self.group[bad].on_nonfinite == "raise":
+            with pytest.raises(er.NonFiniteGradientError, match=f"table '{bad}'.*The first is nan at"):
+                self.group.update(ids, grads)
+            return
+        self.group.update(ids, grads)
+        for name, own in ids.items():
+            self.alone[name].update(own, grads[name])
+
+    # ---------------------------------------------------------------- one member
+
+    def update_one(self) -> None:
+        name, ids = self.one(), self.ids()
+        grads = self.grads(ids, name)
+        for table in self.both(name):
+            table.update(ids, grads)
+
+    def lookup_one(self) -> None:
+        name, ids = self.one(), self.ids()
+        got, expected = (table.lookup(ids) for table in self.both(name))
+        np.testing.assert_array_equal(got, expected)
+
+    def assign(self) -> None:
+        name, ids = self.one(), np.unique(self.ids())
+        values = self.rng.standard_normal((len(ids), self.alone[name].dim)).astype(np.float32)
+        for table in self.both(name):
+            if not rows_of(table).lags:
+                table.assign(ids, values)
+
+    def grow(self) -> None:
+        name = self.one()
+        rows = self.alone[name].rows
+        if rows is not None:
+            more = self.draw.choice((rows + 7, None))
+            for table in self.both(name):
+                table.grow(more)
+
+    def set_rule(self) -> None:
+        name, rule = self.one(), self.draw.choice(RULES)
+        if self.alone[name].first_scale == 1.0:
+            for table in self.both(name):
+                table.set_rule(rule, reset_state=True)
+
+    def load(self) -> None:
+        """Load the state of a table alone, or a table's rows."""
+        name = self.one()
+        member, alone = self.both(name)
+        which = self.draw.choice(("member", "alone", "table", "twin"))
+        if which == "table":
+            member.load_state(copy.deepcopy(alone))
+        elif which == "twin":  # of the same pool
+            twin = self.group.table("twin", alone.rows, alone.dim, dtype=alone.spec.dtype, init=alone.spec.init)
+            twin.load_state(alone.state())
+            member.load_state(twin)
+            self.group.drop("twin")
+        else:
+            member.load_state((member if which == "member" else alone).state())
+
+    def copied(self) -> None:
+        made = copy.deepcopy(self.group[self.one()])
+        assert made.group is None
+
+    # ---------------------------------------------------------------- the whole
+
+    def check(self) -> None:
+        assert sorted(self.group) == sorted(self.alone)
+        for name, alone in self.alone.items():
+            check_same(self.group[name], alone)
+            assert self.group[name].stats()["skipped_steps"] == alone.stats()["skipped_steps"]
+        touched = sum(table.stats()["rows_touched"] for table in self.alone.values())
+        assert self.group.stats()["rows_touched"] == touched
+
+
+class SummedAlone:
+    """What a table alone makes of features that share it, as one batch of its ids."""
+
+    def __init__(self) -> None:
+        self.outputs: list[np.ndarray] = []
+        self.weighed: list[np.ndarray | None] = []
+        self.grads: RowGradients
+
+
+def summed_alone(table: er.Table, features: list[Feature], grads: list[np.ndarray]) -> SummedAlone:
+    """Return what a table alone makes of features, all of rows or all of bags."""
+    made = SummedAlone()
+    ids = np.concatenate([np.asarray(feature.ids) for feature in features])
+    padding = features[0].padding
+    if features[0].offsets is None:
+        plan = table.plan(ids)
+        rows = table.read(plan)
+        made.outputs = np.split(rows, np.cumsum([len(np.asarray(f.ids)) for f in features])[:-1])
+        summed = table.sum(plan, np.concatenate(grads))
+        made.grads = summed if padding is None else summed.without(padding)
+        made.weighed = [None] * len(features)
+        return made
+    parts = []
+    for feature, own in zip(features, grads, strict=True):
+        assert feature.offsets is not None
+        plan = make_plan(np.asarray(feature.ids))
+        bags = pooling.Bags(plan, feature.offsets, pooling.index_of(plan, padding), feature.mode)
+        rows = table.read_rows(plan)
+        out, trace = pooling.pool(rows, feature.weights, bags)
+        made.outputs.append(out)
+        each = feature.weights
+        made.weighed.append(None if each is None else pooling.weight_grads(own, rows, bags))
+        parts.append((bags, trace, own))
+    kept = ids != padding if padding is not None else np.ones(len(ids), bool)
+    made.grads = RowGradients.sum(make_plan(ids[kept]), _of_positions(features, parts)[kept])
+    return made
+
+
+def _of_positions(features: list[Feature], parts: list[Any]) -> np.ndarray:
+    """Return the gradient of each position of bags: float32 (n, dim)."""
+    found = []
+    for feature, (bags, trace, grads) in zip(features, parts, strict=True):
+        of_bag = bags.place_of_position()
+        if feature.mode == "max":
+            positions = np.arange(len(of_bag), dtype=np.int32)
+            found.append(np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0)))
+        else:
+            weights = np.ones(len(of_bag), np.float32) if feature.weights is None else feature.weights
+            found.append((weights * trace[of_bag])[:, None] * grads[of_bag])
+    return np.concatenate(found)
+
+
+EVENTS: tuple[Callable[[GroupPair], None], ...] = (
+    *(GroupPair.update, GroupPair.lookup, GroupPair.train) * 4,
+    *(GroupPair.update_one, GroupPair.lookup_one) * 2,
+    GroupPair.add,
+    GroupPair.drop,
+    GroupPair.rename,
+    GroupPair.nonfinite,
+    GroupPair.assign,
+    GroupPair.grow,
+    GroupPair.set_rule,
+    GroupPair.load,
+    GroupPair.copied,
+)
+
+
+def play(seed: int, events: int) -> None:
+    """Do so many things to a pair."""
+    pair, done = GroupPair(seed), list[str]()
+    try:
+        for _ in range(events):
+            event = pair.draw.choice(EVENTS)
+            done.append(event.__name__)
+            event(pair)
+            if pair.draw.random() < 0.3:
+                pair.check()
+        pair.check()
+    except BaseException as error:
+        error.add_note(f"seed {seed}, after {done}")
+        raise
+    finally:
+        pair.group.close()
