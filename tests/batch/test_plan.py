@@ -350,3 +350,48 @@ def test_plans_made_at_the_same_time():
     with ThreadPoolExecutor(4) as pool:
         for plan, other in zip(pool.map(lambda n: make_plan(zipf(n)), sizes), expected, strict=True):
             assert_same(plan, other)
+
+
+# ------------------------------------------------------------------------------------------------ merged plans
+
+
+def find_slots(ids: np.ndarray) -> np.ndarray:
+    return np.where(ids % 3 == 0, -1, ids + 100)
+
+
+def draw_plans(count: int, epoch: int = 5) -> list[planning.Plan]:
+    rng = np.random.default_rng(count)
+    return [make_plan(rng.integers(0, 50, 40), find_slots, epoch) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, planning.MAX_PARTS + 1])
+def test_merged_plans_are_plans_of_their_rows(count):
+    plans = draw_plans(count)
+    merged, ids = planning.merge_plans(plans), np.concatenate([plan.ids for plan in plans])
+    assert_plan_of(merged, ids)
+    assert merged.slots.tolist() == find_slots(merged.ids).tolist()
+    assert merged.missing == np.count_nonzero(merged.slots < 0)
+    assert merged.epoch == 5
+
+
+def test_slots_of_another_epoch_are_left_out():
+    merged = planning.merge_plans([*draw_plans(2), *draw_plans(1, epoch=6)])
+    assert (merged.epoch, merged.slots.size, merged.missing) == (-1, 0, 0)
+
+
+def test_a_merged_plan_knows_which_rows_each_batch_has():
+    plans = draw_plans(5)
+    inner = planning.merge_plans(plans[1:4])
+    merged = planning.merge_plans([plans[0], inner, plans[4]])
+    found = list(merged.batches(merged.ids))
+    assert [plan for plan, _ in found] == plans
+    assert all(np.array_equal(plan.ids, rows) for plan, rows in found)
+    first, slots = next(inner.batches(inner.slots))
+    assert (first, slots.tolist()) == (plans[1], plans[1].slots.tolist())
+
+
+def test_many_merges_do_not_keep_all_batches():
+    merged = draw_plans(1)[0]
+    for plan in draw_plans(3 * planning.MAX_PARTS):
+        merged = planning.merge_plans([merged, plan])
+    assert planning._count(merged) <= planning.MAX_PARTS

@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import Plan, make_plan, merge_plans
 from embedrock.errors import ArgumentError
+from embedrock.machine.buffers import buffers
 
 
 class Segments(Protocol):
@@ -44,7 +45,7 @@ def sum_segments(plan: Segments, grads: np.ndarray) -> tuple[np.ndarray, np.ndar
     Returns:
         The sums, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
     """
-    values, squares = np.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
+    values, squares = buffers.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
     kernels.cpu.launch(kernels.cpu.rows.sum_segments, grads, plan.starts, plan.order, values, squares)
     return values, squares
 
@@ -95,8 +96,9 @@ class RowGradients:
         """Sum several, one or more; in a row that more than one has, in their order."""
         if len(parts) == 1:
             return parts[0]
-        plan = make_plan(np.concatenate([part.plan.ids for part in parts]))
-        return RowGradients.sum(plan, np.concatenate([part.values for part in parts]))
+        plan = merge_plans([part.plan for part in parts])
+        values = buffers.empty((len(plan.inverse), parts[0].values.shape[1]), np.float32)
+        return RowGradients.sum(plan, np.concatenate([part.values for part in parts], out=values))
 
     def merge(self, other: RowGradients) -> RowGradients:
         """Return the sum of both; in a row that both have, this one's gradient comes first."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ PARTITION_IDS = 1 << 13
 MAX_PARTITIONS = 1 << 10
 # A larger scratch buffer is not kept for the next batch. Batches of 2 M ids keep all of theirs (40 MB).
 KEEP_BYTES = 1 << 24
+
+# A merged plan keeps no more parts than this: gradients that are accumulated for long must not keep all their batches.
+MAX_PARTS = 32
 
 # Where ids go in the hash tables, which no result depends on. Drawn anew by every process, so that no ids,
 # not even ids made for the purpose, can all collide.
@@ -51,6 +54,7 @@ class Plan:
         slots: int64 (unique,), where the table's directory keeps the rows, -1 for none; empty until it was asked.
         missing: how many of `slots` are -1.
         epoch: the state of the directory that `slots` belongs to, -1 for none.
+        parts: what it was merged of, see `merge_plans`; empty where it was not.
     """
 
     shape: tuple[int, ...]
@@ -61,10 +65,21 @@ class Plan:
     slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     missing: int = 0
     epoch: int = -1
+    parts: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
             array.flags.writeable = False
+
+    def batches(self, rows: np.ndarray) -> Iterator[tuple[Plan, np.ndarray]]:
+        """Go through the plans that it was merged of, or itself: each with its part of `rows` (unique, ...)."""
+        if not self.parts:
+            yield self, rows
+        start = 0
+        for part in self.parts:
+            end = start + len(part.ids)
+            yield from part.batches(rows[self.inverse[start:end]])
+            start = end
 
 
 def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None = None, epoch: int = -1) -> Plan:
@@ -106,6 +121,27 @@ def check_count(n: int, shape: tuple[int, ...]) -> None:
             f"`ids` of one batch must be at most {MAX_IDS:,}: got {n:,} (shape {shape}). "
             "Split the batch and update the table once for each part."
         )
+
+
+def merge_plans(plans: Sequence[Plan]) -> Plan:
+    """Return a plan of the rows of several: its positions are the unique ids of each, one plan after the other.
+
+    Example:
+        >>> merged = merge_plans([make_plan(np.array([7, 7, 3])), make_plan(np.array([3, 5]))])
+        >>> merged.ids.tolist(), merged.inverse.tolist()
+        ([7, 3, 5], [0, 1, 1, 2])
+    """
+    merged, epoch = make_plan(np.concatenate([plan.ids for plan in plans])), plans[0].epoch
+    if sum(_count(plan) for plan in plans) <= MAX_PARTS:
+        merged = replace(merged, parts=tuple(plans))
+    if epoch < 0 or any(plan.epoch != epoch for plan in plans):
+        return merged
+    slots = np.concatenate([plan.slots for plan in plans])[merged.order[merged.starts[:-1]]]
+    return replace(merged, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
+
+
+def _count(plan: Plan) -> int:
+    return 1 + sum(map(_count, plan.parts))
 
 
 class _Scratch(threading.local):

@@ -1,4 +1,4 @@
-"""`Lease`: what the last read, or check, of a batch leaves to the step of the same batch."""
+"""What a read, or check, of a batch leaves to the step of the same batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import MAX_PARTS, Plan
+
+# Of several reads that wait for a step; a single one may take more.
+KEPT_BYTES = 1 << 25
 
 
 class Refreshed(NamedTuple):
@@ -26,6 +29,11 @@ class Refreshed(NamedTuple):
     weights: np.ndarray
     state: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.weights.nbytes + self.state.nbytes
+
 
 class Prepared(NamedTuple):
     """What makes a step of a batch possible, as of a version of the table.
@@ -42,20 +50,48 @@ class Prepared(NamedTuple):
 
 
 class Lease:
-    """What the last read, or check, of a batch leaves to the step of the same batch.
+    """What the last check of a batch leaves to the step of the same batch.
 
     A batch is known by its ids: all plans of it, and its gradients, share that array.
 
     Attributes:
-        refreshed: rows that were brought up to date.
         prepared: the rows' slots, and room and first weights for new ones.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
         self._ids = (lambda: None) if plan is None else weakref.ref(plan.ids)
-        self.refreshed: Refreshed | None = None
         self.prepared: Prepared | None = None
 
     def is_of(self, plan: Plan) -> bool:
         """Return whether a plan is of that batch."""
         return self._ids() is plan.ids
+
+
+class Reads:
+    """What reads leave to the step of the same batches, by batch: rows that they brought up to date.
+
+    There may be several: those of replicas, of layers on one table, of micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[np.ndarray], Refreshed]] = {}  # in the order of the reads
+
+    def keep(self, plan: Plan, refreshed: Refreshed) -> None:
+        """Keep rows of a batch as long as somebody has its plan."""
+        kept, key = self._kept, id(plan.ids)
+        kept.pop(key, None)
+        kept[key] = weakref.ref(plan.ids, lambda _: kept.pop(key, None)), refreshed
+        while len(kept) > MAX_PARTS or (len(kept) > 1 and self._bytes() > KEPT_BYTES):
+            kept.pop(next(iter(kept)), None)
+
+    def of(self, plan: Plan, version: int) -> Refreshed | None:
+        """Return the rows of a batch that were kept, where nothing has changed the table since."""
+        ids, refreshed = self._kept.get(id(plan.ids), (lambda: None, None))
+        return refreshed if ids() is plan.ids and refreshed is not None and refreshed.version == version else None
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._kept.clear()
+
+    def _bytes(self) -> int:
+        return sum(refreshed.nbytes for _, refreshed in list(self._kept.values()))

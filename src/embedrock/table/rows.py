@@ -13,12 +13,13 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
+from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.callers import caller
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
-from embedrock.table.lease import Lease, Prepared, Refreshed
+from embedrock.table.lease import Lease, Prepared, Reads, Refreshed
 from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
@@ -60,7 +61,7 @@ class Rows:
         self.side: Side | None = None
         self._tier: Tier | None = None
         self._closed_at = ""
-        self._lease = Lease()
+        self._lease, self._reads = Lease(), Reads()
         self._process = os.getpid()
 
     def install(
@@ -73,7 +74,8 @@ class Rows:
         keeps_rows: bool = False,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
-        self.spec, self._tier, self._lease = spec, tier, Lease()
+        self.spec, self._tier = spec, tier
+        self._forget_batches()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
         self.steps, self.skipped_steps = steps, skipped_steps
@@ -145,8 +147,13 @@ class Rows:
 
     def drop(self) -> Tier | None:
         """Let go of the tier, so that whoever uses it gets `ClosedTableError`; return it, None if it was closed."""
-        tier, self._tier, self._lease = self._tier, None, Lease()
+        tier, self._tier = self._tier, None
+        self._forget_batches()
         return tier
+
+    def _forget_batches(self) -> None:
+        self._lease = Lease()
+        self._reads.clear()
 
     def close(self) -> None:
         """Wait for what uses the rows in the background, close what is open, and give the memory back."""
@@ -211,7 +218,7 @@ class Rows:
         if self.lags:
             return self.read(make_plan(ids))
         flat, tier = ids.reshape(-1), self.tier
-        out = np.empty((flat.size, self.spec.dim), np.float32)
+        out = buffers.empty((flat.size, self.spec.dim), np.float32)
         missing = tier.look_up(flat, _positions(flat.size), out) < 0
         if missing.any():
             absent = flat[missing]
@@ -221,7 +228,7 @@ class Rows:
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
         """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
         if out is None:
-            out = np.empty((*plan.shape, self.spec.dim), np.float32)
+            out = buffers.empty((*plan.shape, self.spec.dim), np.float32)
         flat, here = out.reshape(-1, self.spec.dim), self._brought(plan)
         if here is not None and not self.lags:
             self._read_rows(self.tier.records, here.ids, here.slots, here.inverse, flat)
@@ -256,7 +263,7 @@ class Rows:
         values, state = self._refreshed_at(self.tier.records, plan.ids, slots)
         # Of a plan that nobody else has, there will be no step. Weights of 16 bits are rounded by the step itself.
         if state is not None and plan.epoch >= 0 and self.spec.dtype == "float32":
-            self._lease_of(plan).refreshed = Refreshed(self.version.now, slots >= 0, values, state)
+            self._reads.keep(plan, Refreshed(self.version.now, slots >= 0, values, state))
         return values
 
     def _lease_of(self, plan: Plan) -> Lease:
@@ -265,14 +272,18 @@ class Rows:
             self._lease = Lease(plan)
         return self._lease
 
-    def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Return slots, weights and state of rows that the last read brought up to date, if it was of this batch."""
-        lease, self._lease = self._lease, Lease(plan)
-        kept = lease.refreshed
-        if kept is None or not lease.is_of(plan) or kept.version != self.version.now:
-            return None
-        here = kept.had_record
-        return (slots, *kept[2:]) if here.all() else (slots[here], kept.weights[here], kept.state[here])
+    def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Return slots, weights and state of rows that reads of this batch, or its parts, brought up to date."""
+        taken = []
+        for batch, its_slots in plan.batches(slots):
+            kept = self._reads.of(batch, self.version.now)
+            if kept is not None:
+                here = kept.had_record
+                whole = its_slots, kept.weights, kept.state
+                taken.append(whole if here.all() else tuple(part[here] for part in whole))
+        self._reads.clear()
+        self._lease = Lease(plan)
+        return taken
 
     def _weights_at(self, records: Records, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         return self._refreshed_at(records, ids, slots)[0]
@@ -281,7 +292,7 @@ class Rows:
         self, records: Records, ids: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return weights as of the last step, and the optimizer state that goes with them where they lag behind."""
-        values = np.empty((len(ids), self.spec.dim), np.float32)
+        values = buffers.empty((len(ids), self.spec.dim), np.float32)
         self._read_rows(records, ids, slots, _positions(len(ids)), values)
         if self.history is None or not self.history.moves_weights:
             return values, None
@@ -466,7 +477,8 @@ class Rows:
 
     def replace_tier(self, tier: Tier) -> None:
         """Take over the same records in other slots."""
-        self._tier, self._lease = tier, Lease()
+        self._tier = tier
+        self._forget_batches()
         self.version.advance(keeps_rows=True)
 
     def grow(self, spec: Spec) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
+from embedrock.machine.buffers import buffers
 from embedrock.rules import LAST_STEP
 from embedrock.spec import STATE_BYTES, Spec
 
@@ -63,7 +65,7 @@ class Records:
             The optimizer state that goes with them: float32 (n, state_width).
         """
         layout, cpu = self._spec.layout, kernels.cpu
-        scratch = np.empty((len(slots), layout.state_width), np.float32)
+        scratch = buffers.empty((len(slots), layout.state_width), np.float32)
         cpu.launch(cpu.rows.refresh, rows, self._floats, slots, layout.state_start, scratch, numbers)
         return scratch
 
@@ -95,7 +97,7 @@ class Records:
         numbers: Any,
         step: int,
         scratch: Scratch | None,
-        refreshed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        refreshed: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = (),
     ) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).
 
@@ -104,11 +106,11 @@ class Records:
             numbers: the kernel's arguments.
             step: the step's number.
             scratch: from `scratch`, for as many rows.
-            refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date.
+            refreshed: slots of float32 records, and their weights and state as `refresh` brought them up to date; one
+                row may be there more than once.
         """
         layout, cpu = self._spec.layout, kernels.cpu
-        if refreshed is not None:
-            known, values, state = refreshed
+        for known, values, state in refreshed:
             for start, columns in ((0, values), (layout.state_start, state)):
                 cpu.launch(cpu.rows.put, self._floats, known, start, columns)
         state = layout.state_start, layout.state_width

@@ -1,0 +1,69 @@
+"""Memory for the arrays of a batch, used again from batch to batch.
+
+Fresh memory costs a page fault for every 4 KiB that is written, and whether `malloc` gives freed arrays back to the
+system, to fetch them again a moment later, depends on their sizes and threads: for two replicas' lookups that was a
+fifth of a step. TensorFlow takes an array as it is where it begins at a multiple of 64 bytes, and copies it otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embedrock.process import forks
+
+LEAST_BYTES = 1 << 16  # smaller ones come from memory that `malloc` keeps anyway
+MOST_BYTES = 1 << 24  # larger ones cost more to fill than to fetch
+KEPT_BYTES = 1 << 26  # of all that are kept, in use or not
+ALIGNMENT = 64
+_FREE = 3  # references to memory that no array uses: those of the list, of the loop, and of who asks
+
+
+class Buffers:
+    """Memory that is handed out again once no array uses it."""
+
+    def __init__(self) -> None:
+        self._lock = forks.lock(forks.Rank.SECTION)
+        # Memory, and where the first aligned byte is. NumPy's arrays refer to the memory itself, not to a view of it.
+        self._kept: list[tuple[np.ndarray, int]] = []  # what was used last is last
+        self._bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return what `numpy.empty` returns: an array of unknown content, whose memory is its own while it is used.
+
+        Example:
+            >>> Buffers().empty((3, 2), np.float32).shape
+            (3, 2)
+        """
+        made = np.dtype(dtype)
+        nbytes = made.itemsize * math.prod(shape)
+        if not LEAST_BYTES <= nbytes <= MOST_BYTES:
+            return np.empty(shape, made)
+        with self._lock:
+            memory, start = self._take(_size_class(nbytes))
+            return memory[start : start + nbytes].view(made).reshape(shape)
+
+    def _take(self, size: int) -> tuple[np.ndarray, int]:
+        for k, (memory, _) in enumerate(self._kept):
+            if memory.nbytes == size and sys.getrefcount(memory) == _FREE:
+                self._kept.append(self._kept.pop(k))
+                return self._kept[-1]
+        memory = np.empty(size, np.uint8)
+        self._kept.append((memory, -memory.ctypes.data % ALIGNMENT))
+        self._bytes += size
+        while self._bytes > KEPT_BYTES:
+            self._bytes -= self._kept.pop(0)[0].nbytes  # whoever uses it keeps it
+        return self._kept[-1]
+
+
+def _size_class(nbytes: int) -> int:
+    """Return bytes of memory for so many: at most an eighth more, so that batches of about a size share it."""
+    step = 1 << (nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step + ALIGNMENT
+
+
+buffers = Buffers()
