@@ -23,6 +23,7 @@ from embedrock.cli import imports
 from embedrock.cli.main import DONE, FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
 from embedrock.terminal.progress import Advance
+from slow import slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -47,7 +48,7 @@ def shell(script: str, **environment: str) -> subprocess.CompletedProcess[bytes]
     )
 
 
-@pytest.mark.parametrize("words", ["", "--help", "info t.rock", "verify t.rock --json"])
+@pytest.mark.parametrize("words", ["", "--help", "info t.rock", *slow("verify t.rock --json")])
 def test_a_reader_that_leaves_gets_no_traceback(words: str):
     made("t.rock")
     ours, theirs = os.pipe()
@@ -60,20 +61,21 @@ def test_a_reader_that_leaves_gets_no_traceback(words: str):
     assert (done.returncode, done.stderr) == (FAILED, b"")
 
 
-def test_a_terminal_without_the_letters():
+@pytest.mark.parametrize("encoding", ["latin-1", *slow("ascii")])
+def test_a_terminal_without_the_letters(encoding: str):
     made("täble✓.rock")
-    for encoding in ("ascii", "latin-1"):
-        done = shell("embedrock info *.rock; embedrock info nö✓.rock", PYTHONIOENCODING=encoding, PYTHONUTF8="0")
-        assert b"Traceback" not in done.stderr, done.stderr.decode(encoding)
-        told = done.stdout.decode(encoding)
-        assert "\\u2713.rock" in told  # the check mark
-        assert ("täble" in told) == (encoding == "latin-1")
-        assert "there is no table here" in done.stderr.decode(encoding)
+    done = shell("embedrock info *.rock; embedrock info nö✓.rock", PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert b"Traceback" not in done.stderr, done.stderr.decode(encoding)
+    told = done.stdout.decode(encoding)
+    assert "\\u2713.rock" in told  # the check mark
+    assert ("täble" in told) == (encoding == "latin-1")
+    assert "there is no table here" in done.stderr.decode(encoding)
 
 
-def test_a_path_that_is_no_text(capfdbinary: pytest.CaptureFixture[bytes]):
+@pytest.mark.parametrize("option", ["", *slow("--json")])
+def test_a_path_that_is_no_text(option: str):
     made(os.fsdecode(b"t\xff.rock"))
-    done = shell("embedrock info t*.rock && embedrock info t*.rock --json")
+    done = shell(f"embedrock info t*.rock {option}")
     assert (done.returncode, done.stderr) == (DONE, b"")
     assert b"\\udcff.rock" in done.stdout
 

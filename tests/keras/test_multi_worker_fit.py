@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,15 @@ def worker_model(**options: Any) -> Any:
 
 def weights_of(model: Any) -> list[np.ndarray]:
     return [weight.numpy() for weight in model.weights]
+
+
+def loaded() -> set[str]:
+    return {"torch", "triton", "keras"} & sys.modules.keys()
+
+
+def test_the_front_end_loads_no_other_framework() -> None:
+    """A worker has imported `embedrock.keras`, and this file."""
+    assert run(loaded, workers=1) == [{"keras"}]
 
 
 # ---------------------------------------------------------------- it gives what one process gives

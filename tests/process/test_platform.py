@@ -71,7 +71,7 @@ def test_the_command_line_starts(system: str, refused: str):
     assert refused in told
 
 
-@pytest.mark.parametrize("system", ["Windows", *slow("macOS")])
+@pytest.mark.parametrize("system", slow("macOS", "Windows"))  # as the next one
 def test_pytorch_trains_rows_in_ram(system: str):
     pytest.importorskip("torch")
     assert run(system, "torch_layers", "torch") == platform_programs.torch_layers()

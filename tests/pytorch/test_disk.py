@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import embedrock as er
 import embedrock.torch as ert
+from slow import slow
 
 ROWS, DIM = 3000, 4
 
@@ -101,8 +102,10 @@ def saved(value: Any) -> Any:
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("depth", [None, 0, 1, 4, 100])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("depth", "workers"),
+    [(None, 0), (0, 0), (1, 0), (4, 2), (100, 0), *slow((None, 2), (0, 2), (1, 2), (4, 0), (100, 2))],
+)
 def test_training_gives_the_bits_of_tables_in_ram(depth: int | None, workers: int, tmp_path: Path):
     in_ram, on_disk = Model(), Model(tmp_path, "120KB" if depth != 100 else "1MB")
     for model in (in_ram, on_disk):
@@ -538,6 +541,7 @@ def test_leaving_a_loop_over_workers(tmp_path: Path):
     model.close()
 
 
+@pytest.mark.slow  # tests/table/test_prefetch.py has a table that ends so
 def test_a_script_that_ends_in_the_loop(tmp_path: Path):
     # Python would end the thread inside of a kernel, and sometimes abort: it has ended before.
     program = f"""

@@ -17,6 +17,7 @@ from twins import embedding_twins, weight_of
 
 import embedrock.torch as ert
 from pages import run_page
+from slow import slow
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -159,11 +160,21 @@ def trainer_fit(folder: Path, model: Model, epochs: int, resume: bool) -> None:
     trainer.train(resume_from_checkpoint=resume)
 
 
-FITS = [lightning_fit, accelerate_fit, accelerate_fit_by_torch, trainer_fit]
+PLACES = [
+    (lightning_fit, "in RAM"),
+    (accelerate_fit, "on disk"),
+    (accelerate_fit_by_torch, "in RAM"),
+    (trainer_fit, "on disk"),
+    *slow(
+        (lightning_fit, "on disk"),
+        (accelerate_fit, "in RAM"),
+        (accelerate_fit_by_torch, "on disk"),
+        (trainer_fit, "in RAM"),
+    ),
+]
 
 
-@pytest.mark.parametrize("where", ["in RAM", "on disk"])
-@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize(("fit", "where"), PLACES)
 def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(fit: Callable[..., None], where: str, tmp_path: Path):
     folders = [tmp_path / "straight", tmp_path / "resumed"]
     for folder in folders:

@@ -39,6 +39,7 @@ from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.testing import FaultFS
 from embedrock.tiers.cache import POLICIES
 from same_tables import RULES, check_same
+from slow import slow
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -126,7 +127,11 @@ def name_of(case: Case) -> str:
     return f"{case.rule!r}-{case.dtype}-{case.rows}-{case.policy}-{case.slots}-{case.threads}"
 
 
-@pytest.mark.parametrize("case", list(matrix()), ids=name_of)
+CASES = list(matrix())
+
+
+# Every other one has all rules, dtypes, policies, sizes and numbers of threads.
+@pytest.mark.parametrize("case", [*CASES[::2], *slow(*CASES[1::2])], ids=name_of)
 def test_every_rule_dtype_policy_and_size(case: Case, tmp_path: Path):
     play_case(case, STORY, tmp_path / "table")
 

@@ -479,6 +479,21 @@ print(next(items))
     assert (result.stdout, result.stderr, result.returncode) == ("0\n", "", 0)
 
 
+def test_a_script_that_ends_in_the_loop(tmp_path: Path):
+    # Python would end the thread inside of a kernel, and sometimes abort: it has ended before.
+    program = f"""
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
+import numpy as np, embedrock as er
+from embedrock.table.prefetch import prefetch
+table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
+batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
+print(table.lookup(next(batches)).shape)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (result.stdout, result.returncode) == ("(300000, 4)\n[]\n", 0), result.stderr
+
+
 # ---------------------------------------------------------------- tables on disk
 
 
