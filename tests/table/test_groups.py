@@ -1,12 +1,400 @@
-"""Tables of a group are, to the bit, the same tables alone."""
+"""Groups: their tables are, to the bit, the same tables alone; what is refused changes nothing anywhere."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import signal
+import threading
+from typing import Any
+
+import numpy as np
 import pytest
 
+import embedrock as er
+from embedrock.kernels.cpu import runtime
+from embedrock.table.batches import Feature
+from embedrock.table.stepping import Due, judge, step_all, step_judged
+from embedrock.table.table import rows_of
+from embedrock.testing import records_of
+from embedrock.tiers.memory import Memory
+from forked import in_child
 from group_pair import play
+from same_tables import check_same
+
+ADAM = er.Adam(lr=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_members_are_the_same_as_tables_alone(seed: int) -> None:
     play(seed, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5, 65))
+def test_members_are_the_same_as_tables_alone_for_long(seed: int) -> None:
+    er.set_threads(1 + seed % 4)
+    play(seed, 100)
+
+
+def group_of(**tables: Any) -> er.Group:
+    """Return a group of tables with 100 rows of 4, but for what is said."""
+    group = er.Group()
+    for seed, (name, more) in enumerate(tables.items()):
+        group.table(name, **{"rows": 100, "dim": 4, "rule": ADAM, "seed": seed} | more)
+    return group
+
+
+def bytes_of(group: er.Group) -> dict[str, Any]:
+    """Return all that a change would change."""
+    found = {}
+    for name in group:
+        ids, records = records_of(group[name])
+        stats = group[name].stats()
+        found[name] = (ids.tobytes(), records.tobytes(), stats["steps"], stats["skipped_steps"])
+    return found
+
+
+def ones(ids: dict[str, Any], dim: int = 4) -> dict[str, np.ndarray]:
+    return {name: np.ones((len(each), dim), np.float32) for name, each in ids.items()}
+
+
+# -------------------------------------------------------------------- members
+
+
+def test_a_table_is_asked_for_again() -> None:
+    group = group_of(users={})
+    users = group["users"]
+    assert group.table("users", 100, 4) is users  # what was left out is whatever it has
+    assert group.table("users", 100, 4, rule=er.Adam(lr=0.1), seed=0) is users
+    assert (list(group), len(group), "users" in group, "items" in group) == (["users"], 1, True, False)
+    assert users.group is group
+    assert er.Table(3, 2).group is None
+    assert repr(users).startswith("Table(name='users', rows=100, dim=4")
+    assert repr(group).startswith("Group('users': 0 bytes of") or repr(group).startswith("Group('users': ")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"dim": 8}, r"asked for dim=8, and it has dim=4"),
+        ({"rows": None}, r"asked for rows=None, and it has rows=100"),
+        ({"rule": er.SGD(lr=0.1)}, r"asked for rule=.*SGD.*, and it has rule=.*Adam"),
+        ({"rule": er.Adam(lr=0.2)}, r"asked for rule=.*0\.2.*, and it has rule=.*0\.1"),
+        ({"seed": 7}, r"asked for seed=7, and it has seed=0"),
+        ({"dtype": "float16"}, r"asked for dtype='float16', and it has dtype='float32'"),
+        ({"init": er.Zeros()}, r"asked for init="),
+        ({"on_nonfinite": "skip"}, r"asked for on_nonfinite='skip', and it has on_nonfinite='raise'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_table_of_the_same_name_is_refused(other: dict[str, Any], said: str) -> None:
+    group, asked = group_of(users={}), {"rows": 100, "dim": 4, **other}
+    with pytest.raises(er.ArgumentError, match=rf"^table 'users' of the group is another one: {said}.*or another name"):
+        group.table("users", **asked)
+    assert len(group) == 1
+
+
+def test_first_values_from_another_array_are_another_table() -> None:
+    group, array = er.Group(), np.ones((5, 2), np.float32)
+    made = group.table("items", 5, 2, init=er.FromArray(array))
+    assert group.table("items", 5, 2, init=er.FromArray(array.copy())) is made
+    with pytest.raises(er.ArgumentError, match="asked for init="):
+        group.table("items", 5, 2, init=er.FromArray(2 * array))
+
+
+def test_names() -> None:
+    group = group_of(users={}, items={})
+    for name in ("", 3, None):
+        with pytest.raises(er.ArgumentError, match="must be a string that is not empty: got"):
+            group.table(name, 3, 2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        er.UnknownTableError, match=r"^the group has no table 'user': it has 'users', 'items'\. Did you"
+    ):
+        group["user"]
+    with pytest.raises(KeyError, match="it is empty"):
+        er.Group()["users"]
+    with pytest.raises(er.ArgumentError, match="no other has: the group has a table 'items'"):
+        group.rename("users", "items")
+    with pytest.raises(er.ArgumentError, match="no other has: got ''"):
+        group.rename("users", "")
+    users = group["users"]
+    group.rename("users", "people")
+    assert (list(group), users.name, users.subject) == (["people", "items"], "people", "table 'people'")
+    assert pickle.loads(pickle.dumps(users)) is users
+    with pytest.raises(er.IdError, match="table 'people'"):
+        group.lookup({"people": [100]})
+
+
+def test_a_group_that_is_closed() -> None:
+    with group_of(users={}) as group:
+        users = group["users"]
+        group.update({"users": [1]}, {"users": np.ones((1, 4))})
+    assert len(group) == 0
+    assert group.stats()["bytes_used"] == 0
+    group.close()
+    with pytest.raises(er.ClosedTableError, match=r"^the group is closed, since .*test_groups\.py:\d+\. Make a new"):
+        group.table("users", 3, 2)
+    with pytest.raises(er.ClosedTableError, match="table 'users' is closed, since"):
+        users.lookup([1])
+
+
+def test_a_group_is_not_copied() -> None:
+    group = group_of(users={})
+    group.update({"users": [1]}, {"users": np.ones((1, 4))})
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(er.UnsupportedError, match="a group cannot be pickled or copied"):
+            copied(group)
+    alone = copy.deepcopy(group["users"])
+    check_same(alone, group["users"])
+    alone.update([1], np.ones((1, 4)))
+    assert (alone.steps, group["users"].steps) == (2, 1)
+
+
+# -------------------------------------------------------------------- RAM
+
+
+def test_a_table_that_is_dropped_gives_its_memory_back() -> None:
+    group = group_of(**{name: {"rows": 10**6, "dim": 64} for name in "abc"})
+    ids = np.arange(3000)
+    for name in "abcab":
+        group[name].update(ids, np.ones((3000, 64)))
+    kept = {name: bytes_of(group)[name] for name in "ac"}
+    arena = rows_of(group["a"]).tier.arena
+    before, used = arena.resident_bytes, group.stats()["bytes_used"]
+    dropped = group["b"]
+    group.drop("b")
+    assert arena.resident_bytes <= before - 2 * 10**6  # of 2.3 MB
+    assert group.stats()["bytes_used"] <= used - 2 * 10**6
+    assert (bytes_of(group), group.stats()["rows_touched"]) == (kept, 6000)
+    with pytest.raises(
+        er.ClosedTableError,
+        match=r"^table 'b' is closed, since .*\. Make it anew by group\.table\('b', \.\.\.\), and load what",
+    ):
+        dropped.lookup([1])
+    assert group.table("b", 5, 64).stats()["rows_touched"] == 0
+    group["c"].update(ids, np.ones((3000, 64)))  # the rest goes on
+
+
+def test_a_batch_that_is_too_large_says_what_each_table_needs() -> None:
+    group = er.Group(memory=60_000)
+    for name, dim in (("users", 8), ("items", 8), ("ads", 2)):
+        group.table(name, 10**6, dim, rule=er.SGD(lr=0.1))
+    ids = {"users": np.arange(100), "items": np.arange(50), "ads": np.arange(10)}
+    grads = {name: np.ones((len(ids[name]), group[name].dim), np.float32) for name in ids}
+    group.update(ids, grads)
+    before = bytes_of(group)
+    more = {"users": np.arange(1000), "items": np.arange(100), "ads": np.arange(10)}
+    with pytest.raises(
+        er.MemoryBudgetError,
+        match=r"^the group has 160 rows in RAM and this batch touches new ones, 900 of table 'users' \(28\.1 KiB\), "
+        r"50 of table 'items' \(1\.6 KiB\): .* \(\d+ bytes\) needed, budget 58\.6 KiB for all tables of the group\. "
+        r"Raise memory= of er\.Group, touch fewer rows, drop a table",
+    ):
+        group.update(more, {name: np.ones((len(more[name]), group[name].dim), np.float32) for name in more})
+    with pytest.raises(er.MemoryBudgetError, match="of table 'users'"):
+        group["users"].update(np.arange(10_000), np.ones((10_000, 8), np.float32))
+    assert bytes_of(group) == before
+    group.update(ids, grads)
+    with pytest.raises(er.MemoryBudgetError, match="a row of table 'wide' takes"):
+        group.table("wide", 10, 10**5)
+    assert "wide" not in group
+
+
+def test_members_leave_each_other_the_budget() -> None:
+    group = er.Group(memory=100_000)
+    for name in "ab":
+        group.table(name, None, 16 if name == "a" else 8, rule=er.SGD(lr=0.1))
+    group["a"].update(np.arange(500), np.ones((500, 16)))
+    with pytest.raises(er.MemoryBudgetError, match="the group has 500 rows in RAM"):
+        group["b"].update(np.arange(1000), np.ones((1000, 8)))
+    group.drop("a")
+    group["b"].update(np.arange(1000), np.ones((1000, 8)))
+    assert group.stats()["budget_bytes"] == 100_000
+
+
+def test_rows_are_removed_from_a_tier() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(30):
+        group = group_of(one={"rows": 5000, "rule": None}, other={"rows": 5000, "rule": None})
+        expected = {}
+        for name in ("one", "other", "one", "other"):
+            ids = rng.choice(5000, rng.integers(0, 1500), replace=False)
+            values = rng.standard_normal((len(ids), 4)).astype(np.float32)
+            group[name].assign(ids, values)
+            expected[name] = expected.get(name, {}) | dict(zip(ids.tolist(), values, strict=True))
+        gone, kept = ("one", "other") if trial % 2 else ("other", "one")
+        group.drop(gone)
+        ids, weights = group[kept].export()
+        assert ids.tolist() == sorted(expected[kept])
+        np.testing.assert_array_equal(weights, [expected[kept][i] for i in ids.tolist()])
+        assert rows_of(group[kept]).tier.count == len(ids)
+
+
+# -------------------------------------------------------------------- refused, and in the middle of things
+
+
+def test_what_is_refused_changes_nothing_in_any_member() -> None:
+    group = group_of(a={}, b={"dim": 6}, c={"on_nonfinite": "skip"}, d={"rule": None})
+    ids = {name: np.array([1, 2, 1]) for name in "abc"}
+    grads = {name: np.ones((3, group[name].dim), np.float32) for name in ids}
+    group.update(ids, grads)
+    before = bytes_of(group)
+    bad: Any = np.full((3, 4), np.nan, np.float32)
+    refused: tuple[tuple[Any, Any, type[Exception], str], ...] = (
+        (ids, grads | {"a": bad}, er.NonFiniteGradientError, "gradients of table 'a' must be finite.* first is nan at"),
+        (ids | {"b": [1, 2, 100]}, grads, er.IdError, "table 'b'"),
+        (ids | {"b": [1.5, 2, 3]}, grads, er.IdTypeError, "table 'b'"),
+        (ids, grads | {"b": np.ones((3, 4))}, er.GradientError, r"`grads` of table 'b' must have shape \(3, 6\)"),
+        (ids, {"a": grads["a"]}, er.ArgumentError, r"must be for the tables in `ids`, 'a', 'b', 'c': got 'a'\."),
+        (ids | {"e": [1]}, grads | {"e": bad}, er.UnknownTableError, "no table 'e'"),
+        (ids | {"d": [1, 2, 3]}, grads | {"d": np.ones((3, 4))}, er.ArgumentError, "table 'd' has no rule to step by"),
+    )
+    for some_ids, some_grads, error, said in refused:
+        with pytest.raises(error, match=said):
+            group.update(some_ids, some_grads)
+        assert bytes_of(group) == before
+    with pytest.raises(er.ArgumentError, match=r"`lr` of Adam.* The step of table 'a' was refused, and nothing has"):
+        group.update(ids, grads, lr=-1.0)
+    group["b"].close()
+    with pytest.raises(er.UnknownTableError):
+        group.update(ids, grads)
+    assert {name: before[name] for name in "acd"} == bytes_of(group)
+    group.update({"c": ids["c"], "a": ids["a"]}, {"c": bad, "a": grads["a"]})
+    assert (group["a"].steps, group["c"].steps, group["c"].stats()["skipped_steps"]) == (2, 1, 1)
+
+
+def test_records_that_cannot_be_made_are_made_for_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of(a={}, b={"dim": 6})
+    ids = {"a": np.arange(5), "b": np.arange(5)}
+    grads = {name: np.ones((5, group[name].dim), np.float32) for name in ids}
+    group.update({"a": ids["a"][:2], "b": ids["b"][:2]}, {name: each[:2] for name, each in grads.items()})
+    before, admit = bytes_of(group), Memory.admit
+
+    def failing(self: Memory, *args: Any) -> np.ndarray:
+        if self.spec.dim == 6:
+            raise MemoryError("no address space")
+        return admit(self, *args)
+
+    monkeypatch.setattr(Memory, "admit", failing)
+    with pytest.raises(MemoryError):
+        group.update(ids, grads)
+    assert bytes_of(group) == before
+    monkeypatch.undo()
+    group.update(ids, grads)
+    assert (group["a"].steps, group.stats()["rows_touched"]) == (2, 10)
+
+
+def test_an_interrupt_comes_after_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, alone = group_of(a={}, b={"dim": 6}), [er.Table(100, dim, rule=ADAM, seed=k) for k, dim in enumerate((4, 6))]
+    ids = {"a": np.arange(5), "b": np.arange(5)}
+    grads = {name: np.ones((5, group[name].dim), np.float32) for name in ids}
+    admit = Memory.admit
+
+    def interrupted(self: Memory, *args: Any) -> np.ndarray:
+        signal.raise_signal(signal.SIGINT)
+        return admit(self, *args)
+
+    monkeypatch.setattr(Memory, "admit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.update(ids, grads)
+    monkeypatch.undo()
+    for table, name in zip(alone, ids, strict=True):
+        table.update(ids[name], grads[name])
+        check_same(group[name], table)
+
+
+def test_a_step_that_was_judged_meets_another_one() -> None:
+    group, alone = group_of(a={}, b={}), [er.Table(100, 4, rule=ADAM, seed=k) for k in range(2)]
+    ids, grads = np.arange(5), np.ones((5, 4), np.float32)
+
+    def due(tables: list[er.Table]) -> list[Due]:
+        return [Due(table, ADAM, table.sum(table.plan(ids), grads)) for table in tables]
+
+    members = [group[name] for name in group]
+    judged = judge(due(members))
+    group["b"].update([7, 3], np.ones((2, 4)))
+    alone[1].update([7, 3], np.ones((2, 4)))
+    step_judged(judged)
+    step_all(due([*members, members[0]]))  # one of them twice
+    for tables in (alone, alone, alone[:1]):
+        step_all(due(tables))
+    for member, table in zip(members, alone, strict=True):
+        check_same(member, table)
+
+
+def test_threads_and_a_fork() -> None:
+    group = group_of(**{name: {"rows": None} for name in "abcd"})
+    alone = {name: er.Table(None, 4, rule=ADAM, seed=seed) for seed, name in enumerate("abcd")}
+
+    def train(tables: str, step: Any) -> None:
+        rng = np.random.default_rng(ord(tables[0]))
+        for _ in range(30):
+            ids = {name: rng.integers(0, 200, 40) for name in tables}
+            step(ids, {name: rng.standard_normal((40, 4)).astype(np.float32) for name in tables})
+
+    def one_by_one(ids: dict[str, np.ndarray], grads: dict[str, np.ndarray]) -> None:
+        for name, own in ids.items():
+            alone[name].update(own, grads[name])
+
+    threads = [threading.Thread(target=train, args=(tables, group.update)) for tables in ("ab", "cd")]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        group.lookup({name: np.arange(50) for name in group})
+        in_child(lambda: group.update(ids := {"a": [1], "c": [2]}, ones(ids)))
+    for thread in threads:
+        thread.join()
+    for tables in ("ab", "cd"):
+        train(tables, one_by_one)
+    for name, table in alone.items():
+        check_same(group[name], table)
+
+
+# -------------------------------------------------------------------- in one go
+
+
+def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, calls, launch = group_of(**{f"t{k}": {} for k in range(9)}), list[str](), runtime.launch
+
+    def counted(kernel: Any, *args: Any) -> Any:
+        calls.append(kernel.py_func.__name__)
+        return launch(kernel, *args)
+
+    for cpu in (runtime, __import__("embedrock.kernels.cpu", fromlist=["launch"])):
+        monkeypatch.setattr(cpu, "launch", counted)
+    rng = np.random.default_rng(0)
+    offsets = np.arange(0, 31, 3)
+
+    def train() -> None:
+        ids = [rng.integers(0, 100, 30) for _ in group]
+        features = [Feature(group[name], own, offsets) for name, own in zip(group, ids, strict=True)]
+        reading = group.read(group.plan(features))
+        step_all([Due(table, ADAM, own) for table, own in group.sum(reading, reading.outputs)])
+
+    for _ in range(30):  # until all rows have records
+        train()
+    group.turn.settle()
+    calls.clear()
+    train()
+    group.turn.settle()
+    assert calls == ["group", "collect", "find_hashed", "gather", "pool_sum", "pool_sum_backward", "step"]
+    for lr, steps in ((0.1, 1), (0.2, 2)):  # of neighbours whose numbers differ, each
+        calls.clear()
+        summed = [table.sum(table.plan(np.arange(9)), np.ones((9, 4))) for table in map(group.__getitem__, group)]
+        rules = [er.Adam(lr=0.1)] * 4 + [er.Adam(lr=lr)] * 5
+        step_all([Due(group[name], rule, own) for name, rule, own in zip(group, rules, summed, strict=True)])
+        group.turn.settle()
+        assert calls.count("step") == steps
+
+
+def test_other_tables_are_stepped_with_members_or_none_is() -> None:
+    group, other = group_of(a={}, b={}), er.Table(100, 4, rule=ADAM, on_nonfinite="raise")
+    tables = [group["a"], other, group["b"]]
+    due = [Due(table, ADAM, table.sum(table.plan([1]), np.ones((1, 4)))) for table in tables]
+    step_all(due)
+    assert [table.steps for table in tables] == [1, 1, 1]
+    bad = Due(other, ADAM, other.sum(other.plan([1]), np.full((1, 4), np.inf)))
+    with pytest.raises(er.NonFiniteGradientError):
+        step_all([due[0], bad, due[2]])
+    assert [table.steps for table in tables] == [1, 1, 1]

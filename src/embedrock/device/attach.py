@@ -30,10 +30,20 @@ MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
+    That is so for tables of a group, which share their records' memory; it is told by a `PlacementWarning`.
+
     Raises:
         UnsupportedError: the device has not the features that kernels need.
         MemoryBudgetError: it has too little memory.
     """
+    if table.group is not None:
+        warnings.warn(
+            f"{table.subject} is in a group, whose rows are used in RAM: it is read and stepped by the CPU, and its "
+            "rows are copied to the GPU. For GPU speed, make it outside of the group.",
+            PlacementWarning,
+            stacklevel=4,
+        )
+        return None
     device = _indexed(device)
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:

@@ -70,6 +70,7 @@ class Share:
         kind: see `Feature.kind`.
         tables: each once, in the order of the positions in `plan`.
         parts: where their records are.
+        paddings: of each table, the id whose row gets no gradient; None also for bags, in which it is not planned.
         plan: of all their ids.
         slots: int64 (unique,), of the rows, as of `epoch`; -1 for none.
         numbers: of the features, in the order of their positions.
@@ -84,6 +85,7 @@ class Share:
     kind: str
     tables: list[Table]
     parts: list[Part]
+    paddings: list[int | None]
     plan: JointPlan
     slots: np.ndarray
     epoch: int
@@ -177,7 +179,8 @@ def plan(features: Sequence[Feature]) -> GroupPlan:
 
 def _checked(feature: Feature) -> Feature:
     table = feature.table
-    check_choice("mode", feature.mode, MODES)
+    if feature.offsets is not None:
+        check_choice("mode", feature.mode, MODES)
     return feature._replace(ids=check_ids(feature.ids, table.rows, table.subject))
 
 
@@ -196,7 +199,10 @@ def _share(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table
     weights, kept = _weights(parts), [part.kept for part in parts]
     none = np.empty(0, np.int64)
     members = [part_of(rows_of(table)) for table in asked]
-    share = Share(pool, kind, list(asked), members, plan, none, -1, numbers, positions, bags, offsets, weights, kept)
+    paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
+    share = Share(
+        pool, kind, list(asked), members, paddings, plan, none, -1, numbers, positions, bags, offsets, weights, kept
+    )
     share.slots, share.epoch = pool.tier.find(share.keys()), pool.tier.epoch
     return share
 
@@ -283,9 +289,9 @@ def read(batch: GroupPlan, for_weights: bool) -> Reading:
     if not all(share.is_current for share in batch.shares):
         batch = plan(batch.features)  # as records were laid out anew
     reading, outputs = Reading(batch), dict[int, np.ndarray]()
+    for table in batch.tables:
+        rows_of(table).check()
     for share in batch.shares:
-        for table in share.tables:
-            rows_of(table).check()
         values = None if share.kind == "rows" and not _lags(share) else _values(share)
         trace = None
         if share.kind == "rows":
@@ -431,7 +437,8 @@ def _summed(
             summed = RowGradients(rows, values[own], float(squares[own].sum()))
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[own])
-            found.setdefault(table, []).append(_without_padding(reading.batch, share, table, summed))
+            padding = share.paddings[k]
+            found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
@@ -443,13 +450,6 @@ def _joined_grads(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarra
         given = grads[number]
         parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
     return np.ascontiguousarray(rejoined(parts))
-
-
-def _without_padding(batch: GroupPlan, share: Share, table: Table, grads: RowGradients) -> RowGradients:
-    """Return gradients of a table without those of the row that pads its features: of bags it was never planned."""
-    asked = (batch.features[number] for number in share.numbers)
-    padding = next(feature.padding for feature in asked if feature.table is table)
-    return grads if padding is None or share.kind != "rows" else grads.without(padding)
 
 
 def weight_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:

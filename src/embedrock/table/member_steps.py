@@ -83,9 +83,8 @@ class MemberSteps:
         return [part.rows.version.now for part in self._due]
 
     def step(self) -> None:
-        """Make the step, in the background. Before anything changes, all is done that can fail."""
+        """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
         self.turn.settle()
-        self.prepare()
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [part.rows.draft(part.rule) for part in self._due]
         _admit(self._pools)

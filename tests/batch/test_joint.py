@@ -1,0 +1,71 @@
+"""A joint plan has of each table what its own plan is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import embedrock as er
+from embedrock.batch import joint
+from embedrock.batch import plan as planning
+from embedrock.batch.joint import make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.plan import make_plan
+
+ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=50)
+@given(tables=ids_of_tables, small=st.sampled_from((1, 4, 1 << 16)))
+def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], small: int) -> None:
+    er.set_threads(threads)
+    ids = [np.array(each, np.int64) for each in tables]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (joint, planning):
+            patch.setattr(module, "SMALL_BATCH", small)
+        patch.setattr(planning, "PARTITION_IDS", 1)  # at least two partitions
+        patch.setattr(joint, "WORKER_IDS", 2)
+        plan, alone = make_joint_plan(ids), [make_plan(each) for each in ids]
+    assert plan.positions.tolist() == np.cumsum([0, *map(len, ids)]).tolist()
+    for k, own in enumerate(alone):
+        rows, start, stop = plan.of(k), plan.positions[k], plan.positions[k + 1]
+        np.testing.assert_array_equal(plan.ids[rows], own.ids)
+        np.testing.assert_array_equal(plan.inverse[start:stop] - rows.start, own.inverse)
+        np.testing.assert_array_equal(plan.starts[rows.start : rows.stop + 1] - start, own.starts)
+        np.testing.assert_array_equal(plan.order[start:stop] - start, own.order)
+
+
+def test_large_batches_are_cut_as_alone() -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 50_000, size) for size in (70_000, 10, 66_000)]
+    plan = make_joint_plan(ids)
+    for k, each in enumerate(ids):
+        np.testing.assert_array_equal(plan.ids[plan.of(k)], make_plan(each).ids)
+
+
+def test_slices_of_one_array_are_joined_without_a_copy() -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
+    parts = [whole[1:3], whole[3:3], whole[3:7]]
+    assert rejoined(parts).base is whole
+    np.testing.assert_array_equal(rejoined(parts), whole[1:7])
+    assert rejoined(parts[2:]) is parts[2]
+    for others in (parts[::-1], [whole[1:3], whole[4:7]], [whole[1:3], whole[3:7].copy()], [whole[::2], whole[1:2]]):
+        found = rejoined(others)
+        assert found.base is not whole
+        np.testing.assert_array_equal(found, np.concatenate(others))
+
+
+def test_rows_planned_once_each() -> None:
+    ids = np.arange(5000)
+    plan = plan_of_rows(ids, np.where(ids % 2, ids, -1), 3)
+    assert (plan.shape, plan.missing, plan.epoch) == ((5000,), 2500, 3)
+    np.testing.assert_array_equal(plan.ids[plan.inverse], ids)
+    assert plan.starts.tolist() == list(range(5001))
+
+
+def test_too_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "MAX_IDS", 5)
+    with pytest.raises(er.ArgumentError, match="`ids` of one batch must be at most 5: got 6"):
+        make_joint_plan([np.arange(3), np.arange(3)])
