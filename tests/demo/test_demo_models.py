@@ -14,7 +14,7 @@ pytest.importorskip("tqdm")
 from embedrock.bench.harness.processes import ChildError  # noqa: E402
 from embedrock.demo.data.planted import Clicks, PlantedLog  # noqa: E402
 from embedrock.demo.metrics import auc  # noqa: E402
-from embedrock.demo.model_spec import ModelSpec  # noqa: E402
+from embedrock.demo.model_spec import PairSpec  # noqa: E402
 from embedrock.demo.options import DIM_MULTIPLES  # noqa: E402
 from embedrock.demo.torch import contest as contest_module  # noqa: E402
 from embedrock.demo.torch.backends import BACKENDS, DENSE, EMBEDROCK, SPARSE, first_values  # noqa: E402
@@ -22,15 +22,15 @@ from embedrock.demo.torch.contest import Outcome, TimedBackend, contest, format_
 from embedrock.demo.torch.learner import TorchLearner  # noqa: E402
 from embedrock.demo.torch.models import MODELS  # noqa: E402
 
-SPEC = ModelSpec("mf", users=300, items=100, dim=16, lr=0.01, seed=3)
+SPEC = PairSpec(model="mf", users=300, items=100, dim=16, lr=0.01, seed=3)
 
 
 def batch(number: int, size: int = 256) -> Clicks:
     return PlantedLog(SPEC.users, SPEC.items, 0).clicks(np.random.default_rng(number), size)
 
 
-def spec_of(**changes: Any) -> ModelSpec:
-    return ModelSpec(**{**vars(SPEC), **changes})
+def spec_of(**changes: Any) -> PairSpec:
+    return PairSpec(**{**vars(SPEC), **changes})
 
 
 # ---------------------------------------------------------------- models and backends
@@ -59,7 +59,7 @@ def test_gmf_is_the_formula():
     assert learner.scores(np.array([[5]]), np.array([[7]]))[0, 0] == pytest.approx(expected, rel=1e-6)
 
 
-def embeddings_of_gmf() -> tuple[Any, Any]:
+def embeddings_of_gmf() -> tuple[Any, ...]:
     return spec_of(model="gmf").embeddings
 
 
@@ -106,8 +106,8 @@ def test_training_learns_what_was_planted():
 def test_contenders_that_do_not_fit_are_skipped_with_the_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contest_module, "available_bytes", lambda: 5 << 30)
     monkeypatch.setattr(contest_module, "Child", RefusedChild)
-    spec = ModelSpec("mf", users=20_000_000, items=2_000_000, dim=64, lr=0.01, seed=0)
-    ours, sparse, dense = contest(spec, 8192, threads=None)
+    spec = PairSpec(model="mf", users=20_000_000, items=2_000_000, dim=64, lr=0.01, seed=0)
+    ours, sparse, dense = contest(spec, PlantedLog(20_000_000, 2_000_000, 0), 8192, threads=None)
     assert ours.reason == "failed: its process ended with signal SIGKILL (out of memory?)"
     assert sparse.need_bytes == 3 * 22_000_000 * 64 * 4
     assert sparse.reason == "needs 15.7 GiB for weights and two states of all rows; 5.0 GiB of RAM available"
@@ -121,7 +121,7 @@ class RefusedChild:
 
 
 def test_a_contender_measures_itself():
-    measured = TimedBackend("sparse", SPEC, threads=None).run(batch_size=64)
+    measured = TimedBackend("sparse", SPEC, PlantedLog(SPEC.users, SPEC.items, 0), threads=None).run(batch_size=64)
     outcome = Outcome("sparse", 0, **measured)
     assert outcome.step_s
     assert outcome.new_step_s > 0

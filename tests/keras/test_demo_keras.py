@@ -22,7 +22,7 @@ from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.demo import clicks
 from embedrock.demo.keras import learner
 from embedrock.demo.keras.models import MODELS, make_model
-from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.model_spec import PairSpec
 from embedrock.demo.options import DIM_MULTIPLES
 from embedrock.kernels.cpu.machine_code import user_cache_folder
 
@@ -92,7 +92,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_train(model: str):
-    made = make_model(ModelSpec(model, users=300, items=100, dim=16, lr=0.01, seed=3))
+    made = make_model(PairSpec(model=model, users=300, items=100, dim=16, lr=0.01, seed=3))
     inputs = {"users": np.arange(64) % 7, "items": np.arange(64) % 5}
     labels = (np.arange(64) % 2)[:, None]
     losses = made.fit(inputs, labels, epochs=20, batch_size=64, verbose=0).history["loss"]

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,15 @@ from typing import Any
 
 import embedrock as er
 from embedrock.bench.harness.workload import MAX_ROWS
-from embedrock.demo.options import DIM_MULTIPLES, ClickOptions, DemoOptions, LogOptions
+from embedrock.demo.options import (
+    DIM_MULTIPLES,
+    FULL,
+    ClickOptions,
+    DemoOptions,
+    DlrmOptions,
+    LogOptions,
+    SourceOptions,
+)
 from embedrock.errors import RequirementError
 from embedrock.terminal.arguments import count, place, size, writable_file
 
@@ -30,7 +39,22 @@ commas or whitespace, with or without a header line. The last item of each user 
 items that the user never touched (HR@10, NDCG@10); the same model on nn.Embedding + SparseAdam runs beside.
 
 With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
+
+With --dlrm, a DLRM of 26 tables with the sizes of MLPerf's, cut to --max-rows and --max-bag; --full: not cut, 204
+million rows of 128, 314 GB with Adam's state, behind 4 GiB of RAM. On impressions drawn from planted effects; or with
+--data FILE on a log in Criteo's format: label, 13 numbers and 26 hexadecimal strings, separated by tabs.
 """
+KINDS: dict[type[DemoOptions], str] = {ClickOptions: "", LogOptions: "with --data", DlrmOptions: "with --dlrm"}
+# Where options apply, by the demos that have them.
+LIMITS = {
+    frozenset(KINDS): None,
+    frozenset({ClickOptions}): "only without --data FILE",
+    frozenset({LogOptions}): "only with --data FILE",
+    frozenset({DlrmOptions}): "only with --dlrm",
+    frozenset({ClickOptions, LogOptions}): "not with --dlrm",
+    frozenset({ClickOptions, DlrmOptions}): "only without --data FILE, or with --dlrm",
+    frozenset({LogOptions, DlrmOptions}): None,
+}
 REQUIRED = {"torch": ("torch", "tqdm"), "keras": ("tensorflow", "keras", "tqdm")}
 
 
@@ -44,6 +68,8 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
         argument_default=argparse.SUPPRESS,  # an option not given is absent, and the dataclass's value holds
     )
     parser.add_argument("--data", type=_readable_file, metavar="FILE", help="a log of interactions")
+    parser.add_argument("--dlrm", action="store_true", help="train a DLRM on 26 tables")
+    parser.add_argument("--full", action="store_true", help="MLPerf's sizes, only with --dlrm")
     parser.add_argument("--keras", action="store_true", help="train with Keras, on TensorFlow, only without --data")
     _add_option(parser, "model", choices=DIM_MULTIPLES, text="the model")
     _add_option(parser, "dim", type=count, metavar="N", text="columns of the rows")
@@ -53,6 +79,10 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_option(parser, "steps", type=count, metavar="N", text="batches")
     _add_option(parser, "users", type=_rows, metavar="N", text="users, such as 20M")
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
+    _add_option(parser, "max_rows", type=_rows, metavar="N", text="the most rows of a table")
+    _add_option(parser, "max_bag", type=count, metavar="N", text="the most ids of a feature")
+    text = "take the ids of a log modulo N (default: as they are), only with --dlrm --data"
+    parser.add_argument("--ids-below", type=count, metavar="N", help=text)
     text = "folder of the tables, which is kept (default: one in the user's cache, removed at the end)"
     parser.add_argument(
         "--path", type=lambda text: Path(place(text)), metavar="FOLDER", help=f"{text}, only without --data"
@@ -68,19 +98,27 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _add_option(parser: ArgumentParser, name: str, text: str, **how: Any) -> None:
-    """Add an option whose help says its default in either demo, and where it applies."""
+    """Add an option whose help says its default in each demo, and where it applies."""
     defaults = {
         kind: field.default
-        for kind in (ClickOptions, LogOptions)
+        for kind in KINDS
         for field in fields(kind)
-        if field.name == name and field.default is not MISSING
+        if field.name == name and field.default is not MISSING and field.default is not None
     }
-    if ClickOptions not in defaults:
-        text += ", only with --data"
-    if LogOptions not in defaults:
-        text += ", only without --data"
-    values = dict.fromkeys(f"{value:,}" if isinstance(value, int) else str(value) for value in defaults.values())
-    parser.add_argument("--" + name.replace("_", "-"), help=f"{text} (default: {', with --data '.join(values)})", **how)
+    if (limit := _limit(name)) is not None:
+        text += f", {limit}"
+    shown: dict[str, str] = {}
+    for kind, value in defaults.items():
+        shown.setdefault(f"{value:,}" if isinstance(value, int) else str(value), KINDS[kind])
+    (first, _), *others = shown.items()
+    values = ", ".join([first, *(f"{when} {value}" for value, when in others)])
+    parser.add_argument("--" + name.replace("_", "-"), help=f"{text} (default: {values})", **how)
+
+
+def _limit(name: str) -> str | None:
+    """Return where an option applies; None: everywhere."""
+    having = {kind for kind in KINDS if name in {field.name for field in fields(kind)}}
+    return LIMITS[frozenset(having)]
 
 
 def _run(arguments: Namespace) -> int:
@@ -95,19 +133,28 @@ def _run(arguments: Namespace) -> int:
     _check_packages("keras" if is_keras else "torch")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that lines arrive as they come through a pipe too
-    if isinstance(options, LogOptions):
-        from embedrock.demo import log
-
-        results = log.run(options)
-    else:
-        from embedrock.demo import clicks
-
-        results = clicks.run(options)
+    results = _demo(options)
     if "json" in arguments:
         circumstances = {"embedrock": er.__version__, "command": sys.argv[1:], "options": vars(options)}
         text = json.dumps(circumstances | results, indent=1, default=str)
         arguments.json.write_text(text + "\n")
     return 0
+
+
+def _demo(options: DemoOptions) -> dict[str, Any]:
+    # Only the one that is asked for is imported.
+    if isinstance(options, LogOptions):
+        from embedrock.demo import log
+
+        return log.run(options)
+    if isinstance(options, DlrmOptions):
+        from embedrock.demo import dlrm
+
+        return dlrm.run(options)
+    assert isinstance(options, ClickOptions)
+    from embedrock.demo import clicks
+
+    return clicks.run(options)
 
 
 def _check_packages(extra: str) -> None:
@@ -120,27 +167,50 @@ def _check_packages(extra: str) -> None:
             ) from error
 
 
-def _options(arguments: Namespace) -> ClickOptions | LogOptions:
+def _options(arguments: Namespace) -> DemoOptions:
     """Return the options of the demo that was asked for, or exit as argparse does where they do not fit it."""
-    kind = LogOptions if "data" in arguments else ClickOptions
+    kind = DlrmOptions if "dlrm" in arguments else LogOptions if "data" in arguments else ClickOptions
     names = {field.name for field in fields(kind)}
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "parser", "json")}
+    given: dict[str, Any] = {
+        name: value for name, value in vars(arguments).items() if name not in ("run", "parser", "json")
+    }
     for name in given.keys() - names:
-        when = "without" if kind is LogOptions else "with"
-        arguments.parser.error(f"argument --{name.replace('_', '-')}: only goes {when} --data FILE")
+        arguments.parser.error(f"argument --{name.replace('_', '-')}: {_misfit(name, kind)}")
+    if "full" in given:
+        given = FULL | given
     options = kind(**given)
-    if isinstance(options, ClickOptions) and options.in_ram and (options.path or options.memory):
+    if isinstance(options, SourceOptions) and options.in_ram and (options.path or options.memory):
         arguments.parser.error("argument --in-ram: does not go with --path or --memory, which are of tables on disk")
     if isinstance(options, ClickOptions) and options.keras and not options.compare:
         arguments.parser.error("argument --no-compare: does not go with --keras, which compares nothing")
-    _check_dim(options, arguments.parser)
+    if isinstance(options, ClickOptions | LogOptions):
+        _check_dim(options, arguments.parser)
+    if isinstance(options, DlrmOptions):
+        _check_dlrm(options, given.keys(), arguments.parser)
     return options
 
 
-def _check_dim(options: DemoOptions, parser: ArgumentParser) -> None:
+def _misfit(name: str, kind: type[DemoOptions]) -> str:
+    """Return why a demo does not have an option."""
+    if kind is DlrmOptions:
+        return "does not go with --dlrm"
+    if (limit := _limit(name)) == LIMITS[frozenset({ClickOptions, DlrmOptions})]:
+        limit = "only without --data FILE"
+    return f"only goes {str(limit).removeprefix('only ')}"
+
+
+def _check_dim(options: ClickOptions | LogOptions, parser: ArgumentParser) -> None:
     multiple = DIM_MULTIPLES[options.model]
     if options.dim % multiple:
         parser.error(f"argument --dim: must be a multiple of {multiple} for {options.model}: got {options.dim}")
+
+
+def _check_dlrm(options: DlrmOptions, given: Collection[str], parser: ArgumentParser) -> None:
+    if options.data is None and options.ids_below:
+        parser.error("argument --ids-below: only goes with --data FILE, whose ids it is about")
+    for name in ("max_rows", "max_bag") if options.data and not options.full else ():
+        if name in given:
+            parser.error(f"argument --{name.replace('_', '-')}: only goes without --data FILE, which says how many")
 
 
 def _rows(text: str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from embedrock.demo.data.interactions import Interactions, LogError, read_log
 from embedrock.demo.data.leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Split, leave_one_out
 from embedrock.demo.metrics import hit_rate, ndcg, ranks_of_first
-from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.model_spec import PairSpec
 from embedrock.demo.options import LogOptions
 from embedrock.demo.torch.backends import EMBEDROCK, SPARSE
 from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
@@ -47,7 +47,8 @@ def run(options: LogOptions) -> dict[str, Any]:
 
 def _train(split: Split, options: LogOptions) -> list[Training]:
     """Train a learner on each backend, epoch by epoch on the same batches, and print how good they are."""
-    spec = ModelSpec(options.model, split.num_users, split.num_items, options.dim, options.lr, options.seed)
+    users, items = split.num_users, split.num_items
+    spec = PairSpec(model=options.model, users=users, items=items, dim=options.dim, lr=options.lr, seed=options.seed)
     backends = (EMBEDROCK, SPARSE) if options.compare else (EMBEDROCK,)
     for backend in backends:
         warm_up(spec, backend)

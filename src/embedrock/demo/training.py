@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from embedrock.demo.data.examples import Examples
-from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.model_spec import PairSpec
 from embedrock.table.table import Table
 
 DEPTH = 2  # batches that are looked ahead
@@ -24,7 +24,7 @@ class Learner(Protocol):
 
     Attributes:
         name: of what keeps and steps the rows, for people.
-        tables: of users and items, if Embedrock keeps them; otherwise none.
+        tables: of its features, in their order, if Embedrock keeps them; otherwise none.
         waited_s: how long `train` has waited for rows from the disk, seconds; None: the framework does not say.
     """
 
@@ -51,12 +51,10 @@ class Learner(Protocol):
         """
         ...
 
-    def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the logits of pairs: float32 (n, m).
+    def scores(self, *inputs: np.ndarray) -> np.ndarray:
+        """Return the logits of examples, float32, by their inputs, as `Examples` has them.
 
-        Args:
-            users: int64 (n, 1).
-            items: int64 (n, m).
+        Of pairs, users may be (n, 1) and items (n, m), to score each user with many items: (n, m).
         """
         ...
 
@@ -68,11 +66,11 @@ class Framework(Protocol):
         """Give the framework and Embedrock `count` threads each; None: their own choice."""
         ...
 
-    def warm_up(self, spec: ModelSpec) -> None:
+    def warm_up(self, spec: PairSpec) -> None:
         """Compile and load what the first steps of a process need, where that can be done ahead."""
         ...
 
-    def make_learner(self, spec: ModelSpec, checkpoints: Path | None) -> Learner:
+    def make_learner(self, spec: PairSpec, checkpoints: Path | None) -> Learner:
         """Return a learner with tables of Embedrock; `checkpoints` is their folder, None: there are none."""
         ...
 

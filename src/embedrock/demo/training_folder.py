@@ -1,63 +1,95 @@
-"""Where the tables of the demo on planted clicks are, and how training goes on after the program was killed."""
+"""Where the tables of a demo on a source are, and how training goes on after the program was killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from embedrock.bench.harness.workload import Workload
 from embedrock.demo.data.planted import ZIPF
-from embedrock.demo.model_spec import ModelSpec
-from embedrock.demo.options import ClickOptions
+from embedrock.demo.model_spec import Feature, ModelSpec
+from embedrock.demo.options import SourceOptions
+from embedrock.demo.training import DEPTH
 from embedrock.errors import EmbedrockError
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import format_facts
 
 TIMES_SMALLER = 10  # the tables' RAM, if it was not chosen, than the rows trained
-LEAST_BATCHES = 8  # whose rows fit into the RAM of a table, if it was not chosen
-STATE = 3  # columns of a record for each column of a row: weights and Adam's two states
-# What must be the same for a training to go on. `steps` and `memory` may change.
-SAME = ("keras", "model", "users", "items", "dim", "batch_size", "lr", "seed")
+LEAST_BATCHES = DEPTH + 3  # whose rows fit into the RAM of any table
+SLOT_BYTES = 64  # of a row in RAM, beside its record: of the directory
+SPARE = 4 / 3  # of RAM over that of rows: an index of logs may take 3/16 of it
+TABLE_BYTES = 1 << 17  # of RAM of a table, beside all that
+
+S = TypeVar("S", bound=ModelSpec)
 
 
 class OtherTrainingError(EmbedrockError, ValueError):
     """A folder that has the files of a training with other options."""
 
 
+class TooLittleMemoryError(EmbedrockError, ValueError):
+    """RAM that is not enough for the batches of a training."""
+
+
+class Need(NamedTuple):
+    """What a table can make use of.
+
+    Attributes:
+        trained: rows that a training touches, about.
+        least: bytes of RAM that its batches need.
+        most: bytes of RAM that hold all rows that are trained.
+        asked: ids that an example looks up.
+    """
+
+    trained: float
+    least: int
+    most: int
+    asked: int
+
+
 @dataclass(frozen=True)
 class TrainingFolder:
-    """A folder with two tables and the checkpoints of a training.
+    """A folder with tables and the checkpoints of a training.
 
     Attributes:
         folder: of all of it.
-        budgets: the most RAM that the users' and the items' table may take, bytes.
-        trained: bytes of the records of the rows that the training touches, about.
+        budgets: the most RAM that each table may take, bytes; None: tables share Embedrock's default.
+        trained: bytes of the records of the rows that the training touches, about; None: nobody knows.
         is_kept: the user chose the folder, so that it stays when the training is done.
     """
 
     folder: Path
-    budgets: tuple[int, int]
-    trained: int
+    budgets: tuple[int, ...] | None
+    trained: int | None
     is_kept: bool
 
     @classmethod
-    def of(cls, options: ClickOptions) -> TrainingFolder:
-        """Return where a training with these options has its files."""
-        lookups = options.steps * options.batch_size
-        touched = [Workload(rows, batch=lookups, features=1, zipf=ZIPF).expected_misses(0) for rows in _rows(options)]
-        record_bytes = options.dim * STATE * 4
-        trained = int(sum(touched) * record_bytes)
-        memory = options.memory or max(trained // TIMES_SMALLER, _least_memory(options.batch_size, record_bytes))
-        users = int(memory * touched[0] / sum(touched))
-        least = memory // 4  # a small table needs room for its batches too
-        users = min(max(users, least), memory - least)
-        folder = options.path or default_folder()
-        return cls(folder, (users, memory - users), trained, options.path is not None)
+    def of(cls, spec: ModelSpec, options: SourceOptions) -> TrainingFolder:
+        """Return where a training of a model with these options has its files.
+
+        Raises:
+            TooLittleMemoryError: the options' `memory` cannot hold the rows of a few batches.
+        """
+        folder, is_kept = options.path or default_folder(options.FOLDER), options.path is not None
+        if any(feature.rows is None for feature in spec.features):
+            count, memory = len(spec.features), options.memory
+            return cls(folder, None if memory is None else (memory // count,) * count, None, is_kept)
+        needs = [_need(feature, spec.record_bytes, options) for feature in spec.features]
+        trained = int(sum(need.trained for need in needs) * spec.record_bytes)
+        least = sum(need.least for need in needs)
+        memory = options.memory or max(trained // TIMES_SMALLER, least)
+        if memory < least:
+            raise TooLittleMemoryError(
+                f"--memory must hold the rows of {LEAST_BATCHES} batches, about {format_bytes(least)} in all tables: "
+                f"got {format_bytes(memory)}. Pass more, or a smaller --batch-size or --dim."
+            )
+        return cls(folder, split(memory, needs), trained, is_kept)
 
     @property
     def checkpoints(self) -> Path:
@@ -66,23 +98,24 @@ class TrainingFolder:
 
     def describe(self) -> str:
         """Return two lines about the folder and the RAM."""
-        memory = sum(self.budgets)
-        trained = f"{format_bytes(self.trained)}, {self.trained / memory:.1f} times as much"
-        ram = f"with {format_bytes(memory)} of RAM for the tables: the rows that are trained take about {trained}"
-        return format_facts({"on disk": f"in {self.folder}\n{ram}"})
+        memory = sum(self.budgets or ())
+        ram = f"{format_bytes(memory)} of RAM for the tables" if memory else "half of the RAM for the tables together"
+        if self.trained is not None:
+            times = f"{format_bytes(self.trained)}, {self.trained / memory:.1f} times as much"
+            ram += f": the rows that are trained take about {times}"
+        return format_facts({"on disk": f"in {self.folder}\nwith {ram}"})
 
-    def placed(self, spec: ModelSpec) -> ModelSpec:
+    def placed(self, spec: S) -> S:
         """Return the spec of the same model with its tables in this folder."""
         return replace(spec, folder=self.folder, budgets=self.budgets)
 
-    def claim(self, options: ClickOptions) -> None:
+    def claim(self, options: SourceOptions) -> None:
         """Make the folder, or find in it a training with the same options.
 
         Raises:
             OtherTrainingError: the options of the training there are others.
         """
-        file = self.folder / "options.json"
-        wanted = {name: getattr(options, name) for name in SAME}
+        file, wanted = self.folder / "options.json", options.same
         with suppress(FileNotFoundError):
             found = json.loads(file.read_text())
             if found == wanted:
@@ -96,7 +129,7 @@ class TrainingFolder:
         file.write_text(json.dumps(wanted))
 
     @contextmanager
-    def claimed(self, options: ClickOptions) -> Iterator[TrainingFolder]:
+    def claimed(self, options: SourceOptions) -> Iterator[TrainingFolder]:
         """Hold the folder for a training with these options; print that, and at the end what became of it."""
         print(f"\n{self.describe()}")
         self.claim(options)
@@ -119,14 +152,38 @@ class TrainingFolder:
         return format_facts({"files": text})
 
 
-def default_folder() -> Path:
+def default_folder(name: str) -> Path:
     """Return the folder of a demo without ``--path``: on disk, where /tmp may be in RAM, and found again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock" / "demo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock" / name
 
 
-def _rows(options: ClickOptions) -> tuple[int, int]:
-    return options.users, options.items
+def _need(feature: Feature, record_bytes: int, options: SourceOptions) -> Need:
+    asked, slot = feature.bag or 1, SPARE * (record_bytes + SLOT_BYTES)
+    trained, batch = (
+        Workload(feature.rows or 0, batch=lookups, features=asked, zipf=ZIPF).expected_misses(0)
+        for lookups in (options.batches * options.batch_size, options.batch_size)
+    )
+    most = TABLE_BYTES + int(trained * slot)
+    return Need(trained, min(most, TABLE_BYTES + int(LEAST_BATCHES * batch * slot)), most, asked)
 
 
-def _least_memory(batch_size: int, record_bytes: int) -> int:
-    return 2 * LEAST_BATCHES * batch_size * (record_bytes + 64) + (1 << 20)
+def split(memory: int, needs: Sequence[Need]) -> tuple[int, ...]:
+    """Share RAM among tables: by the ids asked for, but no less than a table needs, and no more than it can use.
+
+    The slots of a table with twice the lookups are worth as much as those of the other where it has twice as many: so
+    it is with Zipf's popularities. What is left where all have the most is shared evenly.
+
+    Example:
+        >>> split(160, [Need(1, 10, 1000, 3), Need(1, 10, 1000, 1), Need(1, 10, 40, 3)])
+        (90, 30, 40)
+    """
+    low, high = 0.0, float(memory)
+    for _ in range(64):
+        level = (low + high) / 2
+        low, high = (level, high) if sum(_given(need, level) for need in needs) <= memory else (low, level)
+    given = [_given(need, low) for need in needs]
+    return tuple(each + (memory - sum(given)) // len(given) for each in given)
+
+
+def _given(need: Need, level: float) -> int:
+    return int(min(need.most, max(need.least, level * need.asked)))

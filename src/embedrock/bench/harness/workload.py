@@ -11,7 +11,8 @@ import numpy.typing as npt
 # hot ids end up far apart in memory, as they do in real logs.
 SCATTER = 2_654_435_761
 MAX_ROWS = SCATTER - 1  # also keeps the products below 2**63
-CHUNK_RANKS = 1 << 20  # whose chances are computed at a time
+EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
+GROUPS = 1 << 12  # ... of so small a part of the ranks before them
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,10 @@ class Workload:
         It is the fewest misses that a cache of so many slots can have whose policy knows the popularity of every
         row, but not the batches to come. With 0 slots: how many different rows a batch has.
         """
-        least, ranks = min(slots, self._ranks), self._ranks
-        missed = 0.0
-        for first in range(least, ranks, CHUNK_RANKS):
-            edges = _zipf_cdf(np.arange(first, min(first + CHUNK_RANKS, ranks) + 1), ranks, self.zipf)
-            missed += -np.expm1(self.lookups * np.log1p(-np.diff(edges))).sum()
-        return float(missed)
+        edges = _edges(min(slots, self._ranks), self._ranks)
+        counts = np.diff(edges)
+        chances = np.diff(_zipf_cdf(edges, self._ranks, self.zipf)) / counts
+        return float(-(counts * np.expm1(self.lookups * np.log1p(-chances))).sum())
 
     def gradient(self) -> npt.NDArray[np.float32]:
         """Return the gradient of every batch's output, (batch, features, dim) float32."""
@@ -92,6 +91,13 @@ class Workload:
     @property
     def _ranks(self) -> int:
         return self.rows if self.ranks is None else self.ranks
+
+
+def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
+    """Return where groups of ranks of about one chance begin, and where the last one ends."""
+    exact = min(ranks, max(first, EXACT_RANKS))
+    grouped = np.geomspace(exact, ranks, 2 + int(GROUPS * np.log(ranks / max(exact, 1)))).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(first, exact), grouped, [ranks]]))
 
 
 def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:

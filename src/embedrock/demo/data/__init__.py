@@ -1,1 +1,1 @@
-"""What is trained on: clicks drawn from planted factors, and logs of interactions."""
+"""What is trained on: planted clicks and impressions, logs of interactions, and Criteo's."""

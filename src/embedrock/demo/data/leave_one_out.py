@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedrock.demo.data.examples import Examples
+from embedrock.demo.data.examples import Pairs
 from embedrock.demo.data.interactions import Interactions
 
 CANDIDATES = 100  # items that the held-out one is ranked among
@@ -74,7 +74,7 @@ class Split:
     repeats: int
     unseen: Unseen
 
-    def epoch(self, seed: int, number: int) -> Examples:
+    def epoch(self, seed: int, number: int) -> Pairs:
         """Return the interactions with fresh negatives, shuffled: the same for the same seed and epoch.
 
         Users who touched everything have no negatives.
@@ -90,7 +90,7 @@ class Split:
         labels = np.zeros(len(users), np.float32)
         labels[: len(self.users)] = 1
         order = random.permutation(len(users))
-        return Examples(users[order], items[order], labels[order])
+        return Pairs(users[order], items[order], labels[order])
 
 
 def leave_one_out(log: Interactions, seed: int) -> Split:

@@ -9,7 +9,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.bench.harness.workload import SCATTER, bounded_zipf
-from embedrock.demo.data.examples import Examples
+from embedrock.demo.data.examples import Pairs
 from embedrock.demo.metrics import auc
 
 TEST_CLICKS = 200_000
@@ -21,7 +21,7 @@ USER_PULL, ITEM_PULL, MATCH, BIAS = 0.5, 2.0, 0.7, -1.0
 
 
 @dataclass(frozen=True)
-class Clicks(Examples):
+class Clicks(Pairs):
     """Items that were shown to users, and clicked (label 1) or not.
 
     Attributes:
@@ -85,7 +85,7 @@ class PlantedLog:
 
 
 class PlantedSplit:
-    """Planted clicks to train on, by number of the step, and others to test on.
+    """Planted clicks to train on, by number of the step, and others to test on: a `Source`.
 
     Args:
         log: where clicks come from.
@@ -104,6 +104,10 @@ class PlantedSplit:
     def batch(self, step: int) -> Clicks:
         """Return what is trained on in a step; the first one is step 0."""
         return self._log.clicks(self._random(step), self._batch_size)
+
+    def facts(self, steps: int) -> dict[str, float]:
+        """Return the share of the test that a training of so many steps could learn little of."""
+        return {"test_unseen_share": self.unseen_share(steps)}
 
     def unseen_share(self, steps: int) -> float:
         """Return the share of the test whose user or item is in none of so many batches, by drawing them all again."""

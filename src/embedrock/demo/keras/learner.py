@@ -16,7 +16,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock import errors
 from embedrock.demo.keras.models import make_model
-from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.model_spec import PairSpec
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
 from embedrock.errors import EmbedrockError
 from embedrock.table.table import Table
@@ -34,11 +34,11 @@ def use_threads(count: int | None) -> None:
         er.set_threads(count)
 
 
-def warm_up(spec: ModelSpec) -> None:
+def warm_up(spec: PairSpec) -> None:
     """Do nothing: what `fit` compiles is compiled for one model."""
 
 
-def make_learner(spec: ModelSpec, checkpoints: Path | None) -> KerasLearner:
+def make_learner(spec: PairSpec, checkpoints: Path | None) -> KerasLearner:
     """Return a learner with tables of Embedrock; `checkpoints` is their folder, None: there are none."""
     return KerasLearner(spec, checkpoints)
 
@@ -54,8 +54,8 @@ class KerasLearner:
     name = "Embedrock"
     waited_s = None  # a pipeline of tf.data waits where nobody sees it
 
-    def __init__(self, spec: ModelSpec, checkpoints: Path | None = None) -> None:
-        self.model, self._score_pairs = make_model(spec), spec.score_pairs
+    def __init__(self, spec: PairSpec, checkpoints: Path | None = None) -> None:
+        self.model, self._score_ids = make_model(spec), spec.score_ids
         self._users, self._items = (self.model.get_layer(name) for name in ("user_rows", "item_rows"))
         self.tables: Sequence[Table] = [self._users.table, self._items.table]
         self._checkpoints = [erk.TableCheckpoint(checkpoints, SAVE_STEPS, resume=False)] if checkpoints else []
@@ -74,25 +74,21 @@ class KerasLearner:
         with _our_errors():
             self.model.fit(data, callbacks=callbacks, verbose=0, shuffle=False)
 
-    def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the logits of pairs: float32 (n, m).
-
-        Args:
-            users: int64 (n, 1).
-            items: int64 (n, m).
-        """
+    def scores(self, *inputs: np.ndarray) -> np.ndarray:
+        """Return the logits of pairs, float32: of users and items, (n,) each, or (n, 1) and (n, m)."""
+        users, items = inputs
         pairs = {"users": np.broadcast_to(users, items.shape).ravel(), "items": items.ravel()}
         with _our_errors():
-            return self.model.predict(pairs, self._score_pairs, verbose=0).reshape(items.shape)
+            return self.model.predict(pairs, self._score_ids, verbose=0).reshape(items.shape)
 
 
 def _dataset(batches: Batches, steps: range) -> tf.data.Dataset:
     """Return the batches of some steps as `fit` takes them; all are as large as the first one."""
-    size = len(batches(steps.start).users)
+    size = len(batches(steps.start).labels)
 
     def made(step: np.ndarray) -> tuple[np.ndarray, ...]:
         examples = batches(int(step))
-        return examples.users, examples.items, examples.labels
+        return *examples.inputs, examples.labels
 
     def tensors(step: tf.Tensor) -> Any:
         users, items, labels = tf.numpy_function(made, [step], [tf.int64, tf.int64, tf.float32])

@@ -11,7 +11,7 @@ from keras.layers import Dense
 
 import embedrock as er
 import embedrock.keras as erk
-from embedrock.demo.model_spec import EmbeddingSpec, ModelSpec
+from embedrock.demo.model_spec import EmbeddingSpec, PairSpec
 
 MLP_SHRINKS = 3  # hidden layers, each half as wide as what it is given
 
@@ -39,7 +39,7 @@ def neumf(p: Any, q: Any, dim: int) -> Any:
 MODELS: dict[str, Callable[[Any, Any, int], Any]] = {"mf": mf, "gmf": gmf, "neumf": neumf}
 
 
-def make_model(spec: ModelSpec) -> Any:
+def make_model(spec: PairSpec) -> Any:
     """Return a compiled model that turns ``{"users": (n,), "items": (n,)}`` into logits (n, 1).
 
     The layers of its two tables are called "user_rows" and "item_rows". As in PyTorch's demo, Adam leaves rows alone
@@ -57,4 +57,4 @@ def make_model(spec: ModelSpec) -> Any:
 
 def _embedding(spec: EmbeddingSpec, name: str) -> Any:
     options = {"seed": spec.seed, "rule": er.Adam(), "name": name, **spec.placement}
-    return erk.Embedding(spec.rows, spec.dim, spec.first_values, **options)
+    return erk.Embedding(spec.feature.rows, spec.dim, spec.first_values, **options)

@@ -47,26 +47,35 @@ def first_values(spec: EmbeddingSpec) -> torch.Tensor:
 
 
 def _our_embedding(spec: EmbeddingSpec) -> nn.Module:
-    return ert.Embedding(spec.rows, spec.dim, init=spec.first_values, seed=spec.seed, **spec.placement)
+    options = {"init": spec.first_values, "seed": spec.seed, **spec.placement}
+    if spec.feature.bag:
+        return ert.EmbeddingBag(spec.feature.rows, spec.dim, mode="sum", **options)
+    return ert.Embedding(spec.feature.rows, spec.dim, **options)
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [ert.Adam(model, lr=lr), torch.optim.Adam(ert.dense_parameters(model), lr=lr)]
 
 
+def _torch_embedding(spec: EmbeddingSpec, sparse: bool) -> nn.Module:
+    if spec.feature.bag:
+        return nn.EmbeddingBag.from_pretrained(first_values(spec), freeze=False, mode="sum", sparse=sparse)
+    return nn.Embedding.from_pretrained(first_values(spec), freeze=False, sparse=sparse)
+
+
 def _sparse_embedding(spec: EmbeddingSpec) -> nn.Module:
-    return nn.Embedding.from_pretrained(first_values(spec), freeze=False, sparse=True)
+    return _torch_embedding(spec, sparse=True)
 
 
 def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
-    layers = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     sparse = [layer.weight for layer in layers]
     rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in sparse)]
     return [torch.optim.SparseAdam(sparse, lr=lr), torch.optim.Adam(rest, lr=lr)]
 
 
 def _dense_embedding(spec: EmbeddingSpec) -> nn.Module:
-    return nn.Embedding.from_pretrained(first_values(spec), freeze=False)
+    return _torch_embedding(spec, sparse=False)
 
 
 def _dense_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from embedrock.bench.harness.machine import rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.demo.data.examples import Examples
-from embedrock.demo.data.planted import PlantedLog
 from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.options import DemoOptions
 from embedrock.demo.torch.backends import BACKENDS
 from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
 from embedrock.machine.ram import available_bytes
@@ -54,8 +54,16 @@ class Outcome:
     reason: str = ""
 
 
-def contest(spec: ModelSpec, batch_size: int, threads: int | None) -> Iterator[Outcome]:
-    """Run every backend on the same batches of planted clicks, one after the other.
+class Log(Protocol):
+    """Where clicks come from. It goes to other processes, so it must not have been used."""
+
+    def clicks(self, random: np.random.Generator, count: int) -> Examples:
+        """Draw `count` examples."""
+        ...
+
+
+def contest(spec: ModelSpec, log: Log, batch_size: int, threads: int | None) -> Iterator[Outcome]:
+    """Run every backend on the same batches of a log, one after the other.
 
     One that would not fit in the RAM available is skipped, with the reason.
     """
@@ -67,10 +75,18 @@ def contest(spec: ModelSpec, batch_size: int, threads: int | None) -> Iterator[O
             yield Outcome(backend.name, need, reason=reason)
             continue
         try:
-            with Child(TimedBackend, key, spec, threads, environment={}, timeout_s=TIMEOUT_S) as child:
+            with Child(TimedBackend, key, spec, log, threads, environment={}, timeout_s=TIMEOUT_S) as child:
                 yield Outcome(backend.name, need, **child.call("run", batch_size))
         except ChildError as error:
             yield Outcome(backend.name, need, reason=f"failed: {error}")
+
+
+def compare_backends(spec: ModelSpec, log: Log, options: DemoOptions) -> list[Outcome]:
+    """Run every backend, print what came of them, and return it."""
+    print("\na few steps of the same model in RAM, in a process of its own each")
+    outcomes = list(contest(spec, log, options.batch_size, options.threads))
+    print(format_outcomes(outcomes))
+    return outcomes
 
 
 def format_outcomes(outcomes: Sequence[Outcome]) -> str:
@@ -96,17 +112,16 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
 class TimedBackend:
     """One backend's steps, timed in a process of their own."""
 
-    def __init__(self, backend: str, spec: ModelSpec, threads: int | None) -> None:
+    def __init__(self, backend: str, spec: ModelSpec, log: Log, threads: int | None) -> None:
         _die_first()
         use_threads(threads)
-        self._spec, self._backend = spec, BACKENDS[backend]
+        self._spec, self._log, self._backend = spec, log, BACKENDS[backend]
 
     def run(self, batch_size: int) -> dict[str, Any]:
         """Make the tables, train some steps, and return the measured fields of `Outcome`."""
         warm_up(self._spec, self._backend)
-        log = PlantedLog(self._spec.users, self._spec.items, self._spec.seed)
         random = np.random.default_rng((self._spec.seed, STREAM))
-        first, *batches = [log.clicks(random, batch_size) for _ in range(1 + BATCHES)]
+        first, *batches = [self._log.clicks(random, batch_size) for _ in range(1 + BATCHES)]
         start = time.perf_counter()
         learner = TorchLearner(self._spec, self._backend)
         learner.step(first)  # optimizers make their state in the first step

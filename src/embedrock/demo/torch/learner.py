@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embedrock as er
@@ -18,11 +18,11 @@ import embedrock.torch as ert
 from embedrock.demo.data.examples import Examples
 from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.torch.backends import EMBEDROCK, Backend
-from embedrock.demo.torch.models import MODELS
+from embedrock.demo.torch.models import make_model
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
 from embedrock.table.table import Table
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS, WARM_UP_SIZE = 3, 64
 
 T = TypeVar("T")
 
@@ -36,11 +36,11 @@ def use_threads(count: int | None) -> None:
 
 def warm_up(spec: ModelSpec, backend: Backend = EMBEDROCK) -> None:
     """Compile and load what the first steps of a process need, on a small copy of the model."""
-    learner = TorchLearner(replace(spec, users=64, items=64, folder=None, budgets=(None, None)), backend)
-    ids = np.arange(64)
+    learner = TorchLearner(spec.small(), backend)
+    examples = spec.blank(WARM_UP_SIZE)
     for _ in range(WARM_UP_STEPS):
-        learner.step(Examples(ids, ids, np.zeros(64, np.float32)))
-    learner.scores(ids[:, None], ids[:, None])
+        learner.step(examples)
+    learner.scores(*examples.inputs)
 
 
 def make_learner(spec: ModelSpec, checkpoints: Path | None) -> TorchLearner:
@@ -61,18 +61,17 @@ class TorchLearner:
 
     def __init__(self, spec: ModelSpec, backend: Backend, checkpoints: Path | None = None) -> None:
         self.name = backend.name
-        users, items = (backend.embedding(embedding) for embedding in spec.embeddings)
+        self._layers = [backend.embedding(embedding) for embedding in spec.embeddings]
         torch.manual_seed(spec.seed)  # of the dense weights, which are drawn next
-        self.model: nn.Module = MODELS[spec.model](users, items, spec.dim)
+        self.model = make_model(spec, self._layers)
         self.optimizers = backend.optimizers(self.model, spec.lr)
-        self._score_pairs, self._checkpoints = spec.score_pairs, checkpoints
-        self._ids_of: dict[Any, Callable[[Examples], np.ndarray]] = {users: _users_of, items: _items_of}
+        self._score_ids, self._checkpoints = spec.score_ids, checkpoints
         self._next_s = self._making_s = 0.0
 
     @property
     def tables(self) -> Sequence[Table]:
-        """Embedrock's tables of users and items; none on other backends."""
-        return [layer.table for layer in self._ids_of if isinstance(layer, ert.Embedding)]
+        """Embedrock's tables; none on other backends."""
+        return [layer.table for layer in self._layers if isinstance(layer, ert.Embedding | ert.EmbeddingBag)]
 
     @property
     def waited_s(self) -> float:
@@ -100,7 +99,10 @@ class TorchLearner:
         """Return the batches; on disk, each comes when its rows are in RAM."""
         if self._checkpoints is None:
             return batches
-        ahead = ert.prefetch(_timed(batches, self._add_making), self._ids_of, DEPTH)
+        ids_of: dict[Any, Callable[[Examples], np.ndarray]] = {
+            layer: partial(_input, number) for number, layer in enumerate(self._layers)
+        }
+        ahead = ert.prefetch(_timed(batches, self._add_making), ids_of, DEPTH)
         return _timed(ahead, self._add_next)
 
     def _add_making(self, seconds: float) -> None:
@@ -113,7 +115,7 @@ class TorchLearner:
         """Train on a batch, and return its mean loss of before."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        logits = self.model(torch.from_numpy(examples.users), torch.from_numpy(examples.items))
+        logits = self.model(*map(torch.from_numpy, examples.inputs))
         loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(examples.labels))
         loss.backward()
         for optimizer in self.optimizers:
@@ -121,17 +123,13 @@ class TorchLearner:
         return loss.item()
 
     @torch.no_grad()
-    def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the logits of pairs: float32 (n, m).
-
-        Args:
-            users: int64 (n, 1).
-            items: int64 (n, m).
-        """
-        rows = max(1, self._score_pairs // items.shape[1])
+    def scores(self, *inputs: np.ndarray) -> np.ndarray:
+        """Return the logits of examples, float32: of pairs also (n, m), of users (n, 1) and items (n, m)."""
+        most_ids = max(math.prod(each.shape[1:]) for each in inputs)
+        rows, count = max(1, self._score_ids // most_ids), len(inputs[0])
         parts = [
-            self.model(torch.from_numpy(users[start : start + rows]), torch.from_numpy(items[start : start + rows]))
-            for start in range(0, len(items), rows)
+            self.model(*(torch.from_numpy(each[start : start + rows]) for each in inputs))
+            for start in range(0, count, rows)
         ]
         return torch.cat(parts).numpy()
 
@@ -148,9 +146,5 @@ def _timed(batches: Iterable[T], add: Callable[[float], None]) -> Iterator[T]:
         yield batch
 
 
-def _users_of(examples: Examples) -> np.ndarray:
-    return examples.users
-
-
-def _items_of(examples: Examples) -> np.ndarray:
-    return examples.items
+def _input(number: int, examples: Examples) -> np.ndarray:
+    return examples.inputs[number]

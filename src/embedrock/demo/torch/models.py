@@ -1,12 +1,17 @@
-"""Recommenders on any embedding layers: matrix factorization, and two models of the NCF paper.
+"""Recommenders on any embedding layers: matrix factorization, two models of the NCF paper, and DLRM.
 
 He et al., "Neural Collaborative Filtering", WWW 2017.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
+
+from embedrock.demo.model_spec import DlrmSpec, ModelSpec
 
 MLP_SHRINKS = 3  # hidden layers, each half as wide as what it is given
 
@@ -85,4 +90,55 @@ class NeuMF(nn.Module):
         return self.score(torch.cat([user_gmf * item_gmf, deep], -1)).squeeze(-1)
 
 
+class DLRM(nn.Module):
+    """A deep learning recommendation model: features and numbers meet in dot products, and an MLP weighs these.
+
+    Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
+
+    Args:
+        bags: layers that turn ids (n, bag) into (n, dim), one for each feature.
+        dim: width of all of them.
+        numbers: how many numbers an example has.
+        bottom: widths of the hidden layers that the numbers go through; one as wide as the rows follows.
+        top: widths of the hidden layers that score.
+    """
+
+    def __init__(
+        self, bags: Sequence[nn.Module], dim: int, numbers: int, bottom: Sequence[int], top: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(bags)
+        self.bottom = _mlp(numbers, (*bottom, dim))
+        vectors = 1 + len(self.bags)
+        self._one, self._other = torch.tril_indices(vectors, vectors, -1).unbind()
+        self.top = _mlp(dim + len(self._one), top)
+        self.score = nn.Linear(top[-1], 1)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return a logit for each example: (n,).
+
+        Args:
+            *inputs: the ids of each feature, (n, bag), and the numbers, float32 (n, numbers).
+        """
+        *ids, numbers = inputs
+        described = self.bottom(numbers)
+        vectors = torch.stack([described, *(bag(each) for bag, each in zip(self.bags, ids, strict=True))], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self._one, self._other]
+        return self.score(self.top(torch.cat([described, products], 1))).squeeze(-1)
+
+
+def _mlp(width: int, widths: Sequence[int]) -> nn.Sequential:
+    """Return layers of such widths, each with a ReLU."""
+    sizes = pairwise([width, *widths])
+    return nn.Sequential(*(module for each in sizes for module in (nn.Linear(*each), nn.ReLU())))
+
+
 MODELS: dict[str, type[MF | GMF | NeuMF]] = {"mf": MF, "gmf": GMF, "neumf": NeuMF}
+
+
+def make_model(spec: ModelSpec, layers: Sequence[nn.Module]) -> nn.Module:
+    """Return a model, given a layer for each of its features."""
+    if isinstance(spec, DlrmSpec):
+        return DLRM(layers, spec.dim, spec.numbers, spec.bottom, spec.top)
+    users, items = layers
+    return MODELS[spec.model](users, items, spec.dim)
