@@ -17,7 +17,7 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
-COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import", "vocabulary"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_the_bare_command_prints_help_with_three_examples(capsys: pytest.Capture
     told = capsys.readouterr()
     assert told.err == ""
     for command in COMMANDS:
-        assert re.search(rf"^    {command} ", told.out, re.MULTILINE)
+        assert re.search(rf"^    {command}\s", told.out, re.MULTILINE)
     examples = re.findall(r"^  embedrock (\w+) ", told.out, re.MULTILINE)
     assert len(examples) == 3
     assert set(examples) <= set(COMMANDS)
