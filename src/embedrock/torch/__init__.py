@@ -10,6 +10,7 @@ from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.freezing import freeze
+from embedrock.torch.fusing import fuse
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.collection import EmbeddingBagCollection, EmbeddingCollection
 from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
@@ -62,6 +63,7 @@ __all__ = [
     "average",
     "dense_parameters",
     "freeze",
+    "fuse",
     "handles",
     "load",
     "log_stats",

@@ -55,6 +55,7 @@ class Handle(nn.Parameter):
         followers: told of each step before it is made.
         average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
+        is_applied: the pending gradients have made a step.
     """
 
     table: Table
@@ -62,13 +63,13 @@ class Handle(nn.Parameter):
     pending: Pending
     vigil: Vigil
     max_norm: float | None
+    is_applied: bool
     followers: weakref.WeakSet[Follower]
     average: Any = None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
-    _is_applied: bool  # the pending gradients have made a step
     _untouched: tuple[int, int] | None  # version and address of the value; None: it was written to
     _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
     _bits: Tensor  # the value, as an int32
@@ -89,7 +90,7 @@ class Handle(nn.Parameter):
         self._write_zero(0)
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         self._placed_on = self._stays_on_cpu = None
-        self._is_applied = False
+        self.is_applied = False
         self.register_post_accumulate_grad_hook(_show_pending)
 
     # ------------------------------------------------------------ forward and backward
@@ -131,7 +132,7 @@ class Handle(nn.Parameter):
         brought = None if run is None else run.take(self)
         if brought is None or grad is None:  # the gradient is not of rows: a penalty on all parameters, say
             return
-        self._is_applied = False
+        self.is_applied = False
         self._check_origin(grad)
         shows = self.pending.add(brought, grad)
         if shows is not grad:
@@ -210,7 +211,7 @@ class Handle(nn.Parameter):
 
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
-        self._is_applied = True
+        self.is_applied = True
         self.vigil.stepped()
 
     def forget(self) -> None:
@@ -290,7 +291,7 @@ class Handle(nn.Parameter):
         return (self.rows_on is not None or device.type == "cuda") and device != self.rows_on
 
     def _check_nothing_pends(self, device: torch.device) -> None:
-        if self.pending.grads is not None and self._is_applied:
+        if self.pending.grads is not None and self.is_applied:
             self.forget()
         if self.pending.grads is not None:
             raise UnsupportedError(

@@ -1,0 +1,98 @@
+"""`fuse`: the tables of a model's layers become one group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.table.group import GIVEN, Group
+from embedrock.table.table import Table, rows_of
+from embedrock.tiers.memory import Memory
+from embedrock.torch.layers.row_layer import RowLayer
+from embedrock.torch.training.handle import Handle
+
+
+def fuse(model: nn.Module, group: Group | None = None) -> Group:
+    """Move the tables of a model's layers into one group, so that one call steps all of them. The model stays.
+
+    A collection of these layers then also looks them up, and sums their gradients, in one call for all; layers that
+    are called one by one are looked up one by one. All results stay the same. What moves are tables in RAM that are
+    alone and were given no ``memory=``; tables on disk, on a GPU, of another group, or of averages stay as they are.
+
+    Rows, optimizer state and steps move with a table, and optimizers go on. The table that a layer had before is
+    closed: whoever keeps it finds the new one as ``layer.table``. A member is called by the layer's place in the model.
+
+    Args:
+        model: with embedding layers.
+        group: for the tables; None: a new one, with all of the machine's RAM.
+
+    Returns:
+        The group.
+
+    Raises:
+        ArgumentError: `group` is no group, or has a table of one of the names.
+        UnsupportedError: gradients of rows wait for a step, or averages follow the rows.
+        MemoryBudgetError: the rows do not fit the group's memory. What was moved before stays moved.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.ModuleDict({"user": ert.Embedding(10**9, 8), "genre": ert.EmbeddingBag(100, 8)})
+        >>> group = ert.fuse(model)
+        >>> list(group), group["user"] is model["user"].table
+        (['user', 'genre'], True)
+    """
+    if not isinstance(group, Group | None):
+        raise ArgumentError(f"`group` of ert.fuse must be an er.Group or None: got {group!r}.")
+    into = Group() if group is None else group
+    found: dict[Handle, tuple[str, list[RowLayer]]] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, RowLayer) and _may_move(layer):
+            found.setdefault(layer.handle, (_name(path, layer.table), []))[1].append(layer)
+    for handle, (name, _) in found.items():
+        _check(handle, name, into)
+    for handle, (name, layers) in found.items():
+        _move(handle.table, into, name, layers)
+    return into
+
+
+def _name(path: str, table: Table) -> str:
+    return path or table.name or "rows"
+
+
+def _may_move(layer: RowLayer) -> bool:
+    table, handle = layer.table, layer.handle
+    if table.is_on_disk or table.group is not None or handle.average is not None or handle.rows_on is not None:
+        return False
+    tier = rows_of(table).tier
+    return isinstance(tier, Memory) and not tier.placement.is_told
+
+
+def _check(handle: Handle, name: str, group: Group) -> None:
+    """Raise what keeps a table from being moved."""
+    if name in group:
+        raise ArgumentError(
+            f"the group that ert.fuse was given has a table {name!r} already, as {handle.label} would be called. "
+            "Rename that one, group.rename, or fuse into another group."
+        )
+    if handle.waits() and not handle.is_applied:
+        raise UnsupportedError(
+            f"ert.fuse cannot move the rows of {handle.label}: gradients of them wait for a step. Call it before "
+            "backward(), or after the optimizer's step() and zero_grad()."
+        )
+    if handle.followers:
+        raise UnsupportedError(
+            f"ert.fuse cannot move the rows of {handle.label}: averages follow them. Call it before ert.average."
+        )
+
+
+def _move(table: Table, group: Group, name: str, layers: Iterable[RowLayer]) -> None:
+    spec, old = table.spec, rows_of(table)
+    values = spec.dtype, spec.init, spec.seed, spec.rule, table.on_nonfinite, table.device_memory
+    made = group.made(name, table.rows, table.dim, dict(zip(GIVEN, values, strict=True)))
+    made.load_state(table)
+    rows_of(made).given_rule, rows_of(made).is_rule_bound = old.given_rule, old.is_rule_bound
+    for layer in layers:
+        layer.take_over(made)
+    table.close()
