@@ -17,6 +17,7 @@ from dense_twins import ROWS, batches, dense, every_row, first_values, one_hot, 
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.tiers.records import Records
 from slow import slow
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -239,6 +240,19 @@ def test_two_lookups_of_one_table_are_one_step():
     fit(twin, [one_hot(ids), one_hot(ids[:, ::-1])], targets)
     np.testing.assert_allclose(every_row(table), layer.get_weights()[0], rtol=0, atol=ROUNDED)
     assert table.steps == 12
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False], ids=["eager", "graph"])
+def test_gradients_that_went_through_tensorflow_keep_the_plans_of_their_lookups(monkeypatch, run_eagerly):
+    plans, taken, plan_of, step = [], [], er.Table.plan, Records.step
+    monkeypatch.setattr(er.Table, "plan", lambda self, ids: plans.append(len(ids)) or plan_of(self, ids))
+    monkeypatch.setattr(Records, "step", lambda self, *args: taken.append(len(args[6])) or step(self, *args))
+    ids, targets = batches()
+    model, table = ours(erk.optimizer(Adam(0.05, global_clipnorm=0.2)))
+    model.run_eagerly = run_eagerly
+    fit(model, ids, targets)
+    assert table.steps == len(taken) == len(plans)
+    assert set(taken[1:]) == {1}  # the rows that the lookup brought up to date; before the first one there was no rule
 
 
 def test_recomputed_lookups_are_exact():

@@ -33,6 +33,14 @@ def test_memory_is_used_again_once_no_array_uses_it() -> None:
     assert address(made.empty(SHAPE, np.float32)) == where
 
 
+def test_copies_have_memory_of_their_own() -> None:
+    made, given = Buffers(), np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)[:, ::2]
+    copy = made.copy(given)
+    assert np.array_equal(copy, given)
+    assert copy.flags.c_contiguous
+    assert not np.shares_memory(copy, given)
+
+
 def test_batches_of_about_a_size_share_memory() -> None:
     made = Buffers()
     where = address(made.empty((3100, 64), np.float32))

@@ -47,6 +47,12 @@ class Buffers:
             memory, start = self._take(_size_class(nbytes))
             return memory[start : start + nbytes].view(made).reshape(shape)
 
+    def copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of an array, whose memory is its own while it is used."""
+        made = self.empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
     def _take(self, size: int) -> tuple[np.ndarray, int]:
         for k, (memory, _) in enumerate(self._kept):
             if memory.nbytes == size and sys.getrefcount(memory) == _FREE:

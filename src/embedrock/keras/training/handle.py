@@ -23,6 +23,7 @@ from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, WaitingSlices, shaped
 from embedrock.keras.training.variable import RowsVariable, reading_refused
+from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -185,7 +186,7 @@ class Handle:
 
     def _read(self, token: np.ndarray) -> list[np.ndarray]:
         grads = self.pending.read(token, is_last=False) or self.no_gradients()
-        return [grads.values.copy(), grads.plan.ids.copy()]  # TensorFlow writes to what it is given
+        return [buffers.copy(grads.values), grads.plan.ids.copy()]  # TensorFlow writes to what it is given
 
     def _read_last(self, token: np.ndarray) -> list[np.ndarray]:
         grads = self.pending.read(token, is_last=True) or self.no_gradients()
@@ -219,7 +220,10 @@ class Handle:
         if len(arrays) == 1:
             return self.pending.take(arrays[0]) or self.no_gradients()
         values, indices = arrays
-        return self.table.sum(self.table.plan(indices), values)
+        plan = self.pending.plan_of(indices)  # which knows what the lookups have found out
+        if plan is None:
+            return self.table.sum(self.table.plan(indices), values)
+        return RowGradients.of_rows(plan, buffers.copy(values))
 
     def no_gradients(self) -> RowGradients:
         """Return gradients for no row."""

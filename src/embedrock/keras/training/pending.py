@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.process import forks
 
@@ -60,6 +61,7 @@ class Pending:
         self._arrivals: dict[int, Arrival] = {}  # by number, in order of arrival
         self._next = 0
         self._read: deque[tuple[int, Arrival]] = deque()  # what programs have read, in that order
+        self._plans: deque[Plan] = deque(maxlen=KEPT)  # of that, until the next step
         self._taken: dict[int, Arrival] = {}  # by the step that is being made
         self._steps = 0
 
@@ -98,7 +100,14 @@ class Pending:
                 self._read.extend(found.items())
                 over = len(self._read) - max(KEPT, len(found))
                 self._forget([self._read.popleft() for _ in range(over)])
-        return _summed(found.values())
+        summed = _summed(found.values())
+        if summed is not None:
+            self._plans.append(summed.plan)
+        return summed
+
+    def plan_of(self, ids: np.ndarray) -> Plan | None:
+        """Return the plan of gradients that were read since the last step, by their rows' ids; None if none were."""
+        return next((plan for plan in list(self._plans) if np.array_equal(plan.ids, ids)), None)
 
     def end_step(self) -> None:
         """Forget what was stepped, and what has waited for long: nothing came of that."""
@@ -107,6 +116,7 @@ class Pending:
             self._forget(() if self.outlives_steps else self._taken.items())
             self._forget([pair for pair in self._arrivals.items() if pair[1].step <= self._steps - KEPT])
             self._taken = {}
+            self._plans.clear()
 
     def _found(self, token: np.ndarray) -> dict[int, Arrival]:
         numbers = _numbers(token)
@@ -132,6 +142,7 @@ class Pending:
         self._arrivals.clear()
         self._taken.clear()
         self._read.clear()
+        self._plans.clear()
 
 
 def _summed(found: Iterable[Arrival]) -> RowGradients | None:
