@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -429,9 +430,18 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 def test_a_hanging_contender_is_ended():
     racers = toys(toy("good"), toy("hangs", partial(make_sleeper, seconds=600)))
-    results = measure(racers, Effort(rounds=1, steps=1, seconds=5, threads=1, timeout_s=5))
+    results = measure(racers, Impatient(rounds=1, steps=1, seconds=5, threads=1, timeout_s=60))
     assert [result.status for result in results] == ["ok", "failed"]
     assert results[1].reason == "TimeoutError: no answer within 5 s"
+
+
+class Impatient(Effort):
+    """Waits for contenders to start, and then no longer than 5 s for an answer."""
+
+    def child(self, factory: Callable[..., object], *args: Any) -> Child:
+        child = super().child(factory, *args)
+        child._timeout_s = 5
+        return child
 
 
 def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch):

@@ -328,7 +328,7 @@ def test_a_signal_leaves_no_files(tmp_path: Path, number: int):
         assert any("steps to warm up" in line or "filling" in line for line in process.stderr)
         time.sleep(0.1)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert not list(tmp_path.iterdir())
 

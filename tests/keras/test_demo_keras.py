@@ -83,7 +83,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     resumed = training(tmp_path, "--keras", *SMALL, "--path", str(folder))
     whole = training(tmp_path, "--keras", *SMALL, "--path", str(tmp_path / "other"))
     assert 0 < resumed["resumed_at"] < 600
@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_no_mess(tmp_path: Path):
         assert any("best possible" in text for text in process.stdout)
         time.sleep(2)  # into `fit`
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == INTERRUPTED
     assert "the same command goes on from the last checkpoint" in output
     assert errors.strip().splitlines()[-1] == "embedrock: interrupted"

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
-SECONDS = 30
+SECONDS = 120  # a child that hangs is ended then
 
 
 def child(function: Callable[[], object]) -> int:

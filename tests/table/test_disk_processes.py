@@ -117,7 +117,7 @@ def other() -> Iterator[ProcessPoolExecutor]:
 
 def there(other: ProcessPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the other process."""
-    return other.submit(function, *args).result(timeout=60)
+    return other.submit(function, *args).result(timeout=300)
 
 
 # ---------------------------------------------------------------- one writer
@@ -219,7 +219,7 @@ def test_what_readers_open_is_always_whole(other: ProcessPoolExecutor, tmp_path:
     with make(path, keep=1) as table:
         seen = other.submit(look_until, path, 30)
         go_on(table, 30)
-        assert sorted(seen.result(timeout=60)) == seen.result()
+        assert sorted(seen.result(timeout=300)) == seen.result()
 
 
 def test_a_table_that_goes_on_verifies(other: ProcessPoolExecutor, tmp_path: Path):
@@ -227,7 +227,7 @@ def test_a_table_that_goes_on_verifies(other: ProcessPoolExecutor, tmp_path: Pat
     with make(path, keep=1) as table:
         done = other.submit(verify_until, path, 40)
         go_on(table, 40)
-        done.result(timeout=60)
+        done.result(timeout=300)
 
 
 def test_a_reader_of_an_older_commit(other: ProcessPoolExecutor, tmp_path: Path):
