@@ -64,7 +64,7 @@ def run(tmp_path, *arguments: str) -> list[dict]:
     return json.loads(path.read_text())["results"]
 
 
-@pytest.mark.parametrize("name", ["ours-layers-adam", "torch-sparse-adagrad"])
+@pytest.mark.parametrize("name", ["ours-adam", "ours-layers-adam", "torch-sparse-adagrad"])
 def test_contenders_make_steps(name, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("EMBEDROCK_THREADS", str(torch.get_num_threads()))
@@ -77,7 +77,7 @@ def test_contenders_make_steps(name, monkeypatch):
 @pytest.mark.slow
 def test_ours_beside_pytorchs(tmp_path, capsys):
     pytest.importorskip("torch")
-    names = ["torch-sparse-adagrad", "ours-layers-rowwise-adagrad"]
+    names = ["torch-sparse-adagrad", "ours-rowwise-adagrad"]
     lines = run(tmp_path, f"--contenders={','.join(names)}")
     assert [(line["name"], line["status"]) for line in lines] == [(name, "ok") for name in names]
     assert lines[0]["workload"]["max_bag"] == 3

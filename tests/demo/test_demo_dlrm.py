@@ -99,7 +99,7 @@ def test_a_batch_is_a_function_of_its_step(monkeypatch: pytest.MonkeyPatch):
 def test_dlrm_is_the_formula():
     learner, examples = TorchLearner(SPEC, SPARSE), batch(0)
     model: Any = learner.model
-    tables = [bag.weight.detach().numpy() for bag in model.bags]
+    tables = [bag.weight.detach().numpy() for bag in model.bags.bags]
     bottom, top = (_layers(part) for part in (model.bottom, model.top))
     for number, scored in enumerate(learner.scores(*examples.inputs)[:5]):
         described = _mlp(examples.numbers[number], bottom)

@@ -36,7 +36,7 @@ DLRM = Bench(
     compare_many,
     (*SIZES, *EFFORT),
     CONTENDERS,
-    (faster("ours-layers-rowwise-adagrad", "fbgemm-rowwise-sum", 1.3),),
+    (faster("ours-rowwise-adagrad", "fbgemm-rowwise-sum", 1.3),),
     (ManyTables(max_rows=RAM_ROWS),),
     texts={"contenders": OVER_THE_FIRST, "max_rows": "the most rows of a table, such as 4M"},
 )

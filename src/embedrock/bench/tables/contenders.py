@@ -8,7 +8,7 @@ in its own process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,7 +29,23 @@ def our_layers(workload: ManyTables, optimizer: str) -> Step:
     import embedrock.torch as ert
 
     layers = torch.nn.ModuleList(ert.EmbeddingBag(rows, workload.dim, mode="sum") for rows in workload.rows)
-    return _layer_step(layers, [getattr(ert, optimizer)(layers, lr=LEARNING_RATE)], workload)
+    return _step(_each(layers), getattr(ert, optimizer)(layers, lr=LEARNING_RATE), workload)
+
+
+def our_collection(workload: ManyTables, optimizer: str) -> Step:
+    """Train an `embedrock.torch.EmbeddingBagCollection`, whose tables are in one group."""
+    import_torch()
+    import embedrock.torch as ert
+
+    names = [f"t{number}" for number in range(len(workload.rows))]
+    tables = zip(workload.rows, names, strict=True)
+    configs = [ert.EmbeddingBagConfig(rows, workload.dim, name, pooling="sum") for rows, name in tables]
+    collection = ert.EmbeddingBagCollection(configs)
+
+    def sums(ids: Sequence[Any]) -> list[Any]:
+        return list(collection(dict(zip(names, ids, strict=True))).values())
+
+    return _step(sums, getattr(ert, optimizer)(collection, lr=LEARNING_RATE), workload)
 
 
 def torch_layers(workload: ManyTables, optimizer: str) -> Step:
@@ -37,22 +53,27 @@ def torch_layers(workload: ManyTables, optimizer: str) -> Step:
     torch = import_torch()
     bags = (torch.nn.EmbeddingBag(rows, workload.dim, mode="sum", sparse=True) for rows in workload.rows)
     layers = torch.nn.ModuleList(bags)
-    return _layer_step(layers, [getattr(torch.optim, optimizer)(layers.parameters(), lr=LEARNING_RATE)], workload)
+    return _step(_each(layers), getattr(torch.optim, optimizer)(layers.parameters(), lr=LEARNING_RATE), workload)
 
 
-def _layer_step(layers: Any, optimizers: Sequence[Any], workload: ManyTables) -> Step:
+Sums = Callable[[Sequence[Any]], list[Any]]  # given the ids of each table
+
+
+def _each(layers: Iterable[Any]) -> Sums:
+    """Call layer after layer."""
+    return lambda batch: [layer(ids) for layer, ids in zip(layers, batch, strict=True)]
+
+
+def _step(sums: Sums, optimizer: Any, workload: ManyTables) -> Step:
     """Return the loop body that users write, the same for `nn.EmbeddingBag` and for ours."""
     torch = import_torch()
     batches = [[torch.from_numpy(ids) for ids in batch] for batch in workload.ids()]
     gradients = list(torch.from_numpy(workload.gradient()))
 
     def step(index: int) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        sums = [layer(ids) for layer, ids in zip(layers, batches[index], strict=True)]
-        torch.autograd.backward(sums, gradients)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.zero_grad()
+        torch.autograd.backward(sums(batches[index]), gradients)
+        optimizer.step()
 
     return step
 
@@ -137,6 +158,8 @@ def _row(name: str, label: str, make: Any, tables: float, **arguments: Any) -> S
 ROWWISE = {"optimizer": "RowwiseAdagrad"}
 
 CONTENDERS = (
+    _row("ours-rowwise-adagrad", "ert.EmbeddingBagCollection, RowwiseAdagrad", our_collection, 1.1, **ROWWISE),
+    _row("ours-adam", "ert.EmbeddingBagCollection, Adam", our_collection, 3, optimizer="Adam"),
     _row("ours-layers-rowwise-adagrad", "ert.EmbeddingBag each, RowwiseAdagrad", our_layers, 1.1, **ROWWISE),
     _row("ours-layers-adam", "ert.EmbeddingBag each, Adam", our_layers, 3, optimizer="Adam"),
     _row("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", fbgemm, 1.1),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +26,16 @@ class Backend:
         name: as in the tables that people read.
         needs: what its RAM goes to, for people.
         copies: RAM at the peak, in float32 copies of all rows; 0: it follows the rows touched.
-        embedding: makes a layer.
+        embeddings: makes a layer for each table.
+        together: makes of bags a module that calls all of them, with the ids of each, and returns a list of their sums.
         optimizers: makes what steps a model with such layers, at a learning rate.
     """
 
     name: str
     needs: str
     copies: int
-    embedding: Callable[[EmbeddingSpec], nn.Module]
+    embeddings: Callable[[Sequence[EmbeddingSpec]], list[nn.Module]]
+    together: Callable[[Mapping[str, nn.Module]], nn.Module]
     optimizers: Callable[[nn.Module, float], list[Optimizer]]
 
 
@@ -46,11 +49,42 @@ def first_values(spec: EmbeddingSpec) -> torch.Tensor:
     return weights
 
 
-def _our_embedding(spec: EmbeddingSpec) -> nn.Module:
-    options = {"init": spec.first_values, "seed": spec.seed, **spec.placement}
+def _our_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
+    # Bags in RAM are members of one group, which is looked up and stepped as one. Groups are not on disk yet.
+    group = er.Group() if all(spec.feature.bag and spec.path is None for spec in specs) else None
+    return [_our_embedding(spec, group) for spec in specs]
+
+
+def _our_embedding(spec: EmbeddingSpec, group: er.Group | None) -> nn.Module:
+    options: dict[str, Any] = {"init": spec.first_values, "seed": spec.seed}
+    options |= spec.placement if group is None else {"group": group, "name": spec.feature.name}
     if spec.feature.bag:
         return ert.EmbeddingBag(spec.feature.rows, spec.dim, mode="sum", **options)
     return ert.Embedding(spec.feature.rows, spec.dim, **options)
+
+
+class _Collection(nn.Module):
+    """Calls bags of ours together."""
+
+    def __init__(self, bags: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.bags = ert.EmbeddingBagCollection(bags)
+
+    def forward(self, *ids: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums of each."""
+        return list(self.bags(dict(zip(self.bags.features, ids, strict=True))).values())
+
+
+class _OneByOne(nn.Module):
+    """Calls bags one after another."""
+
+    def __init__(self, bags: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(bags.values())
+
+    def forward(self, *ids: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums of each."""
+        return [bag(each) for bag, each in zip(self.bags, ids, strict=True)]
 
 
 def _our_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
@@ -63,8 +97,8 @@ def _torch_embedding(spec: EmbeddingSpec, sparse: bool) -> nn.Module:
     return nn.Embedding.from_pretrained(first_values(spec), freeze=False, sparse=sparse)
 
 
-def _sparse_embedding(spec: EmbeddingSpec) -> nn.Module:
-    return _torch_embedding(spec, sparse=True)
+def _sparse_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
+    return [_torch_embedding(spec, sparse=True) for spec in specs]
 
 
 def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
@@ -74,27 +108,29 @@ def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [torch.optim.SparseAdam(sparse, lr=lr), torch.optim.Adam(rest, lr=lr)]
 
 
-def _dense_embedding(spec: EmbeddingSpec) -> nn.Module:
-    return _torch_embedding(spec, sparse=False)
+def _dense_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
+    return [_torch_embedding(spec, sparse=False) for spec in specs]
 
 
 def _dense_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [torch.optim.Adam(model.parameters(), lr=lr)]
 
 
-EMBEDROCK = Backend("Embedrock", "the rows touched, with two states", 0, _our_embedding, _our_optimizers)
+EMBEDROCK = Backend("Embedrock", "the rows touched, with two states", 0, _our_embeddings, _Collection, _our_optimizers)
 SPARSE = Backend(
     "nn.Embedding + SparseAdam",
     "weights and two states of all rows",
     3,
-    _sparse_embedding,
+    _sparse_embeddings,
+    _OneByOne,
     _sparse_optimizers,
 )
 DENSE = Backend(
     "nn.Embedding + Adam",
     "weights, gradient, two states and a temporary of all rows",
     5,
-    _dense_embedding,
+    _dense_embeddings,
+    _OneByOne,
     _dense_optimizers,
 )
 BACKENDS = {"embedrock": EMBEDROCK, "sparse": SPARSE, "dense": DENSE}

@@ -61,9 +61,9 @@ class TorchLearner:
 
     def __init__(self, spec: ModelSpec, backend: Backend, checkpoints: Path | None = None) -> None:
         self.name = backend.name
-        self._layers = [backend.embedding(embedding) for embedding in spec.embeddings]
+        self._layers = backend.embeddings(spec.embeddings)
         torch.manual_seed(spec.seed)  # of the dense weights, which are drawn next
-        self.model = make_model(spec, self._layers)
+        self.model = make_model(spec, self._layers, backend.together)
         self.optimizers = backend.optimizers(self.model, spec.lr)
         self._score_ids, self._checkpoints = spec.score_ids, checkpoints
         self._next_s = self._making_s = 0.0

@@ -5,7 +5,7 @@ He et al., "Neural Collaborative Filtering", WWW 2017.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -96,7 +96,8 @@ class DLRM(nn.Module):
     Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
 
     Args:
-        bags: layers that turn ids (n, bag) into (n, dim), one for each feature.
+        bags: turns the ids of each feature, (n, bag), into a list of their sums, (n, dim).
+        features: how many there are.
         dim: width of all of them.
         numbers: how many numbers an example has.
         bottom: widths of the hidden layers that the numbers go through; one as wide as the rows follows.
@@ -104,13 +105,12 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self, bags: Sequence[nn.Module], dim: int, numbers: int, bottom: Sequence[int], top: Sequence[int]
+        self, bags: nn.Module, features: int, dim: int, numbers: int, bottom: Sequence[int], top: Sequence[int]
     ) -> None:
         super().__init__()
-        self.bags = nn.ModuleList(bags)
+        self.bags = bags
         self.bottom = _mlp(numbers, (*bottom, dim))
-        vectors = 1 + len(self.bags)
-        self._one, self._other = torch.tril_indices(vectors, vectors, -1).unbind()
+        self._one, self._other = torch.tril_indices(1 + features, 1 + features, -1).unbind()
         self.top = _mlp(dim + len(self._one), top)
         self.score = nn.Linear(top[-1], 1)
 
@@ -122,7 +122,7 @@ class DLRM(nn.Module):
         """
         *ids, numbers = inputs
         described = self.bottom(numbers)
-        vectors = torch.stack([described, *(bag(each) for bag, each in zip(self.bags, ids, strict=True))], 1)
+        vectors = torch.stack([described, *self.bags(*ids)], 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self._one, self._other]
         return self.score(self.top(torch.cat([described, products], 1))).squeeze(-1)
 
@@ -136,9 +136,13 @@ def _mlp(width: int, widths: Sequence[int]) -> nn.Sequential:
 MODELS: dict[str, type[MF | GMF | NeuMF]] = {"mf": MF, "gmf": GMF, "neumf": NeuMF}
 
 
-def make_model(spec: ModelSpec, layers: Sequence[nn.Module]) -> nn.Module:
-    """Return a model, given a layer for each of its features."""
+def make_model(
+    spec: ModelSpec, layers: Sequence[nn.Module], together: Callable[[Mapping[str, nn.Module]], nn.Module]
+) -> nn.Module:
+    """Return a model, given a layer for each of its features, and what makes one module of bags."""
     if isinstance(spec, DlrmSpec):
-        return DLRM(layers, spec.dim, spec.numbers, spec.bottom, spec.top)
+        names = [feature.name for feature in spec.features]
+        bags = together(dict(zip(names, layers, strict=True)))
+        return DLRM(bags, len(layers), spec.dim, spec.numbers, spec.bottom, spec.top)
     users, items = layers
     return MODELS[spec.model](users, items, spec.dim)
