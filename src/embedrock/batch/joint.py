@@ -104,18 +104,18 @@ def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int) -> Plan:
 
 def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return arrays as one: without a copy, where they are what one array was cut into along its first axis."""
-    whole = parts[0].base if len(parts) > 1 else None
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    if not isinstance(whole, np.ndarray) or not whole.flags.c_contiguous or whole.shape[1:] != parts[0].shape[1:]:
+        return first
+    end, whole = _address(first), first.base
+    if not isinstance(whole, np.ndarray) or not (whole.flags.c_contiguous and first.flags.c_contiguous):
         return np.concatenate(parts)
-    first = end = _address(parts[0])
     for part in parts:
-        if part.base is not whole or part.dtype != whole.dtype or (len(part) and _address(part) != end):
+        is_next = part.base is whole and part.strides == first.strides and part.shape[1:] == first.shape[1:]
+        if not is_next or part.dtype != first.dtype or (len(part) and _address(part) != end):
             return np.concatenate(parts)
         end += part.nbytes
-    start = (first - _address(whole)) // max(1, whole.strides[0])
-    return whole[start : start + sum(map(len, parts))]
+    return np.ndarray((sum(map(len, parts)), *first.shape[1:]), first.dtype, whole, _address(first) - _address(whole))
 
 
 def _address(array: np.ndarray) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.gradients import RowGradients, Segments
 from embedrock.batch.plan import Plan
+from embedrock.machine.buffers import buffers
 
 
 class Bags(NamedTuple):
@@ -59,7 +60,7 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
         of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
-    out = np.empty((count, dim), np.float32)
+    out = buffers.empty((count, dim), np.float32)
     cpu, positions = kernels.cpu, (bags.plan.inverse, bags.offsets, bags.place_of_bag)
     if bags.mode == "max":
         trace = np.empty((count, dim), np.int32)
@@ -89,7 +90,7 @@ def sum_bags(
     """
     plan = bags.plan
     values, squares = (
-        np.empty((len(plan.ids), grads.shape[1]), np.float32),
+        buffers.empty((len(plan.ids), grads.shape[1]), np.float32),
         np.empty(len(plan.ids), np.float64),
     )
     cpu, segments = kernels.cpu, (grads, bags.place_of_position(), plan.starts, plan.order)

@@ -14,6 +14,7 @@ from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import check_ids, check_range
 from embedrock.batch.joint import JointPlan, make_joint_plan, plan_of_rows, rejoined
 from embedrock.batch.pooling import Bags
+from embedrock.machine.buffers import buffers
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.part import Part, Pool
@@ -267,7 +268,7 @@ def look_up(features: Sequence[Feature]) -> list[np.ndarray]:
 def _looked_up(pool: Pool, asked: Sequence[tuple[Rows, np.ndarray]]) -> Iterator[np.ndarray]:
     """Go through what `look_up` returns for tables of one pool."""
     keys = keys_of([(rows, ids.reshape(-1)) for rows, ids in asked])
-    all_rows = np.empty((len(keys), pool.dim), np.float32)
+    all_rows = buffers.empty((len(keys), pool.dim), np.float32)
     is_missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), all_rows) < 0
     any_missing, start = is_missing.any(), 0
     for rows, ids in asked:
@@ -350,7 +351,7 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
     """Return the row of each position: float32 (n, dim)."""
-    out = np.empty((len(share.plan.inverse), share.pool.dim), np.float32)
+    out = buffers.empty((len(share.plan.inverse), share.pool.dim), np.float32)
     if values is None:
         slots, fresh = _fresh(share, _located(share))
         share.pool.tier.records.read(slots, share.plan.inverse, fresh, out)
@@ -363,7 +364,7 @@ def _values(share: Share) -> np.ndarray:
     """Return the rows, each once, up to date: float32 (unique, dim)."""
     found = _located(share)
     slots, fresh = _fresh(share, found)
-    values = np.empty((len(slots), share.pool.dim), np.float32)
+    values = buffers.empty((len(slots), share.pool.dim), np.float32)
     share.pool.tier.records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.tables):
         rows, own = rows_of(table), share.plan.of(k)
