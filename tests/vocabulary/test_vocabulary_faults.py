@@ -216,6 +216,29 @@ def test_a_full_disk_is_told_and_gone_on_with():
     assert len(er.Vocabulary(PATH, system=system)) == COUNTS[0]
 
 
+def test_ctrl_c_leaves_it_whole():
+    """It may come in the middle of any call of the system: what was added before keeps its ids, and it goes on."""
+    journal = new_system()
+    Life(journal).run()
+    for op in range(new_system().ops, journal.ops, 83):
+        system = new_system()
+        life = Life(system)
+
+        def interrupt(name: str, path: str, system: FaultFS = system, op: int = op) -> None:
+            if system.ops >= op and name != "close":
+                system.before = None
+                raise KeyboardInterrupt
+
+        system.before = interrupt
+        try:
+            life.run()
+        except KeyboardInterrupt:
+            life.attempt(lambda life=life: life.make_durable(4, "commit"))
+            life.begun = COUNTS[-1]  # what was added before is committed with it
+        life.close()
+        check(system, life)
+
+
 # ---------------------------------------------------------------- a vocabulary and a table
 
 

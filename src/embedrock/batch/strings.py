@@ -103,28 +103,21 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     Raises:
         IdTypeError: `subject` cannot have such values.
     """
-    try:
-        return _strings(values)
-    except IdTypeError as error:
-        raise (error if subject == "hash_ids" else IdTypeError(str(error).replace("hash_ids", subject, 1))) from None
-
-
-def _strings(values: Any) -> tuple[Strings, tuple[int, ...]]:
     if type(values).__module__.partition(".")[0] == "pyarrow":
-        return _of_arrow(values), (len(values),)
+        return _of_arrow(values, subject), (len(values),)
     if isinstance(values, list | tuple) and _NESTED.isdisjoint(map(type, values)):
-        return _of_objects(values, (len(values),)), (len(values),)
+        return _of_objects(values, (len(values),), subject), (len(values),)
     # Of lists an array of objects: one of strings would have room for the longest in each.
     array = np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
     if array.dtype.kind == "S":
         return _of_bytes(np.ascontiguousarray(flat)), array.shape
     if array.dtype.kind == "U":
-        return _of_points(np.ascontiguousarray(flat), array.shape), array.shape
+        return _of_points(np.ascontiguousarray(flat), array.shape, subject), array.shape
     if array.dtype.kind in "OT" or not array.size:
-        return _of_objects(flat.tolist(), array.shape), array.shape
+        return _of_objects(flat.tolist(), array.shape, subject), array.shape
     raise IdTypeError(
-        f"`values` of hash_ids must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; pass "
+        f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; pass "
         "np.asarray(values).astype(str) to hash how they are written."
     )
 
@@ -136,20 +129,20 @@ def _of_bytes(flat: np.ndarray) -> Strings:
     return Strings(data, np.arange(len(flat), dtype=np.int64) * width, ends)
 
 
-def _of_points(flat: np.ndarray, shape: tuple[int, ...]) -> Strings:
+def _of_points(flat: np.ndarray, shape: tuple[int, ...], subject: str) -> Strings:
     width, launch, strings = flat.dtype.itemsize // 4, kernels.cpu.launch, kernels.cpu.strings
     points, ends, sizes = flat.view(np.uint32), np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
     launch(strings.trim, points, width, ends)
     launch(strings.utf8_sizes, points, width, ends, sizes)
     if len(sizes) and sizes[position := int(np.argmin(sizes))] < 0:
-        raise _no_text(str(flat[position]), position, shape)
+        raise _no_text(str(flat[position]), position, shape, subject)
     offsets = _offsets(sizes)
     data = np.empty(int(offsets[-1]), np.uint8)
     launch(strings.write_utf8, points, width, ends, offsets[:-1], data)
     return Strings(data, offsets[:-1], offsets[1:])
 
 
-def _of_objects(values: Sequence[Any], shape: tuple[int, ...]) -> Strings:
+def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str) -> Strings:
     """Return strings of a list of ``str``, or of one of ``bytes``."""
     kind = type(values[0]) if values else str
     try:
@@ -158,10 +151,10 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...]) -> Strings:
         else:
             data, sizes = _encoded("".join(values), values)
     except TypeError:
-        raise _among_others(values, shape) from None
+        raise _among_others(values, shape, subject) from None
     except UnicodeEncodeError:
         position = next(k for k, value in enumerate(values) if not _is_text(value))
-        raise _no_text(values[position], position, shape) from None
+        raise _no_text(values[position], position, shape, subject) from None
     offsets = _offsets(np.fromiter(sizes, np.int64, len(values)))
     return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
 
@@ -174,7 +167,7 @@ def _encoded(text: str, values: Sequence[str]) -> tuple[bytes, Iterable[int]]:
     return b"".join(each), map(len, each)
 
 
-def _of_arrow(values: Any) -> Strings:
+def _of_arrow(values: Any, subject: str) -> Strings:
     import pyarrow
 
     array = values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values
@@ -182,12 +175,12 @@ def _of_arrow(values: Any) -> Strings:
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
     kind = array.type.value_type if pyarrow.types.is_dictionary(array.type) else array.type
     if pyarrow.types.is_null(kind) or array.null_count:
-        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),))
+        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),), subject)
     try:
         array = array.cast(pyarrow.large_binary())
     except pyarrow.ArrowNotImplementedError:
         raise IdTypeError(
-            f"`values` of hash_ids must be strings or bytes: got an Arrow array of {array.type}."
+            f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}."
         ) from None
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
@@ -211,35 +204,35 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _no_text(value: str, position: int, shape: Sequence[int]) -> IdTypeError:
+def _no_text(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
     return IdTypeError(
-        f"`values` of hash_ids must be Unicode text: got {value!r} {in_array(shape, 'values')(position)}, which has "
+        f"`values` of {subject} must be Unicode text: got {value!r} {in_array(shape, 'values')(position)}, which has "
         "half of a surrogate pair. Decode it anew with errors='replace', or pass its bytes."
     )
 
 
-def _among_others(values: Sequence[Any], shape: Sequence[int]) -> IdTypeError:
+def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> IdTypeError:
     kind = bytes if isinstance(values[0], bytes) else str
     position = next(k for k, value in enumerate(values) if not isinstance(value, kind))
     value = values[position]
     if value is None or (isinstance(value, float) and value != value):
-        return _missing(repr(value), position, shape)
+        return _missing(repr(value), position, shape, subject)
     got = f"got {value!r} {in_array(shape, 'values')(position)}"
     if isinstance(value, list | tuple):
         return IdTypeError(
-            f"`values` of hash_ids must be strings in one shape: {got}, lists of several lengths. Pass them end to "
+            f"`values` of {subject} must be strings in one shape: {got}, lists of several lengths. Pass them end to "
             "end, np.concatenate(values)."
         )
     among = f" among {kind.__name__}" if position else ""
     return IdTypeError(
-        f"`values` of hash_ids must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. Make "
+        f"`values` of {subject} must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. Make "
         "strings of all of them: [str(value) for value in values]."
     )
 
 
-def _missing(value: str, position: int, shape: Sequence[int]) -> IdTypeError:
+def _missing(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
     return IdTypeError(
-        f"`values` of hash_ids must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
+        f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
         "what is missing, or give it a string of its own: "
         "['' if value is None or value != value else value for value in values]."
     )

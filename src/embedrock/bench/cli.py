@@ -12,6 +12,7 @@ from typing import Any
 
 from embedrock.bench.disk.commits import COMMIT
 from embedrock.bench.disk.training import DISK
+from embedrock.bench.disk.vocabulary import VOCABULARY
 from embedrock.bench.gpu.training import GPU
 from embedrock.bench.harness.bench import EFFORT, Bench, Task
 from embedrock.bench.harness.machine import machine_facts
@@ -32,7 +33,7 @@ and their rounds are interleaved. Those not installed or too large for the RAM a
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 # To add a benchmark: a folder that has a `Bench`, and a row here.
-BENCHES = (STEP, LOOKUP, PLAN, TABLE_SIZES, CREATE, DLRM, DISK, COMMIT, KERAS, TF_DATA, GPU)
+BENCHES = (STEP, LOOKUP, PLAN, TABLE_SIZES, CREATE, DLRM, DISK, COMMIT, VOCABULARY, KERAS, TF_DATA, GPU)
 
 # What `bench all` runs: every line of docs/measured.md for tables in RAM.
 LINES = (
