@@ -409,6 +409,55 @@ def test_features_side_by_side():
     check_same(joint, alone)
 
 
+# Two tables, one of them of two features with another one's between, and one whose bags are means.
+ALIKE: list[dict[str, Any]] = [
+    {"name": "page", "feature_names": ["seen", "bought"], "padding_idx": 2},
+    {"name": "hour", "feature_names": ["hour"], "pooling": "mean"},
+]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_features_of_one_pool_are_read_side_by_side(frozen: bool):
+    joint, apart = [
+        ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(9, 4, **more, seed=1) for more in ALIKE]) for _ in range(2)
+    ]
+    order = {
+        "seen": (joint.layer_of("seen"), apart.layer_of("seen")),
+        "hour": (joint.layer_of("hour"), apart.layer_of("hour")),
+    }
+    order["bought"] = order["seen"]
+    joint, apart = (ert.EmbeddingBagCollection({name: pair[k] for name, pair in order.items()}) for k in range(2))
+    for each in (joint, apart):
+        each.layer_of("hour").requires_grad_(not frozen)
+    optimizers = ert.Adam(joint, lr=0.1), ert.Adam(apart, lr=0.1)
+    ids = np.random.default_rng(0).integers(0, 9, (3, 2, 5, 3))
+    for step in range(3):
+        bought, seen = torch.from_numpy(ids[step])
+        given = {"seen": seen, "bought": (bought.reshape(-1), torch.tensor([0, 0, 3, 9, 14])), "hour": seen[:, 0]}
+        out, expected = joint(given, concatenate=True), torch.cat(list(apart(given).values()), dim=1)
+        assert list(apart(given)) == ["seen", "hour", "bought"]
+        assert type(out.grad_fn).__name__ == "JointLookupBackward"  # and not that of torch.cat
+        assert torch.equal(out, expected)
+        for each, optimizer in ((out, optimizers[0]), (expected, optimizers[1])):
+            (each.square() * torch.linspace(-1, 2, 60).reshape(5, 12)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in ("seen", "hour"):
+        mine, theirs = joint.layer_of(name).table, apart.layer_of(name).table
+        assert mine.steps == theirs.steps == (0 if frozen and name == "hour" else 3)
+        np.testing.assert_array_equal(mine.lookup(np.arange(9)), theirs.lookup(np.arange(9)))
+
+
+def test_weights_that_train_of_features_side_by_side():
+    joint = ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(9, 4, name, seed=1) for name in "ab"])
+    weights, ids = torch.ones(2, requires_grad=True), torch.tensor([1, 2])
+    out = joint({"a": (ids, torch.tensor([0, 1]), weights), "b": ids}, concatenate=True)
+    assert torch.equal(out[:, :4], joint.layer_of("a")(ids[:, None]))
+    out[:, :4].sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, out[:, :4].detach().sum(1))
+
+
 def test_no_samples_and_no_ids():
     joint = collection()
     none = torch.empty(0, dtype=torch.int64)

@@ -60,16 +60,25 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
         of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
+    out, trace = pooled_like(count, dim, bags.mode)
+    pool_into(rows, weights, bags, out, trace)
+    return out, trace
+
+
+def pooled_like(count: int, dim: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return arrays for what `pool` returns of so many bags, which are of one mode, or sums and means."""
     out = buffers.empty((count, dim), np.float32)
+    return out, np.empty((count, dim), np.int32) if mode == "max" else np.empty(count, np.float32)
+
+
+def pool_into(rows: np.ndarray, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
+    """Write what `pool` returns into the places of the bags in `out` and `trace`, which may have more places."""
     cpu, positions = kernels.cpu, (bags.plan.inverse, bags.offsets, bags.place_of_bag)
     if bags.mode == "max":
-        trace = np.empty((count, dim), np.int32)
         cpu.launch(cpu.pooling.pool_max, rows, *positions, bags.skip, out, trace)
     else:
-        trace = np.empty(count, np.float32)
         args = *positions, _factors(weights), bags.skip, bags.mode == "mean", out, trace
         cpu.launch(cpu.pooling.pool_sum, rows, *args)
-    return out, trace
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -133,15 +134,19 @@ class Reading:
         batch: its plan.
         outputs: for each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`.
         arrays: what was read of each share, float32 (positions, dim) or (bags, dim).
+        places: int32 (bags,), which row there each bag of a share is; None for shares of no bags.
         traces: what `pooling.unpool` needs, of each share.
         values: the rows of each share, float32 (unique, dim), where weights get gradients.
+        side_by_side: the bags of a sample are one after the other in the only array.
     """
 
     batch: GroupPlan
     outputs: list[np.ndarray] = field(default_factory=list)
     arrays: list[np.ndarray] = field(default_factory=list)
+    places: list[np.ndarray | None] = field(default_factory=list)
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
+    side_by_side: bool = False
 
 
 def part_of(rows: Rows) -> Part:
@@ -282,29 +287,38 @@ def _looked_up(pool: Pool, asked: Sequence[tuple[Rows, np.ndarray]]) -> Iterator
 
 def unread(batch: GroupPlan) -> Reading:
     """Return the reading of a batch of rows that is only stepped."""
-    return Reading(batch, traces=[None] * len(batch.shares))
+    none: list[None] = [None] * len(batch.shares)
+    return Reading(batch, places=[*none], traces=[*none])
 
 
-def read(batch: GroupPlan, for_weights: bool) -> Reading:
-    """Return the rows and bags of a batch. The caller has the group alone."""
+def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Reading:
+    """Return the rows and bags of a batch. The caller has the group alone.
+
+    Args:
+        batch: its plan.
+        for_weights: `weight_gradients` will be asked for.
+        side_by_side: the array of the only share is (batch, features, dim), of a batch that `may_be_side_by_side`.
+    """
     if not all(share.is_current for share in batch.shares):
         batch = plan(batch.features)  # as records were laid out anew
-    reading, outputs = Reading(batch), dict[int, np.ndarray]()
+    reading, outputs = Reading(batch, side_by_side=side_by_side), dict[int, np.ndarray]()
     for table in batch.tables:
         rows_of(table).check()
     for share in batch.shares:
         values = None if share.kind == "rows" and not _lags(share) else _values(share)
-        trace = None
+        trace = places = None
         if share.kind == "rows":
             found = _positions_of(share, values)
             for number, start, stop in _spans(share, share.positions):
                 outputs[number] = found[start:stop].reshape(*np.shape(batch.features[number].ids), share.pool.dim)
         else:
             assert values is not None
-            found, trace = _pooled(batch, share, values)
+            places = _places(share, side_by_side)
+            found, trace = _pooled(batch, share, values, places)
             for number, start, stop in _spans(share, share.bags):
-                outputs[number] = found[start:stop]
+                outputs[number] = found[places[start] :: len(share.numbers)] if side_by_side else found[start:stop]
         reading.arrays.append(found)
+        reading.places.append(places)
         reading.traces.append(trace)
         reading.values.append(values if for_weights else None)
     reading.outputs = [outputs[number] for number in range(len(outputs))]
@@ -373,22 +387,33 @@ def _values(share: Share) -> np.ndarray:
     return values
 
 
-def _pooled(batch: GroupPlan, share: Share, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return all bags of a share, float32 (bags, dim), and their trace."""
-    modes = [batch.features[number].mode for number in share.numbers]
-    bags = _bags(share, share.kind)
-    if len(set(modes)) == 1:
-        return pooling.pool(values, share.weights, bags._replace(mode=modes[0]))
-    found = [
-        pooling.pool(values, share.weights, bags._replace(mode=mode, offsets=share.offsets[start : stop + 1]))
-        for mode, (_, start, stop) in zip(modes, _spans(share, share.bags), strict=True)
-    ]
-    return np.concatenate([out for out, _ in found]), np.concatenate([trace for _, trace in found])
+def _pooled(batch: GroupPlan, share: Share, values: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
+    out, trace = pooling.pooled_like(len(places), share.pool.dim, share.kind)
+    spans = zip((batch.features[number].mode for number in share.numbers), _spans(share, share.bags), strict=True)
+    for mode, alike in itertools.groupby(spans, lambda span: span[0]):
+        _, bounds = zip(*alike, strict=True)
+        start, stop = bounds[0][1], bounds[-1][2]
+        bags = Bags(share.plan, share.offsets[start : stop + 1], -1, mode, places[start:stop])
+        pooling.pool_into(values, share.weights, bags, out, trace)
+    return out, trace
 
 
-def _bags(share: Share, mode: str) -> Bags:
-    plan = share.plan
-    return Bags(plan, share.offsets, -1, mode)
+def _places(share: Share, side_by_side: bool) -> np.ndarray:
+    """Return where each bag of a share is among pooled rows: int32 (bags,)."""
+    count = len(share.offsets) - 1
+    if not side_by_side or not count:
+        return np.arange(count, dtype=np.int32)
+    features = len(share.numbers)
+    columns = np.argsort(np.argsort(share.numbers))
+    return (np.arange(count // features) * features + columns[:, None]).astype(np.int32).ravel()
+
+
+def may_be_side_by_side(batch: GroupPlan) -> bool:
+    """Return whether `read` can give all outputs side by side: bags in one pool, as many of each feature."""
+    if len(batch.shares) != 1 or batch.shares[0].kind == "rows":
+        return False
+    return len(set(np.diff(batch.shares[0].bags).tolist())) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -401,11 +426,10 @@ def sum_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[
         reading: of the batch.
         grads: for each feature, float32 of its output's shape; None where none came: it touches no row.
     """
-    shares = reading.batch.shares
-    joined = [_joined_grads(share, grads) for share in shares]
+    joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
     if all(given is not None for given in grads):
         return sum_arrays(reading, joined)
-    return _summed(reading, joined, [_touched(share, grads) for share in shares])
+    return _summed(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
 
 
 def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGradients]:
@@ -427,11 +451,12 @@ def _summed(
 ) -> list[MemberGradients]:
     """Return the gradients of all tables; of each share, those of the rows that were touched, of all for None."""
     found: dict[Table, list[RowGradients]] = {}
-    for share, trace, given, rows_of_share in zip(reading.batch.shares, reading.traces, grads, touched, strict=True):
+    for number, (share, given, rows_of_share) in enumerate(zip(reading.batch.shares, grads, touched, strict=True)):
+        trace = reading.traces[number]
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:
-            values, squares = pooling.sum_bags(given, share.weights, _bags(share, share.kind), trace)
+            values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
         for k, table in enumerate(share.tables):
             own = share.plan.of(k)
             rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch)
@@ -443,24 +468,35 @@ def _summed(
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
-def _joined_grads(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return the gradients of a share's outputs: float32 (positions or bags, dim)."""
-    dim = share.pool.dim
+def _bags(reading: Reading, number: int) -> Bags:
+    """Return the bags of a share as they were read."""
+    share = reading.batch.shares[number]
+    return Bags(share.plan, share.offsets, -1, share.kind, reading.places[number])
+
+
+def _joined_grads(reading: Reading, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Return the gradients of a share's array from those of its outputs: float32 (positions or bags, dim)."""
+    share, places, dim = reading.batch.shares[number], reading.places[number], reading.batch.shares[number].pool.dim
     parts = []
-    for number, start, stop in _spans(share, share.positions if share.kind == "rows" else share.bags):
-        given = grads[number]
+    for feature, start, stop in _spans(share, share.positions if places is None else share.bags):
+        given = grads[feature]
         parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
-    return np.ascontiguousarray(rejoined(parts))
+    joined = np.ascontiguousarray(rejoined(parts))
+    if not reading.side_by_side or places is None:
+        return joined
+    placed = np.empty_like(joined)
+    placed[places] = joined
+    return placed
 
 
 def weight_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature that has some; else None."""
     found: list[np.ndarray | None] = [None] * len(reading.batch.features)
-    for share, values in zip(reading.batch.shares, reading.values, strict=True):
+    for k, (share, values) in enumerate(zip(reading.batch.shares, reading.values, strict=True)):
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(_joined_grads(share, grads), values, _bags(share, share.kind))
+        of_all = pooling.weight_grads(_joined_grads(reading, k, grads), values, _bags(reading, k))
         for (number, start, stop), kept in zip(_spans(share, share.positions), share.kept, strict=True):
             weights = reading.batch.features[number].weights
             if weights is not None:

@@ -221,10 +221,17 @@ class Group:
         with self.turn.lock:  # but not alone: the step before, which moves no record, may still be running
             return batches.plan(features)
 
-    def read(self, batch: GroupPlan, for_weights: bool = False) -> Reading:
-        """Return the rows and bags of a batch; `for_weights`: `weight_gradients` will be asked for."""
+    def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> Reading:
+        """Return the rows and bags of a batch.
+
+        Args:
+            batch: its plan.
+            for_weights: `weight_gradients` will be asked for.
+            side_by_side: the only one of ``reading.arrays`` is (batch, features, dim), as rows (batch * features, dim),
+                of a batch that `batches.may_be_side_by_side`.
+        """
         with self.turn.alone():
-            return batches.read(batch, for_weights)
+            return batches.read(batch, for_weights, side_by_side)
 
     def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
         """Return the gradients of each member in a batch, summed to one for each row.

@@ -25,7 +25,7 @@ from embedrock.torch.layers.features import (
 )
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.layers.transforms import are_plain, flat_ids, is_jagged, jagged_like
-from embedrock.torch.training.joint_lookup import Asked, look_up
+from embedrock.torch.training.joint_lookup import Asked, look_up, look_up_side_by_side
 
 Given = TypeVar("Given")  # what a layer is called with for one feature
 Result = TypeVar("Result")
@@ -174,20 +174,29 @@ class Collection(nn.Module, Generic[Given]):
 
     def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
         """Return what those layers return whose tables are in a group: each group is looked up in one call."""
+        found = {}
+        for group, parts in self._groups(given).items():
+            outputs = self._asked_of(group, parts, look_up)
+            found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
+        return found
+
+    def _groups(self, given: Sequence[Given]) -> dict[Group, list[tuple[str, Given]]]:
+        """Return the features whose tables are in a group, and what is given of them, by group."""
         groups: dict[Group, list[tuple[str, Given]]] = {}
         for feature, one in zip(self.features, given, strict=True):
             group = self._group_of(self.layer_of(feature))
             if group is not None:
                 groups.setdefault(group, []).append((feature, one))
-        found = {}
-        for group, parts in groups.items():
-            asked = [self._told(feature, self._asked, self.layer_of(feature), one) for feature, one in parts]
-            try:
-                outputs = look_up(group, asked)
-            except IdError as error:
-                raise self._outside(error, parts) from None
-            found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
-        return found
+        return groups
+
+    def _asked_of(
+        self, group: Group, parts: Sequence[tuple[str, Given]], call: Callable[[Group, Sequence[Asked]], Result]
+    ) -> Result:
+        asked = [self._told(feature, self._asked, self.layer_of(feature), one) for feature, one in parts]
+        try:
+            return call(group, asked)
+        except IdError as error:
+            raise self._outside(error, parts) from None
 
     def _group_of(self, layer: Any) -> Group | None:
         is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
@@ -263,10 +272,14 @@ class EmbeddingBagCollection(Collection[BagInput]):
             UnsupportedError: a `KeyedJaggedTensor` whose features have different numbers of bags.
             Otherwise as `EmbeddingBag.forward`.
         """
-        pooled = self._each(self._given(features))
-        if concatenate:
-            return torch.cat(pooled, dim=1)
-        return dict(zip(self.features, pooled, strict=True))
+        given = self._given(features)
+        if not concatenate:
+            return dict(zip(self.features, self._each(given), strict=True))
+        groups = self._groups(given) if are_plain() else {}
+        if [len(parts) for parts in groups.values()] == [len(given)]:
+            ((group, parts),) = groups.items()
+            return self._asked_of(group, parts, look_up_side_by_side)
+        return torch.cat(self._each(given), dim=1)
 
     def _of_value(self, value: Any) -> BagInput:
         return bag_input(value)

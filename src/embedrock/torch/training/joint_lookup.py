@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.table.batches import Feature
+from embedrock.table.batches import Feature, may_be_side_by_side
 from embedrock.table.group import Group
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
@@ -40,10 +41,20 @@ class Asked(NamedTuple):
 
 def look_up(group: Group, asked: Sequence[Asked]) -> list[Tensor]:
     """Return what layers on tables of one group ask for, read in one call of the host."""
-    reading = JointReading(group, asked)
-    handles = list(dict.fromkeys(one.handle for one in asked if one.trains))
-    weights = [one.weights for one in asked if one.weights is not None]
-    if handles or (torch.is_grad_enabled() and any(map(_weights_train, asked))):
+    return _looked_up(JointReading(group, asked, side_by_side=False))
+
+
+def look_up_side_by_side(group: Group, asked: Sequence[Asked]) -> Tensor:
+    """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
+    reading = JointReading(group, asked, side_by_side=True)
+    found = _looked_up(reading)
+    return found[0] if reading.side_by_side else torch.cat(found, dim=1)
+
+
+def _looked_up(reading: JointReading) -> list[Tensor]:
+    handles = list(dict.fromkeys(one.handle for one in reading.asked if one.trains))
+    weights = [one.weights for one in reading.asked if one.weights is not None]
+    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.asked))):
         return list(JointLookup.apply(reading, handles, *handles, *weights))
     return reading.read(for_weights=False)
 
@@ -54,28 +65,49 @@ class JointReading:
     Args:
         group: of all tables.
         asked: of it.
+        side_by_side: return one tensor of all bags, if they can be read so.
+
+    Attributes:
+        side_by_side: whether they can.
     """
 
-    def __init__(self, group: Group, asked: Sequence[Asked]) -> None:
+    def __init__(self, group: Group, asked: Sequence[Asked], side_by_side: bool) -> None:
         self._group, self.asked = group, asked
         with span("plan"):
             self._batch = group.plan([one.feature for one in asked])
+        alike = len({(one.handle.device, one.dtype) for one in asked}) == 1 and not any(map(_weights_train, asked))
+        self.side_by_side = side_by_side and alike and may_be_side_by_side(self._batch)
         self._found: Any = None
 
     def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature; `for_weights`: `weight_grads` will be asked for."""
+        """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
         waited(self.asked[0].side)
         with span("read"):
-            self._found = self._group.read(self._batch, for_weights)
-        outputs = zip(self.asked, self._found.outputs, strict=True)
-        return [torch.from_numpy(out).to(one.handle.device, one.dtype) for one, out in outputs]
+            self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
+        if self.side_by_side:
+            return [self._delivered(self.asked[0], found.arrays[0].reshape(len(found.outputs[0]), -1))]
+        return [self._delivered(one, out) for one, out in zip(self.asked, found.outputs, strict=True)]
+
+    @staticmethod
+    def _delivered(asked: Asked, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(asked.handle.device, asked.dtype)
+
+    def trains(self) -> list[bool]:
+        """Return for each output whether gradients come back to it."""
+        each = [one.trains or _weights_train(one) for one in self.asked]
+        return [any(each)] if self.side_by_side else each
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
-        """Return the gradients of the rows of each table that some came back to, in float32 arrays by feature."""
+        """Return the gradients of the rows of each table that some came back to, in float32 arrays by output."""
         with span("sum"):
-            summed = {part.table: part.grads for part in self._group.sum(self._found, grads)}
-        parts = zip(self.asked, grads, strict=True)
-        handles = dict.fromkeys(one.handle for one, own in parts if one.trains and own is not None)
+            if self.side_by_side:
+                found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+                handles = {one.handle for one in self.asked if one.trains}
+            else:
+                found = self._group.sum(self._found, grads)
+                parts = zip(self.asked, grads, strict=True)
+                handles = {one.handle for one, own in parts if one.trains and own is not None}
+        summed = {part.table: part.grads for part in found}
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
@@ -93,7 +125,7 @@ class JointLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reading: JointReading, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each feature.
+        """Return the output of each feature, or one of all.
 
         Args:
             ctx: autograd's.
@@ -106,8 +138,7 @@ class JointLookup(torch.autograd.Function):
         weights = tensors[len(handles) :]
         ctx.save_for_backward(*weights)  # so that autograd notices when they are written to before the backward
         outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
-        pairs = zip(reading.asked, outputs, strict=True)
-        ctx.mark_non_differentiable(*(out for one, out in pairs if not (one.trains or _weights_train(one))))
+        ctx.mark_non_differentiable(*(out for out, trains in zip(outputs, reading.trains(), strict=True) if not trains))
         return tuple(outputs)
 
     @staticmethod
