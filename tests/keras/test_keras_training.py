@@ -310,14 +310,27 @@ def test_gradients_may_be_applied_twice():
     np.testing.assert_allclose(mine, theirs, rtol=0, atol=ROUNDED)
 
 
-def test_a_table_has_one_optimizer_at_a_time():
+def test_state_that_steps_leave_in_rows_is_of_one_optimizer_at_a_time():
     ids, targets = batches(16)
-    model, table = ours(erk.optimizer(SGD(0.05)))
+    model, table = ours(erk.optimizer(Adam(0.05)))
     fit(model, ids, targets)
-    other, _ = ours(erk.optimizer(SGD(0.1)), table=table)
+    other, _ = ours(erk.optimizer(Adam(0.1)), table=table)
     fit(other, ids, targets)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="are held by another optimizer"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="are held by another optimizer, which was built later"):
         fit(model, ids, targets)
+    assert table.steps == 4
+
+
+@pytest.mark.parametrize("rule", [None, er.Adam()], ids=["no state", "the layer's state"])
+def test_optimizers_step_rows_in_turn_where_no_state_is_theirs(rule):
+    layer = erk.Embedding(er.Table(ROWS, 4, init=er.Zeros()), rule=rule)
+    layer.build()
+    optimizers = [erk.optimizer(SGD(lr)) for lr in (0.5, 0.25)]
+    for k in range(4):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(np.array([1])))
+        optimizers[k % 2].apply([tape.gradient(loss, layer.rows)], [layer.rows])
+    np.testing.assert_allclose(layer.table.lookup([1]), -1.5, rtol=1e-5)
 
 
 def test_the_layer_brings_a_rule():
@@ -467,22 +480,25 @@ def test_gradients_that_nobody_applies_do_not_pile_up(is_graph):
     assert table.steps == 0
 
 
-def test_gradients_that_nobody_looks_at_are_told(monkeypatch):
+def test_gradients_that_nobody_looks_at_are_not_computed(monkeypatch):
     monkeypatch.setattr("embedrock.keras.training.pending.PASSES", 5)
     ids = batches(16)[0]
     model, table = ours(erk.optimizer(SGD(0.05)))
     layer = model.layers[1]
 
     @tf.function
-    def unused():
+    def unused(rounds):
+        total = tf.zeros(())
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(ids))
-        tape.gradient(loss, layer.rows)
+            for _ in range(rounds) if isinstance(rounds, int) else tf.range(rounds):
+                total += tf.reduce_sum(layer(ids))
+        tape.gradient(total, layer.rows)
 
-    for _ in range(5):
-        unused()
-    with pytest.raises(tf.errors.OpError, match="5 backward passes of a table wait for a step"):
-        unused()
+    for _ in range(12):
+        unused(1)
+    assert not layer.handle.pending._arrivals
+    with pytest.raises(tf.errors.OpError, match=r"5 backward passes of a table wait for a step.*a loop"):
+        unused(tf.constant(6))
     loop(model, ids, batches(16)[1], lambda k, grads, variables: model.optimizer.apply(grads, variables))
     assert table.steps == 1
 

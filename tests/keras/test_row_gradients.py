@@ -19,8 +19,10 @@ ROWS, DIM = 5, 2
 SGD = keras.optimizers.SGD
 FIRST = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM) / 8
 IDS, OTHERS = tf.constant([[1, 3, 1], [3, 4, 1]]), tf.constant([[4, 4, 0], [1, 1, 2]])
+HALF, THIRD = keras.Variable(0.5), tf.Variable(3.0)
 WEIGHTS = tf.constant([[3.0, 4.0], [-1.0, 0.5]])[:, tf.newaxis]
 
+_tf: Any = tf
 Look = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -65,10 +67,16 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "noise": one_each(lambda g: g + tf.random.stateless_normal((ROWS, DIM), (1, 2))),
     "scaled by numbers": one_each(lambda g: 0.25 * g / 2 + 3.0 * -g),
     "scaled by tensors": one_each(lambda g: tf.constant(0.25) * g - g / tf.constant(3.0)),
+    "scaled by variables": one_each(lambda g: HALF * (g * HALF) + g / THIRD),
+    "scaled by arrays of one": one_each(lambda g: np.float32([0.5]) * g + g * np.float32(2) - np.float32(3) * g),
+    "operators": one_each(lambda g: abs(g) % 0.7 - g // 0.5),
+    "comparisons": one_each(lambda g: tf.where(g > 0.1, g, tf.cast(g <= -0.5, tf.float32))),
+    "divided by a root of squares": one_each(lambda g: g / tf.sqrt(tf.reduce_sum(tf.square(g)))),
     "squared": one_each(lambda g: g**2 + g * g),
     "add_n": one_each(lambda g: tf.add_n([g, g, tf.tanh(g)])),
     "sum": one_each(lambda g: sum([g, g]) - tf.clip_by_norm(g, 1.0)),
     "where": one_each(lambda g: tf.where(tf.greater(g, 0.0), g, 0.0)),
+    "sums with keras.ops": one_each(lambda g: _tf.add_n([keras.ops.multiply(g, 2.0), g])),
     "keras.ops": one_each(lambda g: keras.ops.clip(keras.ops.multiply(g, 0.5), -1, 1)),
     "keras.ops.divide": one_each(lambda g: keras.ops.divide(g, 4.0)),
     "of values": one_each(
@@ -196,6 +204,132 @@ def test_several_gradients_are_applied_one_after_the_other() -> None:
     np.testing.assert_array_equal(*rows)
 
 
+def test_a_gradient_is_applied_in_every_round_of_a_loop() -> None:
+    layer, table = made()
+    optimizer = erk.optimizer(SGD(1.0))
+    optimizer.build([layer.rows])
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS))
+        gradient = tape.gradient(loss, layer.rows)
+        for _ in tf.range(12):
+            optimizer.apply([gradient], [layer.rows])
+
+    step()
+    step()
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS))[:, 0], FIRST[:, 0] - [0, 72, 0, 48, 24])
+    assert table.steps == 24
+
+
+def test_a_gradient_that_a_function_knows_is_applied_at_each_of_its_calls() -> None:
+    layer, table = made()
+    optimizer = erk.optimizer(SGD(1.0))
+    optimizer.build([layer.rows])
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS))
+        gradient = tape.gradient(loss, layer.rows)
+        inner = tf.function(lambda: optimizer.apply([gradient], [layer.rows]))
+        inner()
+        inner()
+
+    step()
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS))[:, 0], FIRST[:, 0] - [0, 6, 0, 4, 2])
+
+
+def jacobian(look: Look, variable: Any) -> Any:
+    with tf.GradientTape() as tape:
+        out = tf.reduce_sum(look(IDS) ** 2, axis=[1, 2])
+    return tape.jacobian(out, variable)
+
+
+def watched(look: Look, variable: Any) -> Any:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variable.value)
+        loss = tf.reduce_sum(look(IDS) ** 2)
+    return tape.gradient(loss, variable)
+
+
+def not_watched(look: Look, variable: Any) -> Any:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        loss = tf.reduce_sum(look(IDS) ** 2)
+    return tape.gradient(loss, variable)
+
+
+def by_tf_gradients(look: Look, variable: Any) -> Any:
+    return tf.function(lambda: tf.gradients(tf.reduce_sum(look(IDS) ** 2), variable)[0])()
+
+
+def around_a_function(look: Look, variable: Any) -> Any:
+    function = tf.function(lambda ids: tf.reduce_sum(look(ids) ** 2))
+    with tf.GradientTape() as tape:
+        loss = function(IDS) * 2.0 + function(IDS[:1])
+    return tape.gradient(loss, variable)
+
+
+def penalized(look: Look, variable: Any) -> Any:
+    """A gradient of the gradient of what the layer returns."""
+    with _tf.GradientTape() as tape:
+        out = look(IDS)
+        with _tf.GradientTape() as inner:
+            inner.watch(out)
+            loss = tf.reduce_sum(out * tf.reduce_sum(out**2))
+        penalty = tf.reduce_sum(inner.gradient(loss, out) ** 2)
+    return tape.gradient(penalty, variable)
+
+
+def asked_for_twice(look: Look, variable: Any) -> Any:
+    with _tf.GradientTape() as tape:
+        loss = tf.reduce_sum(look(IDS) ** 2)
+    one, two = tape.gradient(loss, [variable, variable])
+    return one + two
+
+
+TAPES = (jacobian, watched, not_watched, by_tf_gradients, around_a_function, penalized, asked_for_twice)
+
+
+@pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("gradient", TAPES, ids=lambda f: f.__name__)
+def test_what_tapes_are_asked_for(gradient: Any, wrap: Any) -> None:
+    layer, _ = made()
+    variable = keras.Variable(FIRST)
+
+    def look(ids: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.matmul(tf.one_hot(ids, ROWS), tf.convert_to_tensor(variable.value))
+
+    mine, its = wrap(lambda: gradient(layer, layer.rows))(), wrap(lambda: gradient(look, variable))()
+    if its is None:
+        assert mine is None
+    else:
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_slices", [True, False], ids=["slices", "dense"])
+def test_gradients_of_unknown_shape(as_slices: bool) -> None:
+    layer, table = made()
+    optimizer = erk.optimizer(SGD(1.0))
+    optimizer.build([layer.rows])
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(IDS))
+        gradient = tape.gradient(loss, layer.rows)
+        if as_slices:
+            given = [gradient.values, gradient.indices]
+            made: Any = tf.IndexedSlices(*tf.py_function(lambda *parts: parts, given, [tf.float32, tf.int64]))
+        else:
+            made = tf.py_function(lambda dense: dense, [tf.convert_to_tensor(gradient)], tf.float32)
+        optimizer.apply([made], [layer.rows])
+
+    step()
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS))[:, 0], FIRST[:, 0] - [0, 3, 0, 2, 1])
+
+
 def test_what_is_too_old_is_told() -> None:
     layer, _ = made()
     optimizer = erk.optimizer(SGD(0.5))
@@ -319,6 +453,10 @@ LARGE: dict[str, Callable[[Any], Any]] = {
     "clipped": lambda g: tf.clip_by_value(tf.clip_by_norm(g, 3.0), -1.0, 1.0).values,
     "clipped to a number of the program": lambda g: tf.clip_by_value(g, -tf.norm(g), tf.norm(g)).values,
     "sign": lambda g: tf.sign(g + g).values,
+    "scaled by a variable": lambda g: (HALF.value * (g * HALF)).values,
+    "scaled by an array of one": lambda g: (np.float32([0.5]) * g).values,
+    "absolute": lambda g: abs(g).values,
+    "root of squares": lambda g: tf.sqrt(tf.reduce_sum(tf.square(g))),
 }
 
 
@@ -344,7 +482,10 @@ DENSE: dict[str, Callable[[Any], Any]] = {
     "exp": tf.exp,
     "a number more": lambda g: g + 1.0,
     "clipped to above zero": lambda g: tf.clip_by_value(g, 1.0, 2.0),
-    "sum": tf.reduce_sum,
+    "sum of columns": lambda g: tf.reduce_sum(g, axis=0),
+    "comparison": lambda g: g > 0,
+    "keras.ops.add": lambda g: keras.ops.add(g, g * 1.0 + g),
+    "keras.ops.exp": keras.ops.exp,
     "where": lambda g: tf.where(tf.greater(g, 0.0), g, 0.0),
     "noise": lambda g: g + tf.random.normal((3, DIM)),
 }
@@ -448,6 +589,32 @@ def test_vectorized_lookups_are_refused(wrap: Any) -> None:
     layer, _ = made()
     with pytest.raises(Exception, match=r"tf.vectorized_map drops the gradients .* layer\(ids\)"):
         wrap(lambda: tf.vectorized_map(lambda ids: layer(ids[0]) + layer(ids[1]), IDS))()
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda v, g: v.assign(np.zeros((ROWS, DIM))),
+    "assign_sub": lambda v, g: v.assign_sub(g),
+    "assign_add": lambda v, g: v.assign_add(tf.ones((ROWS, DIM))),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_stands_for_rows_is_not_written_to(write: Callable[[Any, Any], Any]) -> None:
+    layer, _ = made()
+    with pytest.raises(erk.ForgottenGradientsError, match=r"something writes to .* Rows are written by layer\.table"):
+        write(layer.rows, tf.ones((ROWS, DIM)))
+
+
+def test_how_many_rows_a_gradient_is_of() -> None:
+    layer, _ = made()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(IDS))
+    assert len(tape.gradient(loss, layer.rows)) == ROWS
+    layer = erk.Embedding(None, DIM)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(IDS))
+    with pytest.raises(TypeError, match="open ids has no length"):
+        len(tape.gradient(loss, layer.rows))
 
 
 READS: dict[str, Callable[[Any], Any]] = {

@@ -15,8 +15,10 @@ KERAS_SAVING = "keras.src.saving.saving_lib"
 KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
 KERAS_LAYER = "keras.src.layers.layer"
 KERAS_SUMMARY = "keras.src.utils.summary_utils"
+KERAS_SPARSE = "keras.src.backend.tensorflow.sparse"
 KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 TF_VECTORIZED = "tensorflow.python.ops.parallel_for.control_flow_ops"
+TF_TAPE = "tensorflow.python.eager.backprop"
 TF_CHECKPOINT = "tensorflow.python.checkpoint.checkpoint"
 MISSING = object()
 

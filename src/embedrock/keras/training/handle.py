@@ -22,12 +22,13 @@ from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, WaitingSlices, shaped
-from embedrock.keras.training.variable import RowsVariable, reading_refused
+from embedrock.keras.training.variable import RowsVariable, reading_refused, writing_refused
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
+_GRADIENT = "_embedrock_gradient"  # of a token, outside of programs
 WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
@@ -82,7 +83,14 @@ class Handle:
         return next((each for owner in reversed(self._owners) if (each := owner()) is not None), None)
 
     def claim(self, optimizer: Any) -> bool:
-        """Return whether an optimizer may step the rows. From now on those that were built before may not."""
+        """Return whether an optimizer may step the rows.
+
+        Several may, in turn, where their steps leave no state in the rows, or one that is not theirs. Otherwise the
+        one that was built last has taken it over, and those before may not.
+        """
+        rule = self.table.rule
+        if self.own_rule is not None or rule is None or not rule.state():
+            return True
         if all(owner() is not optimizer for owner in self._owners):
             return False
         self._owners = [weakref.ref(optimizer)]
@@ -157,7 +165,7 @@ class Handle:
     def check_untouched(self, value: np.ndarray) -> None:
         """Raise `ForgottenGradientsError` if the variable, which was read, was written to."""
         if value.any():
-            raise ForgottenGradientsError(_misuse(self.label))
+            raise ForgottenGradientsError(writing_refused(self.label))
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
@@ -181,7 +189,9 @@ class Handle:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
 
         if tf.executing_eagerly():
-            return RowSlices(*read(token), shape)
+            if not hasattr(token, _GRADIENT):  # of a variable that is asked for twice there is one token
+                setattr(token, _GRADIENT, RowSlices(*read(token), shape))
+            return getattr(token, _GRADIENT)
         return WaitingSlices(token, self.pending, read, shape)
 
     def _read(self, token: np.ndarray) -> list[np.ndarray]:
@@ -203,6 +213,8 @@ class Handle:
             return gradient.for_step(self.pending)
         if not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
+            if gradient.shape.rank is None and shape[0] is not None:  # of a tf.py_function
+                gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
                 return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
         elif gradient.values.shape.is_compatible_with([None, shape[1]]):
@@ -289,7 +301,7 @@ def _guard(cell: Any, handle: Handle) -> None:
     label = handle.label
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ForgottenGradientsError(_misuse(label))
+        raise ForgottenGradientsError(writing_refused(label))
 
     for name in WRITERS:
         setattr(cell, name, refuse)
@@ -323,12 +335,3 @@ def _is_gradient_function_asking() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _misuse(label: str) -> str:
-    return (
-        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
-        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
-        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
-        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 from tensorflow.python.util import tf_stack
 
 from embedrock.errors import EmbedrockError, UnsupportedError
@@ -93,11 +95,32 @@ def known_to_programs(thing: T) -> Callable[[], T]:
     reference = (lambda: thing) if tf.executing_eagerly() else weakref.ref(thing)
 
     def known() -> T:
-        if (found := reference()) is None:
+        found = reference()
+        if found is None:
             raise GoneError(GONE)
         return found
 
     return known
+
+
+def graphs_around() -> list[Any]:
+    """Return the function that is being traced, the one that it is a part of, and so on."""
+    graphs, graph = [], tf.compat.v1.get_default_graph()
+    while graph is not None:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs
+
+
+def runs_at_most_once_in(graph: Any) -> bool:
+    """Return whether what is being traced runs at most once in each run of a function: that, or a branch in it."""
+    inner = itertools.takewhile(lambda each: each is not graph, graphs_around())
+    return all(isinstance(each, control_flow.CondBranchFuncGraph) for each in inner)
+
+
+def is_in_loop() -> bool:
+    """Return whether what is being traced is in a loop of TensorFlow's."""
+    return any(isinstance(each, control_flow.WhileBodyFuncGraph) for each in graphs_around())
 
 
 def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,7 +118,9 @@ class Lookup:
         dtypes = [tf.float32] * (len(self.trained) + len(shapes))
 
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
-            return host_calls.call(self.sum_gradients, [*sent, *grads], dtypes, keeper=self.functions)
+            # TensorFlow leaves a stateless call out if nobody uses its gradients. Rounds of a loop make them in order.
+            inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
+            return host_calls.call(self.sum_gradients, inputs, dtypes, keeper=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
         found = host_calls.once_differentiable(summed, refusal)(*grads)

@@ -72,10 +72,10 @@ class Pending:
             if number in self._arrivals:
                 self._clear()  # an error for each offence, not for ever
                 raise ForgottenGradientsError(
-                    f"{PASSES} backward passes of a table wait for a step in a tf.function, and none came: gradients "
-                    "that no optimizer applies, or a loop that looks rows up so often. Freeze the layer if its rows "
-                    "are not trained (layer.trainable = False); otherwise look several inputs up in one call: "
-                    "layer([ids, more_ids])."
+                    f"{PASSES} backward passes of a table wait for a step in a tf.function, and none came: a loop that "
+                    "looks rows up so often, or whose gradients no optimizer applies. Look several inputs up in one "
+                    "call, layer([ids, more_ids]). Freeze the layer if its rows are not trained (layer.trainable = "
+                    "False)."
                 )
             self._next = (number + 1) % PASSES
             self._arrivals[number] = Arrival(replica, lookup, self._steps, grads)

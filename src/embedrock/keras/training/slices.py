@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, Union
@@ -13,6 +14,7 @@ import tensorflow as tf
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.errors import UnsupportedError
+from embedrock.keras import callers
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import ForgottenGradientsError, Pending
 
@@ -24,7 +26,7 @@ _tf: Any = tf  # TensorFlow's stubs know nothing of what it dispatches
 Shape = tuple[int | None, int]  # of all rows; None where any id is one
 Pair = tuple[tf.Tensor, tf.Tensor]  # values and indices
 # TensorFlow's dispatch knows no other kind of union.
-Scalar = Union[int, float, np.ndarray, np.generic, tf.Tensor, tf.Variable]  # noqa: UP007
+Scalar = Union[int, float, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable]  # noqa: UP007
 
 
 class RowSlices(tf.IndexedSlices):
@@ -41,6 +43,8 @@ class RowSlices(tf.IndexedSlices):
         table_shape: of all rows.
     """
 
+    __array_ufunc__ = None  # NumPy's arrays leave operators to it
+
     def __init__(self, values: tf.Tensor, indices: tf.Tensor, table_shape: Shape) -> None:
         super().__init__(values, indices)
         self.table_shape = table_shape
@@ -48,8 +52,7 @@ class RowSlices(tf.IndexedSlices):
     @staticmethod
     def of(gradient: tf.IndexedSlices, table_shape: Shape) -> RowSlices:
         """Return a gradient for some rows, whose indices may repeat."""
-        values, indices = tf.cast(gradient.values, tf.float32), tf.cast(gradient.indices, tf.int64)
-        return RowSlices(*_sum([(values, indices)], table_shape[1]), table_shape)
+        return RowSlices(*_sum([_pair_of(gradient)], table_shape[1]), table_shape)
 
     @property
     def values(self) -> tf.Tensor:
@@ -69,7 +72,11 @@ class RowSlices(tf.IndexedSlices):
     @property
     def dense_shape(self) -> tf.Tensor | None:
         """The shape as a tensor; None where it is too large for anything dense."""
-        return _tf.constant(self.table_shape, tf.int64) if self.may_be_dense else None
+        if self.may_be_dense:
+            return _tf.constant(self.table_shape, tf.int64)
+        if any(callers.local(callers.KERAS_SPARSE, *asking) is not callers.MISSING for asking in _OF_ALL_ROWS):
+            raise _refused_as_dense(self.table_shape)
+        return None
 
     @property
     def may_be_dense(self) -> bool:
@@ -118,26 +125,46 @@ class RowSlices(tf.IndexedSlices):
         is_foreign = isinstance(other, tf.IndexedSlices) and not isinstance(other, RowSlices)
         return RowSlices.of(other, self.table_shape) if is_foreign else other
 
-    def __mul__(self, other: Any) -> Any:
-        """Return all values times a number."""
-        return _tf.multiply(self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        """Return all values divided by a number."""
-        return _tf.divide(self, other)
-
-    def __pow__(self, other: Any) -> Any:
-        """Return all values to the power of a number."""
-        return _tf.pow(self, other)
-
     def __neg__(self) -> RowSlices:
         """Return the negative."""
         return self.with_values(-self.values)
 
+    def __abs__(self) -> RowSlices:
+        """Return the absolute values."""
+        return self.with_values(abs(self.values))
 
-_OPERANDS = (int, float, tf.IndexedSlices, tf.Tensor, tf.Variable, np.ndarray)
+    def __len__(self) -> int:
+        """Return how many rows there are in the gradient of all of them."""
+        rows = self.table_shape[0]
+        if rows is None:
+            raise TypeError("the gradient of rows with open ids has no length: len(gradient.indices) counts its rows.")
+        return rows
+
+
+def _operator(function: Any, is_reflected: bool = False) -> Callable[[RowSlices, Any], Any]:
+    """Return a Python operator that does what a function of TensorFlow's does."""
+
+    def operate(self: RowSlices, other: Any) -> Any:
+        return function(other, self) if is_reflected else function(self, other)
+
+    return operate
+
+
+_OPERATORS = {
+    "mul": _tf.multiply,
+    "truediv": _tf.divide,
+    "pow": _tf.pow,
+    "mod": _tf.math.floormod,
+    "floordiv": _tf.math.floordiv,
+}
+_COMPARISONS = {"lt": _tf.less, "le": _tf.less_equal, "gt": _tf.greater, "ge": _tf.greater_equal}
+for _name, _function in _OPERATORS.items():
+    setattr(RowSlices, f"__{_name}__", _operator(_function))
+    setattr(RowSlices, f"__r{_name}__", _operator(_function, is_reflected=True))
+for _name, _function in _COMPARISONS.items():
+    setattr(RowSlices, f"__{_name}__", _operator(_function))
+
+_OPERANDS = (int, float, tf.IndexedSlices, tf.Tensor, tf.Variable, keras.Variable, np.ndarray)
 
 
 def _check_who_asks() -> None:
@@ -158,6 +185,8 @@ def _check_who_asks() -> None:
         frame = frame.f_back
 
 
+# Functions and variables behind those of `keras.ops` that make something of all rows.
+_OF_ALL_ROWS = (("indexed_slices_union_indices_and_values", "x1"), ("sparse_wrapper", "default_value"))
 _OF_REPLICAS = "tensorflow.python.distribute.cross_device"
 
 
@@ -189,11 +218,15 @@ class WaitingSlices(RowSlices):
     ) -> None:
         self._token, self._pending, self._read, self.table_shape = token, pending, read, table_shape
         self._was_sent, self._dense_shape = False, None
-        self._pairs: dict[Any, Pair] = {}  # by graph
+        self._graph = tf.compat.v1.get_default_graph()
+        self._found: Pair | None = None
 
     def sent(self) -> list[tf.Tensor]:
-        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there."""
-        if self._known() is not None:
+        """Return what a step of the rows gets: values and indices, or a token of gradients that wait there.
+
+        A token stands for one step. What is used in a loop, or in another function, may be used by many.
+        """
+        if self._found is not None or not host_calls.runs_at_most_once_in(self._graph):
             return super().sent()
         self._pending.outlives_steps |= self._was_sent
         self._was_sent = True
@@ -203,21 +236,16 @@ class WaitingSlices(RowSlices):
         """Return the same for a step of a table whose gradients wait in `pending`."""
         return self if pending is self._pending else self.with_values(self.values)
 
-    def _known(self) -> Pair | None:
-        """Return what was read already, in the function that is being traced or around it."""
-        graph = tf.compat.v1.get_default_graph()
-        while graph is not None:
-            if graph in self._pairs:
-                return self._pairs[graph]
-            graph = getattr(graph, "outer_graph", None)
-        return None
-
     def _pair(self) -> Pair:
-        pair = self._known()
-        if pair is None:
+        if self._found is None:
             self._pending.outlives_steps |= self._was_sent
-            pair = self._pairs[tf.compat.v1.get_default_graph()] = self._read(self._token)
-        return pair
+            is_inside = self._graph in host_calls.graphs_around()
+            with self._graph.as_default() if is_inside else contextlib.nullcontext():  # otherwise TensorFlow says so
+                found = self._read(self._token)
+            if not is_inside:
+                return found
+            self._found = found
+        return self._found
 
     @property
     def _values(self) -> tf.Tensor:
@@ -243,6 +271,10 @@ def shaped(made: list[tf.Tensor], dim: int) -> Pair:
     return values, indices
 
 
+def _pair_of(slices: tf.IndexedSlices) -> Pair:
+    return tf.cast(slices.values, tf.float32), tf.cast(slices.indices, tf.int64)
+
+
 def _sum(pairs: list[Pair], dim: int) -> Pair:
     """Return the sum of several; indices may repeat, also in one of them."""
 
@@ -260,16 +292,21 @@ def _sum_arrays(*parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------- TensorFlow's functions
 
 
+def _refused_as_dense(table_shape: Shape) -> UnsupportedError:
+    rows, dim = table_shape
+    all_rows = "any id" if rows is None else f"{rows:,} rows"
+    return UnsupportedError(
+        f"a gradient of rows cannot become a dense tensor for {all_rows} of {dim} weights, which this operation "
+        "needs. Use one that goes without (docs/keras.md lists them), or change the values of the rows of the "
+        "batch: gradient.with_values(f(gradient.values)), one row for each of gradient.indices."
+    )
+
+
 def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
     """Return the gradient of all rows."""
-    rows, dim = slices.table_shape
     if not slices.may_be_dense:
-        all_rows = "any id" if rows is None else f"{rows:,} rows"
-        raise UnsupportedError(
-            f"a gradient of rows cannot become a dense tensor for {all_rows} of {dim} weights, which this operation "
-            "needs. Use one that goes without (docs/keras.md lists them), or change the values of the rows of the "
-            "batch: gradient.with_values(f(gradient.values)), one row for each of gradient.indices."
-        )
+        raise _refused_as_dense(slices.table_shape)
+    rows = slices.table_shape[0]
     return tf.cast(tf.math.unsorted_segment_sum(slices.values, slices.indices, rows), dtype or tf.float32, name)
 
 
@@ -332,13 +369,17 @@ Mixed = list[Union[tf.Tensor, RowSlices, None]]  # noqa: UP007
 
 
 def _is_scalar(given: Any) -> bool:
-    return getattr(given, "shape", ()) in ((), tf.TensorShape(()))
+    """Return whether something is one number, which goes for all weights alike."""
+    shape = tf.TensorShape(getattr(given, "shape", ()))
+    return shape.rank in (0, 1, 2) and shape.num_elements() == 1
 
 
-@tf.experimental.dispatch_for_api(tf.add_n, {"inputs": list[RowSlices]})
-def _add_n(inputs: Any, name: str | None = None) -> RowSlices:
-    shape = inputs[0].table_shape
-    return RowSlices(*_sum([(each.values, each.indices) for each in inputs], shape[1]), shape)
+@tf.experimental.dispatch_for_api(tf.add_n, {"inputs": list[Union[RowSlices, tf.IndexedSlices]]})  # noqa: UP007
+def _add_n(inputs: Any, name: str | None = None) -> Any:
+    shape = next((each.table_shape for each in inputs if isinstance(each, RowSlices)), None)
+    if shape is None:
+        return NotImplemented
+    return RowSlices(*_sum([_pair_of(each) for each in inputs], shape[1]), shape)
 
 
 @tf.experimental.dispatch_for_api(tf.clip_by_norm, {"t": RowSlices})
@@ -354,6 +395,12 @@ def _clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None, name
     clipped, norm = tf.clip_by_global_norm(values, clip_norm, use_norm, name)
     both = zip(t_list, clipped, strict=True)
     return [each.with_values(c) if isinstance(each, RowSlices) else c for each, c in both], norm
+
+
+@tf.experimental.dispatch_for_api(tf.reduce_sum, {"input_tensor": RowSlices})
+def _reduce_sum(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None) -> tf.Tensor:
+    summed = input_tensor.values if axis is None and not keepdims else tf.convert_to_tensor(input_tensor)
+    return tf.reduce_sum(summed, axis, keepdims, name)
 
 
 @tf.experimental.dispatch_for_api(tf.norm, {"tensor": RowSlices})

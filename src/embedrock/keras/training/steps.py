@@ -97,8 +97,10 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     for handle in handles:
         if not handle.claim(optimizer):
             raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, which steps them instead of this "
-                f"{type(optimizer).__name__}. A table has one optimizer at a time: use that one, or compile anew."
+                f"the rows of {handle.label} are held by another optimizer, which was built later than this "
+                f"{type(optimizer).__name__} and has taken over their state. A table has one optimizer at a time: use "
+                "one for all steps of the layer, or compile anew. Layers with a rule of their own, such as "
+                "rule=er.Adam(), and plain SGD may be stepped by several."
             )
     return optimizer
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
 from embedrock.keras import callers
+from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.table.table import Table, rows_of
 
 
@@ -34,8 +35,8 @@ class RowsVariable(keras.Variable):
 
     @property
     def shape(self) -> Any:
-        """Its own shape; of all rows where Keras asks for it to count weights, or to tell how much room they take."""
-        if any(callers.local(callers.KERAS_SUMMARY, asking, "weights") is not callers.MISSING for asking in _COUNTING):
+        """Its own shape; of all rows where Keras counts weights and their room, or a tape shapes what it returns."""
+        if any(callers.local(*asking) is not callers.MISSING for asking in _ABOUT_ROWS):
             return self._shape_of_rows()
         if callers.local(callers.KERAS_LEGACY, "_set_weights", "skip_mismatch") is False:
             raise UnsupportedError(
@@ -66,12 +67,21 @@ class RowsVariable(keras.Variable):
     def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(reading_refused(self._label))
 
+    def _refuse_write(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ForgottenGradientsError(writing_refused(self._label))
+
+    assign = assign_add = assign_sub = _refuse_write
     __tf_tensor__ = __array__ = _refuse_read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_read
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse_read
 
 
-_COUNTING = ("count_params", "weight_memory_size")
+# Who asks for the shape of the rows: modules, functions, and variables of these.
+_ABOUT_ROWS = (
+    (callers.KERAS_SUMMARY, "count_params", "weights"),
+    (callers.KERAS_SUMMARY, "weight_memory_size", "weights"),
+    (callers.TF_TAPE, "jacobian", "flat_sources"),
+)
 
 
 def reading_refused(label: str) -> str:
@@ -80,6 +90,16 @@ def reading_refused(label: str) -> str:
         f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
         "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
         "read by layer.table.lookup(ids), and those of a batch are what the layer returns."
+    )
+
+
+def writing_refused(label: str) -> str:
+    """Return what is said to somebody who writes to the variable."""
+    return (
+        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
+        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
+        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
+        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
     )
 
 
