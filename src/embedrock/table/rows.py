@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -408,6 +409,14 @@ class Rows:
         slots = self.admit(plan)
         self.tier.records.write(slots, values)
         self.version.advance()
+
+    def change(self, plan: Plan, function: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Replace the weights of rows that the last step stepped, so that none lags behind, by a function of them.
+
+        It takes and returns float32 (unique, dim).
+        """
+        with self.turn.whole():
+            self.write(plan, rounded(function(self.read_unique(plan)), self.spec))
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""

@@ -27,7 +27,7 @@ class EmbeddingBag(LookupLayer):
     It does what `tf.nn.embedding_lookup_sparse` does, for dense, padded and ragged ids.
 
     Args:
-        input_dim, output_dim, embeddings_initializer: as in `Embedding`.
+        input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint: as in `Embedding`.
         mask_zero: id 0 is padding, which counts in no bag.
         mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
             that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
@@ -58,6 +58,8 @@ class EmbeddingBag(LookupLayer):
         input_dim: int | Table | None,
         output_dim: int | None = None,
         embeddings_initializer: Any = None,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
         *,
@@ -66,7 +68,11 @@ class EmbeddingBag(LookupLayer):
     ) -> None:
         if mode not in MODES:
             raise not_one_of("`mode` of erk.EmbeddingBag", mode, MODES)
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero, sharded=sharded, **options)
+        super().__init__(
+            *(input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint, mask_zero),
+            sharded=sharded,
+            **options,
+        )
         self.mode = mode
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:

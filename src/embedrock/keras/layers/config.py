@@ -29,6 +29,8 @@ OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *dec
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a layer as plain data. Of a model that is being saved, layers on one table say so."""
     table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
+    config["embeddings_regularizer"] = keras.regularizers.serialize(arguments["embeddings_regularizer"])
+    config["embeddings_constraint"] = keras.constraints.serialize(arguments["embeddings_constraint"])
     if isinstance(config["input_dim"], Table):
         config = {name: value for name, value in config.items() if name not in OF_TABLE}
         config["table"] = describe_table(table, layer.label)

@@ -25,6 +25,10 @@ class Embedding(LookupLayer):
         output_dim: weights in a row.
         embeddings_initializer: first values: a name or an instance of Keras' that draws each row by itself, or one of
             Embedrock's. None: "uniform", as in Keras.
+        embeddings_regularizer: one of Keras', or a function of weights (rows, output_dim): its loss is that of the rows
+            which the last call of the model looked up, each once. It is among the `losses` of layer and model.
+        embeddings_constraint: one of Keras', or a function of weights (rows, output_dim), that does to each row what
+            depends on that row only. It is applied to the rows that a step has gradients for, after the step.
         mask_zero: id 0 is padding, masked out for the layers that follow.
         rule: how rows are stepped; None: as the model's optimizer does. Its learning rate, unless one was given to
             it, is the optimizer's.

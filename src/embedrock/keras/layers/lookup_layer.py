@@ -91,7 +91,10 @@ class LookupLayer(RowLayer):
                 f"`weights` of {self.label} must have the structure of the ids, {counted(len(parts), 'tensor')}: got "
                 f"{len(factors)}."
             )
-        return [self.ask(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        requests = [self.ask(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        if self.handle.variable.regularizer is not None:
+            self.looked_up.ids += [request.ids for request in requests]
+        return requests
 
     def answer_all(self, inputs: Any, requests: list[Request], found: list[tf.Tensor]) -> Any:
         """Return what becomes of what was found, in the structure of the inputs."""

@@ -11,10 +11,7 @@ from embedrock.table.options import shows as shows_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OF_ROWS = "would touch every row at each step. Leave it out"
 REFUSED = {
-    "embeddings_regularizer": _OF_ROWS,
-    "embeddings_constraint": _OF_ROWS,
     "weights": "use from_pretrained(weights), which copies nothing",
     "lora_rank": "rows are trained themselves. Leave it out",
     "lora_alpha": "rows are trained themselves. Leave it out",
@@ -40,7 +37,11 @@ class RowLayerOptions(LayerOptions, total=False):
 
 
 OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__.keys()
-OWN = ("input_dim", "output_dim", "embeddings_initializer", "mask_zero", "mode", "sharded")  # that are not the table's
+# That are not the table's, in their order.
+OWN = (
+    *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
+    *("mask_zero", "mode", "sharded"),
+)
 KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
 
 

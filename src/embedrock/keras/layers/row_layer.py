@@ -15,6 +15,7 @@ from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowL
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
+from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
@@ -34,6 +35,8 @@ class RowLayer(keras.layers.Layer):
         input_dim: int | Table | None,
         output_dim: int | None = None,
         embeddings_initializer: Any = None,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         mask_zero: bool = False,
         *,
         sharded: bool = False,
@@ -45,10 +48,13 @@ class RowLayer(keras.layers.Layer):
         super().__init__(**of_keras)
         self.mask_zero = self.supports_masking = mask_zero
         self.supports_jit = False  # XLA cannot call the host
+        dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
             "input_dim": input_dim,
             "output_dim": output_dim,
             "embeddings_initializer": embeddings_initializer,
+            "embeddings_regularizer": regularizer_of(embeddings_regularizer, kind),
+            "embeddings_constraint": constraint_of(embeddings_constraint, kind, dim),
             "mask_zero": mask_zero,
             "sharded": sharded,
             **of_table,
@@ -60,6 +66,7 @@ class RowLayer(keras.layers.Layer):
         loading.remember(self._table)
         self._row_state = RowState(self)  # which tf.train.Checkpoint finds among the attributes
         self._handle: Handle | None = None
+        self.looked_up = LookedUp()
 
     def _open(self, kind: str) -> Table:
         config = self._config
@@ -160,12 +167,20 @@ class RowLayer(keras.layers.Layer):
         shards.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
         handle.check_strategy()
-        handle.bring_rule(self._config["rule"])
+        for name in ("rule", "embeddings_regularizer", "embeddings_constraint"):
+            handle.bring(name, self._config[name])
+        if (regularizer := handle.brought.get("embeddings_regularizer")) is not None:
+            handle.variable.regularizer = BatchRegularizer(handle, regularizer)
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
         state.refuse_get_weights(self)
         self.built = True
+
+    def _clear_losses(self) -> None:
+        """Forget what Keras forgets when a model is called."""
+        super()._clear_losses()
+        self.looked_up.ids.clear()
 
     # ------------------------------------------------------------ saving
 

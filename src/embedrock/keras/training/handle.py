@@ -50,14 +50,15 @@ class Handle:
         variable: the Keras variable, float32 (SLOTS,).
         strategy: the `tf.distribute` strategy that it was made under.
         label: what error messages call the layer.
-        rule: that the layers on the table brought; None where the rows follow the optimizer.
+        brought: what the layers on the table have brought, by the name of their argument: `rule` (none where the rows
+            follow the optimizer), `embeddings_regularizer`, `embeddings_constraint`.
         pending: gradients that wait for a step.
         functions: what programs call on the host for lookups and steps. See `host_calls.call`.
     """
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
-        self.rule: Rule | None = None
+        self.brought: dict[str, Any] = {}
         self.pending = Pending()
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
@@ -96,17 +97,19 @@ class Handle:
         self._owners = [weakref.ref(optimizer)]
         return True
 
-    def bring_rule(self, rule: Rule | None) -> None:
-        """Note the rule that a layer on the table brings.
+    def bring(self, name: str, given: Any) -> None:
+        """Note what a layer on the table brings, or None.
 
         Raises:
             ArgumentError: another layer brought another one.
         """
-        if rule is not None and self.rule not in (None, rule):
+        known = self.brought.get(name)
+        if given is not None and known is not None and not _is_same(known, given):
             raise ArgumentError(
-                f"`rule` of layers that share a table must be the same: {self.label} has {self.rule}, got {rule}."
+                f"`{name}` of layers that share a table must be the same: {self.label} has {known}, got {given}."
             )
-        self.rule = rule if self.rule is None else self.rule
+        if given is not None:
+            self.brought.setdefault(name, given)
 
     def share_trainable(self, trainable: bool) -> None:
         """Note whether a layer on the table, which is being built, is trained.
@@ -127,7 +130,7 @@ class Handle:
     @property
     def own_rule(self) -> Rule | None:
         """The rule that steps the rows, of the layers on the table or of the table; None where they follow."""
-        return given_rule(self.table) if self.rule is None else self.rule
+        return self.brought.get("rule") or given_rule(self.table)
 
     def bind(self, owner: Any, rule: Rule) -> None:
         """Note which optimizer steps the rows, and give them its rule. (Those of a snapshot are not stepped.)
@@ -151,7 +154,7 @@ class Handle:
         own = self.table.rule
         go_on = "" if own is None else f"To go on so, give the layer rule={written(own)}."
         return RuleTaker(
-            f"erk.optimizer({type(owner).__name__})", self.label, go_on, owner.resets_state, self.rule is not None
+            f"erk.optimizer({type(owner).__name__})", self.label, go_on, owner.resets_state, "rule" in self.brought
         )
 
     def check_strategy(self) -> None:
@@ -217,7 +220,7 @@ class Handle:
                 gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
                 return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
-        elif gradient.values.shape.is_compatible_with([None, shape[1]]):
+        elif tf.TensorShape(gradient.values.shape).is_compatible_with([None, shape[1]]):
             return RowSlices.of(gradient, shape)
         raise ArgumentError(
             f"a gradient for the rows of {self.label} must be what a tape returns for layer.rows, or for all of "
@@ -253,6 +256,13 @@ def _weakly(handle: Handle) -> Callable[[tf.Tensor], RowSlices]:
         return found.gradient(token)
 
     return gradient
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two rules, regularizers or constraints do the same."""
+    if type(one) is type(other) and isinstance(one, (keras.regularizers.Regularizer, keras.constraints.Constraint)):
+        return one.get_config() == other.get_config()
+    return one == other
 
 
 @contextmanager

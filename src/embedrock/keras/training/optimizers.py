@@ -40,6 +40,7 @@ class RowOptimizer:
         for handle in handles:
             if handle.own_rule is None:
                 check_followed(self, steps.decays(self, handle))
+            steps.check_constraint(handle, self)
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
         if handles and self.gradient_accumulation_steps:
             self._accumulated_gradients = [

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from embedrock import rules
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, UnknownArgumentError
+from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.regularization import constrain
 from embedrock.keras.workers.exchange import MessageReader, pack
 from embedrock.keras.workers.shards import own_part
 from embedrock.rules import Rule
@@ -115,7 +117,9 @@ def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[R
         for handle, part in zip(handles, due, strict=True):
             handle.check_rule(optimizer, part.rule)
         step_all(due)
-        for handle in handles:
+        for handle, part in zip(handles, due, strict=True):
+            if part.grads.is_finite:
+                constrain(handle, part.grads.plan)
             handle.pending.end_step()
     return np.int64(len(due))
 
@@ -123,6 +127,17 @@ def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[R
 def bind(handle: Handle, optimizer: Any) -> None:
     """Bind a table's rows to the optimizer that steps them, and give them its rule."""
     handle.bind(optimizer, _rule(optimizer, handle, None))
+
+
+def check_constraint(handle: Handle, optimizer: Any) -> None:
+    """Raise `UnsupportedError` where a constraint of rows would not last under the rule that steps them."""
+    rule = _rule(optimizer, handle, None)
+    if "embeddings_constraint" in handle.brought and isinstance(rule, rules.Ftrl) and rule.dense:
+        raise UnsupportedError(
+            f"`embeddings_constraint` of {handle.label} cannot go with Ftrl, which makes every weight anew of its "
+            "state at each step, also in rows that no batch touches. Leave it out, or give the layer a rule of its "
+            "own, such as rule=er.Ftrl(), which steps the rows of the batch only."
+        )
 
 
 def rebind(handle: Handle) -> None:

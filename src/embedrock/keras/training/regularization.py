@@ -1,0 +1,139 @@
+"""Regularizers and constraints of rows: what Keras does to all weights, done to the rows of a batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # Keras tells no other way that it only tries
+
+from embedrock.batch.plan import Plan
+from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.keras import callers
+from embedrock.keras.training import host_calls
+from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.lookup import look_up
+from embedrock.keras.training.requests import Request
+from embedrock.table.table import rows_of
+
+# Rows that a constraint is tried on: large and small ones, of both signs.
+TRIED = np.float32([[100.0], [-100.0], [1e-3], [-1.0]])
+
+
+class LookedUp:
+    """The ids that a layer has looked up since its model was called.
+
+    Attributes:
+        ids: tensors of any shape.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[tf.Tensor] = []
+
+
+class BatchRegularizer:
+    """What Keras calls for the loss that a table's rows add: their regularizer, of each row of the batch once.
+
+    Args:
+        handle: of the table.
+        regularizer: of Keras, or a function of weights (rows, dim).
+    """
+
+    def __init__(self, handle: Handle, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self._handle, self._regularizer = weakref.ref(handle), regularizer
+
+    def __call__(self, variable: Any) -> tf.Tensor:
+        """Return the loss of the rows that the layers of the model looked up whose `losses` are asked for."""
+        if in_symbolic_scope():  # Keras tries what a model returns and loses, apart
+            return tf.zeros(())
+        handle = self._handle()
+        model = callers.local(callers.KERAS_LAYER, "_get_regularization_losses", "self")
+        if handle is None or model is callers.MISSING:
+            raise UnsupportedError("the regularizer of rows is for those of a batch: use layer.losses or model.losses.")
+        ids = [part for layer in model._flatten_layers() for part in _looked_up(layer, handle)]
+        if not ids:
+            return tf.zeros(())
+        flat = tf.concat([tf.reshape(tf.cast(part, tf.int64), [-1]) for part in ids], 0)
+        rows = look_up([Request(handle, tf.sort(tf.unique(flat).y))])[0]
+        return self._regularizer(tf.cast(rows, handle.table.spec.dtype))
+
+
+def _looked_up(layer: Any, handle: Handle) -> list[tf.Tensor]:
+    """Return the ids of a handle's rows that a layer of any kind has looked up."""
+    if getattr(layer, "_handle", None) is not handle:
+        return []
+    graphs = host_calls.graphs_around()
+    for part in layer.looked_up.ids:
+        if tf.is_symbolic_tensor(part) and part.graph not in graphs:
+            raise UnsupportedError(
+                f"`embeddings_regularizer` of {layer.label} needs the ids of the batch where the losses are added up: "
+                "got a lookup in a loop, a branch or another tf.function, whose tensors stay in there. Call the layer "
+                "outside of it, or add losses inside."
+            )
+    return layer.looked_up.ids
+
+
+def constrain(handle: Handle, plan: Plan) -> None:
+    """Apply the constraint of a table's rows, if there is one, to those that the last step stepped."""
+    constraint = handle.brought.get("embeddings_constraint")
+    if constraint is None:
+        return
+
+    def constrained(weights: np.ndarray) -> np.ndarray:
+        changed = np.array(tf.cast(constraint(tf.cast(weights, handle.table.spec.dtype)), tf.float32))
+        if changed.shape != weights.shape or not np.isfinite(changed).all():
+            raise ArgumentError(
+                f"`embeddings_constraint` of {handle.label} must return finite weights {weights.shape}: got "
+                f"{changed.shape}{' with NaN or Inf' * (not np.isfinite(changed).all())}. The step was made without it."
+            )
+        return changed
+
+    rows_of(handle.table).change(plan, constrained)
+
+
+def regularizer_of(given: Any, kind: str) -> Any:
+    """Return the regularizer of a layer, of what Keras makes one of.
+
+    Raises:
+        ArgumentError: it makes none of that.
+    """
+    return _made(keras.regularizers.get, "embeddings_regularizer", given, kind, 'keras.regularizers.L2(1e-4), or "l2"')
+
+
+def constraint_of(given: Any, kind: str, dim: Any) -> Any:
+    """Return the constraint of a layer, of what Keras makes one of.
+
+    Raises:
+        ArgumentError: it makes none of that, or one that does to a row what depends on others.
+    """
+    example = 'keras.constraints.MaxNorm(2.0, axis=1), or "non_neg"'
+    made = _made(keras.constraints.get, "embeddings_constraint", given, kind, example)
+    if made is None or not isinstance(dim, int) or dim < 1:  # which has an error of its own
+        return made
+    with tf.init_scope():
+        rows = tf.constant(TRIED * (1 + np.arange(dim, dtype=np.float32)))
+        together = np.asarray(made(rows))
+        alone = [np.asarray(made(rows[k : k + 1])) for k in range(len(TRIED))]
+    if together.shape != rows.shape or not np.allclose(together, np.concatenate(alone), rtol=1e-5, atol=1e-6):
+        raise ArgumentError(
+            f"`embeddings_constraint` of {kind} must do to each row what depends on that row only, as it sees those of "
+            f"a batch: got {_described(made)}. Those of Keras that have an axis need axis=1, "
+            "keras.constraints.UnitNorm(axis=1) for rows of length 1; axis=0 is over all rows of a column."
+        )
+    return made
+
+
+def _made(get: Callable[[Any], Any], name: str, given: Any, kind: str, example: str) -> Any:
+    try:
+        return get(given)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(f"`{name}` of {kind} must be one of Keras', such as {example}: got {given!r}.") from error
+
+
+def _described(made: Any) -> str:
+    config = made.get_config() if hasattr(made, "get_config") else {}
+    return f"{getattr(made, '__name__', type(made).__name__)}({', '.join(f'{k}={v!r}' for k, v in config.items())})"
