@@ -325,7 +325,7 @@ def test_ragged_inputs_in_a_model():
 
 def test_config():
     layer = erk.Embedding(
-        ROWS, DIM, "random_normal", True, rule=er.Adagrad(lr=0.3), seed=7, name="emb", dtype="bfloat16"
+        ROWS, DIM, "random_normal", mask_zero=True, rule=er.Adagrad(lr=0.3), seed=7, name="emb", dtype="bfloat16"
     )
     copy = erk.Embedding.from_config(layer.get_config())
     assert copy.get_config() == layer.get_config()

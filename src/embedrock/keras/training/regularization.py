@@ -21,7 +21,7 @@ from embedrock.keras.training.requests import Request
 from embedrock.table.table import rows_of
 
 # Rows that a constraint is tried on: large and small ones, of both signs.
-TRIED = np.float32([[100.0], [-100.0], [1e-3], [-1.0]])
+TRIED = np.array([[100.0], [-100.0], [1e-3], [-1.0]], np.float32)
 
 
 class LookedUp:
