@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -330,6 +331,34 @@ def test_gradients_of_unknown_shape(as_slices: bool) -> None:
     np.testing.assert_array_equal(table.lookup(np.arange(ROWS))[:, 0], FIRST[:, 0] - [0, 3, 0, 2, 1])
 
 
+def test_what_was_traced_before_a_table_grew() -> None:
+    table = er.Table(ROWS, DIM, init=er.Zeros())
+    layer: Any = erk.Embedding(table)
+    layer.build()
+    optimizer = erk.optimizer(SGD(1.0))
+    optimizer.build([layer.rows])
+
+    def gradient(ids: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids))
+        return tape.gradient(loss, layer.rows)
+
+    programs = [tf.function(lambda ids: tf.exp(gradient(ids))), tf.function(gradient)]
+    programs.append(tf.function(lambda ids: optimizer.apply([tf.ones((ROWS, DIM))], [layer.rows])))
+    for program in programs:
+        program(IDS)
+    before = gradient(IDS)
+    layer.grow(8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"has grown since .* have 5 rows"):
+        programs[0](IDS)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"has grown since .* have 5 rows"):
+        programs[2](IDS)
+    assert table.steps == 1
+    new = programs[1](tf.constant([7]))
+    assert (before + new).shape == (8, DIM)
+    np.testing.assert_array_equal(tf.convert_to_tensor(before + new)[:, 0], [0, 3, 0, 2, 1, 0, 0, 1])
+
+
 def test_what_is_too_old_is_told() -> None:
     layer, _ = made()
     optimizer = erk.optimizer(SGD(0.5))
@@ -615,6 +644,22 @@ def test_how_many_rows_a_gradient_is_of() -> None:
         loss = tf.reduce_sum(layer(IDS))
     with pytest.raises(TypeError, match="open ids has no length"):
         len(tape.gradient(loss, layer.rows))
+
+
+@pytest.mark.parametrize("rows", [ROWS, 10**9], ids=["small", "large"])
+def test_histograms_of_tensorboard(rows: int, tmp_path: Any) -> None:
+    layer = erk.Embedding(rows, DIM)
+    layer.build()
+    callback: Any = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1, write_graph=False)
+    callback.set_model(keras.Sequential([layer]))
+    if rows == ROWS:
+        seen: list[Any] = []
+        callback.summary = SimpleNamespace(histogram=lambda name, data, step: seen.append(_tf.convert_to_tensor(data)))
+        callback._log_weights(0)
+        np.testing.assert_array_equal(seen[0], layer.table.lookup(np.arange(ROWS)))
+    else:
+        with pytest.raises(UnsupportedError, match=r"TensorBoard\(histogram_freq=.*has too many"):
+            callback._log_weights(0)
 
 
 READS: dict[str, Callable[[Any], Any]] = {

@@ -58,11 +58,11 @@ class EmbeddingBag(LookupLayer):
         input_dim: int | Table | None,
         output_dim: int | None = None,
         embeddings_initializer: Any = None,
-        embeddings_regularizer: Any = None,
-        embeddings_constraint: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
         *,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         sharded: bool = False,
         **options: Unpack[RowLayerOptions],
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import sys
 import weakref
@@ -21,7 +22,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
-from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, WaitingSlices, shaped
+from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, TableShape, WaitingSlices, checked, shaped
 from embedrock.keras.training.variable import RowsVariable, reading_refused, writing_refused
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
@@ -180,7 +181,7 @@ class Handle:
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
         """Return, in a program, the gradient of the rows that a sum of tokens stands for."""
-        shape, dim = (self.table.rows, self.table.dim), self.table.dim
+        shape, dim = self.shape, self.table.dim
         known = host_calls.known_to_programs(self)
 
         def found(token: tf.Tensor) -> list[tf.Tensor]:
@@ -197,6 +198,26 @@ class Handle:
             return getattr(token, _GRADIENT)
         return WaitingSlices(token, self.pending, read, shape)
 
+    @property
+    def shape(self) -> TableShape:
+        """That of all rows, which programs check when they run."""
+        rows = self.table.rows
+        shape, known = TableShape((rows, self.table.dim)), host_calls.known_to_programs(self)
+        if not tf.executing_eagerly():
+            check = functools.partial(self._check_rows, rows)
+            shape.check = lambda: host_calls.call(check, [], [tf.int64], keeper=known().functions)
+        return shape
+
+    def _check_rows(self, rows: int | None) -> np.int64:
+        if self.table.rows != rows:
+            raise ArgumentError(
+                f"{self.label} has grown since a tf.function was traced that makes dense tensors of its gradients: "
+                f"they have {rows} rows, in which new ones have no place. Trace it anew: make the tf.function again, "
+                "or call model.make_train_function(force=True). Or do without dense gradients: docs/keras.md says what "
+                "needs them."
+            )
+        return np.int64(0)
+
     def _read(self, token: np.ndarray) -> list[np.ndarray]:
         grads = self.pending.read(token, is_last=False) or self.no_gradients()
         return [buffers.copy(grads.values), grads.plan.ids.copy()]  # TensorFlow writes to what it is given
@@ -211,7 +232,7 @@ class Handle:
         Raises:
             ArgumentError: it is none.
         """
-        shape = (self.table.rows, self.table.dim)
+        shape = self.shape
         if isinstance(gradient, RowSlices) and gradient.table_shape[1] == shape[1]:
             return gradient.for_step(self.pending)
         if not isinstance(gradient, tf.IndexedSlices):
@@ -219,7 +240,8 @@ class Handle:
             if gradient.shape.rank is None and shape[0] is not None:  # of a tf.py_function
                 gradient = tf.ensure_shape(gradient, shape)
             if shape[0] is not None and gradient.shape.rank == 2 and gradient.shape.is_compatible_with(shape):
-                return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
+                with tf.control_dependencies(checked(shape)):
+                    return RowSlices(tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64), shape)
         elif tf.TensorShape(gradient.values.shape).is_compatible_with([None, shape[1]]):
             return RowSlices.of(gradient, shape)
         raise ArgumentError(

@@ -24,6 +24,18 @@ DENSE_WEIGHTS = 1 << 24
 _tf: Any = tf  # TensorFlow's stubs know nothing of what it dispatches
 
 Shape = tuple[int | None, int]  # of all rows; None where any id is one
+
+
+class TableShape(tuple[int | None, int]):
+    """The shape of all rows; None for rows where any id is one.
+
+    Attributes:
+        check: raises an error when a program runs that made something of this shape, and the table has grown since.
+    """
+
+    check: Callable[[], Any] | None = None
+
+
 Pair = tuple[tf.Tensor, tf.Tensor]  # values and indices
 # TensorFlow's dispatch knows no other kind of union.
 Scalar = Union[int, float, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable]  # noqa: UP007
@@ -306,8 +318,16 @@ def _dense(slices: RowSlices, dtype: Any = None, name: str | None = None, as_ref
     """Return the gradient of all rows."""
     if not slices.may_be_dense:
         raise _refused_as_dense(slices.table_shape)
+    with tf.control_dependencies(checked(slices.table_shape)):
+        values = tf.identity(slices.values)
     rows = slices.table_shape[0]
-    return tf.cast(tf.math.unsorted_segment_sum(slices.values, slices.indices, rows), dtype or tf.float32, name)
+    return tf.cast(tf.math.unsorted_segment_sum(values, slices.indices, rows), dtype or tf.float32, name)
+
+
+def checked(shape: Shape) -> list[Any]:
+    """Return, in a program, what fails at a run after the table has grown: what is dense has no place for new rows."""
+    check = getattr(shape, "check", None)
+    return [] if check is None or tf.executing_eagerly() else check()
 
 
 tf.register_tensor_conversion_function(RowSlices, _dense, priority=50)  # before that of tf.IndexedSlices
@@ -343,7 +363,8 @@ def _of_two(function: Any, x: Any, y: Any) -> Any:
     if function.__name__ not in ("add", "subtract"):
         return function(tf.convert_to_tensor(x), tf.convert_to_tensor(y))
     pairs = [(x.values, x.indices), ((-y if function.__name__ == "subtract" else y).values, y.indices)]
-    return RowSlices(*_sum(pairs, x.table_shape[1]), x.table_shape)
+    shape = max(x.table_shape, y.table_shape, key=lambda shape: shape[0] or 0)  # the table may have grown in between
+    return RowSlices(*_sum(pairs, shape[1]), shape)
 
 
 # Binary functions that leave zero in the first place as it is, whatever the number. (Where that is NaN or Inf, the

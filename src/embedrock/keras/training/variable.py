@@ -13,6 +13,7 @@ import tensorflow as tf
 from embedrock.errors import UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training.pending import ForgottenGradientsError
+from embedrock.keras.training.slices import DENSE_WEIGHTS
 from embedrock.table.table import Table, rows_of
 
 
@@ -70,8 +71,20 @@ class RowsVariable(keras.Variable):
     def _refuse_write(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ForgottenGradientsError(writing_refused(self._label))
 
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Return all rows for the histograms of `keras.callbacks.TensorBoard`, unless they are too many."""
+        if callers.local(callers.KERAS_TENSORBOARD, "_log_weights", "weight") is not self:
+            self._refuse_read()
+        table = self._rows()
+        if table is None or table.rows is None or table.rows * table.dim > DENSE_WEIGHTS:
+            raise UnsupportedError(
+                f"TensorBoard(histogram_freq=...) pictures all weights, and {self._label} has too many. Leave it out, "
+                "or write tf.summary.histogram of layer.table.lookup(ids) in a callback of your own."
+            )
+        return tf.constant(table.lookup(np.arange(table.rows)))
+
     assign = assign_add = assign_sub = _refuse_write
-    __tf_tensor__ = __array__ = _refuse_read
+    __array__ = _refuse_read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_read
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse_read
 
