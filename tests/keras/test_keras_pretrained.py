@@ -75,7 +75,7 @@ def test_arguments_of_layers_and_tables(tmp_path: Path):
     )
     assert (layer.mode, layer.name, layer.table.name) == ("mean", "bag", "bag")
     np.testing.assert_allclose(layer(IDS), [WEIGHTS[3], WEIGHTS[[1, 29]].mean(0)], rtol=1e-6)
-    assert layer.handle.rule == er.Adagrad(lr=0.5)
+    assert layer.handle.own_rule == er.Adagrad(lr=0.5)
     layer.table.assign([3], np.ones((1, DIM)))
     layer.table.commit()
     layer.table.close()

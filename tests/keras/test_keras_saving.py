@@ -160,7 +160,7 @@ def test_rule_of_a_layer_is_in_its_config():
     again = erk.EmbeddingBag.from_config(json.loads(json.dumps(layer.get_config())))
     assert again.get_config() == layer.get_config()
     again.build()
-    assert again.handle.rule == er.Adam(betas=(0.8, 0.9))
+    assert again.handle.own_rule == er.Adam(betas=(0.8, 0.9))
 
 
 def test_keras_file_refers_to_a_commit_that_is_kept(place, tmp_path):

@@ -655,6 +655,7 @@ def test_histograms_of_tensorboard(rows: int, tmp_path: Any, monkeypatch: Any) -
     if rows == ROWS:
         seen: list[Any] = []
         written = SimpleNamespace(histogram=lambda name, data, step: seen.append(_tf.convert_to_tensor(data)))
+        callback._train_writer  # noqa: B018  # which is made of the real one
         monkeypatch.setattr(keras.callbacks.TensorBoard, "summary", written)
         callback._log_weights(0)
         np.testing.assert_array_equal(seen[0], layer.table.lookup(np.arange(ROWS)))
