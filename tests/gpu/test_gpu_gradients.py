@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -31,8 +32,9 @@ from gpu_models import (
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.errors import UnsupportedError
+from slow import slow
 
-FEW = [ALL_NEAR, SOME_NEAR[1], HOSTED[0]]
+FEW = [SOME_NEAR[1], HOSTED[0], *slow(ALL_NEAR)]  # what is all near takes a part of the way of what is partly near
 
 
 def both(way: Way, loop: Any, **arguments: Any) -> None:
@@ -182,8 +184,11 @@ def bag_losses(mode: str, where: bool, **arguments: Any) -> tuple[np.ndarray, li
     return bag.table.lookup(np.arange(ROWS)), of_weights
 
 
-@pytest.mark.parametrize("arguments", [{}, {"padding_idx": 1}, {"device_memory": 0}, {"directory": "hashed"}], ids=str)
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+KINDS_OF_BAGS = [{}, {"padding_idx": 1}, {"device_memory": 0}, {"directory": "hashed"}]
+BAGS = list(itertools.product(["sum", "mean", "max"], KINDS_OF_BAGS))
+
+
+@pytest.mark.parametrize(("mode", "arguments"), [*BAGS[::2], *slow(*BAGS[1::2])], ids=str)
 def test_bags(mode: str, arguments: dict[str, Any]):
     (mine, _), (theirs, _) = bag_losses(mode, True, **arguments), bag_losses(mode, False, **arguments)
     np.testing.assert_array_equal(mine, theirs)
@@ -196,8 +201,14 @@ def test_bags_with_weights():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1]], ids=by_name)
-@pytest.mark.parametrize("bad", [-1, ROWS, 2**62])
+@pytest.mark.parametrize(
+    ("way", "bad"),
+    [
+        *((ALL_NEAR, -1), (NONE_NEAR, ROWS), (SOME_NEAR[1], 2**62), (SOME_NEAR[1], -1)),
+        *slow((ALL_NEAR, ROWS), (ALL_NEAR, 2**62), (NONE_NEAR, -1), (NONE_NEAR, 2**62), (SOME_NEAR[1], ROWS)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_ids_outside_of_the_table(way: Way, bad: int):
     model = train(make(way), batches(2))
     before = model.weights()

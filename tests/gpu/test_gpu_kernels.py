@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
@@ -123,7 +124,7 @@ class TestGPU(KernelSuite):
     splits = (0.0, 1.0)
 
     # The interpreter is slow; other widths are those of test_steps_are_those_of_the_cpu and test_rows_of_any_width.
-    @pytest.mark.parametrize("dim", [3, 64, *slow(1, 8, 17)])
+    @pytest.mark.parametrize("dim", [3, *slow(1, 8, 17, 64)])
     @pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
     def test_step(self, rule: Rule, dim: int) -> None:
         super().test_step(rule, dim)
@@ -172,9 +173,14 @@ def any_ids(rng: np.random.Generator) -> np.ndarray:
     return np.append(rng.integers(-(2**63), 2**63 - 1, 9), [0, -1, 2**63 - 1, -(2**63)])
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("drawn", DRAWN, ids=str)
-@pytest.mark.parametrize("dim", [1, 37, 64, 1030])
+def drawn_rows() -> list[Any]:
+    """Return all widths with all distributions, each with one type, and slow ones with the others."""
+    pairs, dtypes = list(itertools.product([1, 37, 64, 1030], DRAWN)), list(STORAGES)
+    cases = [(*pair, dtypes[(k + more) % len(dtypes)]) for more in range(len(dtypes)) for k, pair in enumerate(pairs)]
+    return [*cases[: len(pairs)], *slow(*cases[len(pairs) :])]
+
+
+@pytest.mark.parametrize(("dim", "drawn", "dtype"), drawn_rows(), ids=str)
 def test_rows_without_a_record_have_the_first_values_of_the_cpu(dim: int, drawn: tuple[Any, ...], dtype: str) -> None:
     rng = np.random.default_rng(dim)
     ids, slots = any_ids(rng), rng.permutation(20)[:13]

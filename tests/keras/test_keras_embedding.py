@@ -119,7 +119,7 @@ def test_models_of_all_kinds_train_alike(make: Callable[[Any], Any], eagerly: bo
     dense = keras.layers.Dense(DIM, use_bias=False)
     twin = sequential(dense, keras.Input((3, ROWS)))
     dense.set_weights([WEIGHTS])
-    twin.compile(keras.optimizers.SGD(0.1), "mse")
+    twin.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     twin.fit(np.eye(ROWS, dtype=np.float32)[IDS[0]], TARGETS, batch_size=16, shuffle=False, verbose=0)
     np.testing.assert_allclose(layer.table.lookup(np.arange(ROWS)), dense.get_weights()[0], rtol=0, atol=3e-7)
     assert model.predict(IDS[0], verbose=0).shape == (COUNT, 1)

@@ -577,7 +577,7 @@ class TestReadMany:
 
         def work(seed):
             try:
-                for k in range(40):
+                for k in range(12):
                     self.read_and_check(file, 1000 * seed + k)
             except BaseException as error:
                 errors.append(error)

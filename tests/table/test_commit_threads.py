@@ -31,6 +31,7 @@ from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.turn import Turn
 from same_tables import check_same
+from slow import slow
 from small_pieces import SIZES
 from table_files import files_of
 
@@ -467,9 +468,13 @@ ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
 }
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["awaited", "quiet"])
-@pytest.mark.parametrize("name", ["append_sealed", "place", "seal"])
-@pytest.mark.parametrize("kind", sorted(ERRORS))
+def failing(awaited: int) -> list[Any]:
+    """Return each kind of error in each call, every other commit of which is awaited."""
+    pairs = itertools.product(sorted(ERRORS), ["append_sealed", "place", "seal"])
+    return [(kind, name, number % 2 == awaited) for number, (kind, name) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("kind", "name", "wait"), [*failing(0), *slow(*failing(1))])
 def test_whatever_call_fails(kind: str, name: str, wait: bool):
     error, expected = ERRORS[kind]
     call = 0
