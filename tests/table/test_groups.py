@@ -231,6 +231,41 @@ def test_rows_are_removed_from_a_tier() -> None:
         assert rows_of(group[kept]).tier.count == len(ids)
 
 
+def test_a_small_member_of_a_large_pool_looks_through_it_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, sizes = group_of(large={"rows": 10**6}, small={}), list[int]()
+    large, small = group["large"], group["small"]
+    small.update([3, 1], np.ones((2, 4)))
+    large.update(np.arange(70_000), np.ones((70_000, 4)))
+    small.update([2], np.ones((1, 4)))
+    batches = Memory.id_batches
+
+    def counted(self: Memory, size: int) -> Any:
+        sizes.extend(len(ids) for ids in batches(self, size))
+        return batches(self, size)
+
+    monkeypatch.setattr(Memory, "id_batches", counted)
+    assert small.export()[0].tolist() == sorted(small.state()["ids"]) == [1, 2, 3]
+    assert [ids.tolist() for ids, _ in small.export_batches(1)] == [[3], [1], [2]]
+    small.close()
+    assert (len(sizes), sum(sizes)) == (2 * 4, 70_003 * 4)
+
+
+def test_an_interrupt_comes_after_a_table_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of(a={}, b={})
+    for name in group:
+        group[name].update(np.arange(50), np.ones((50, 4)))
+    before, remove = bytes_of(group)["b"], Memory.remove
+
+    def interrupted(self: Memory, ids: np.ndarray) -> None:
+        signal.raise_signal(signal.SIGINT)
+        remove(self, ids)
+
+    monkeypatch.setattr(Memory, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.drop("a")
+    assert bytes_of(group) == {"b": before}
+
+
 # -------------------------------------------------------------------- refused, and in the middle of things
 
 

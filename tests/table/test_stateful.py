@@ -29,9 +29,19 @@ class SmallTables(TableMachine):
         return [er.Table(self.rows, directory=name, **arguments) for name in ("direct", "hashed")]
 
 
-@pytest.mark.parametrize("machine", [LargeTables, SmallTables])
-def test_tables_agree_with_a_dict(machine: type[TableMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))
+class Members(TableMachine):
+    table_rules = LAZY
+
+    def make_tables(self, **arguments: Any) -> list[er.Table]:
+        group = er.Group()
+        return [
+            group.table(name, rows, **arguments) for name, rows in (("a", self.rows), ("b", None), ("c", self.rows))
+        ]
+
+
+@pytest.mark.parametrize(("machine", "examples"), [(LargeTables, 40), (SmallTables, 40), (Members, 15)])
+def test_tables_agree_with_a_dict(machine: type[TableMachine], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))
 
 
 def test_the_oracle_can_fail() -> None:

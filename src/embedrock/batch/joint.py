@@ -91,14 +91,20 @@ def _cut(ids: Sequence[Int64Array], bounds: Int64Array) -> tuple[Int64Array, np.
 _counting = np.arange(1 << 12, dtype=np.int32)
 
 
-def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int) -> Plan:
-    """Return the plan of a batch in which each of `ids` is once, in this order; the arrays become read-only."""
+def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
+    """Return the plan of a batch in which each of `ids` is once, in this order; the arrays become read-only.
+
+    Args:
+        ids: of the rows.
+        slots, epoch: see `Plan`.
+        may_miss: whether there may be slots that are -1.
+    """
     global _counting
     counting = _counting
     if len(ids) >= len(counting):
         _counting = counting = np.arange(2 * len(ids), dtype=np.int32)
     each = counting[: len(ids)]
-    missing = int(np.count_nonzero(slots < 0))
+    missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
     return Plan((len(ids),), ids, each, counting[: len(ids) + 1], each, slots, missing, epoch)
 
 

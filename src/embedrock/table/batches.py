@@ -457,9 +457,10 @@ def _summed(
             values, squares = sum_segments(share.plan, given)
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
+        may_miss = bool((share.slots < 0).any())
         for k, table in enumerate(share.tables):
             own = share.plan.of(k)
-            rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch)
+            rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch, may_miss)
             summed = RowGradients(rows, values[own], float(squares[own].sum()))
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[own])

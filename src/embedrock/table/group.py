@@ -141,7 +141,8 @@ class Group:
 
     def drop(self, name: str) -> None:
         """Close a member and give its memory back. Layers that have it raise `ClosedTableError` from then on."""
-        self[name].close()
+        with self.turn.whole():
+            self[name].close()
 
     def rename(self, name: str, new: str) -> None:
         """Give a member another name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.table.home import Home
 from embedrock.table.ram import check_copy
@@ -91,5 +92,6 @@ class InGroup(Home):
 
     def close(self, rows: Rows, tier: Tier) -> None:
         assert isinstance(tier, Part)  # it makes no other
-        self.group.pools.release(tier)
-        self.group.forget(self.name)
+        with held_back():
+            self.group.pools.release(tier)
+            self.group.forget(self.name)

@@ -130,10 +130,10 @@ class Hashed(Directory):
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
-        entries = new_entries(self.entries_for(count))  # which may fail
-        self._slot_ids[holes] = self._slot_ids[moved]
-        self._entries, self.count, kept = entries, 0, self._slot_ids[:count].copy()
-        self.insert(kept, np.full(count, -1, np.int64))
+        entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()
+        kept[holes] = self._slot_ids[moved]
+        self._entries, self.count = entries, 0  # which nothing after it can fail
+        self.insert(kept, slots)
 
     @staticmethod
     def bytes_for(count: int) -> int:

@@ -224,8 +224,8 @@ class Memory(Tier):
         last = np.ones(len(slots), bool)  # of the slots from `count` on, which have records to move
         last[slots[slots >= count] - count] = False
         holes, moved = slots[slots < count], count + np.flatnonzero(last)
-        self._hashed.keep(count, holes, moved)
         self.records.bytes[holes] = self.records.bytes[moved]
+        self._hashed.keep(count, holes, moved)
         self.arena.give_back(count * self.spec.record_bytes, before * self.spec.record_bytes)
         self.new_epoch()
 

@@ -18,6 +18,7 @@ from embedrock.tiers.tier import Placement, Tier
 PART_BITS = 44
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; a larger one, or one with open ids, has a pool alone
 MOST_PARTS = 1 << (63 - PART_BITS)
+SCANNED_ROWS = 1 << 16  # of a pool, looked through at a time for those of a part
 
 
 class NewRows(NamedTuple):
@@ -175,13 +176,13 @@ class Part(Tier):
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the keys of all rows that have records, at most `size` at a time."""
         left = self.count
-        for keys in self.pool.tier.id_batches(size):
+        for keys in self.pool.tier.id_batches(max(size, SCANNED_ROWS)):
             if not left:
                 return
             own = keys[(keys >> PART_BITS) == self.base >> PART_BITS] if may_share(self.spec) else keys
             left -= len(own)
-            if len(own):
-                yield own
+            for start in range(0, len(own), size):
+                yield own[start : start + size]
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (keys - self.base for keys in self.key_batches(size))

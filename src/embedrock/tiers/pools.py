@@ -9,6 +9,7 @@ from embedrock.errors import MemoryBudgetError
 from embedrock.initializers import Zeros
 from embedrock.machine.ram import memory_limit
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.tiers.memory import Memory, place, take_ram
 from embedrock.tiers.part import NewRows, Part, Pool, may_share
@@ -44,9 +45,10 @@ class Pools:
         return pool.add(spec, self, subject)
 
     def release(self, part: Part) -> None:
-        """Forget a part and its records, and give their RAM back."""
-        part.pool.release(part)
-        self._pools = [pool for pool in self._pools if not pool.is_empty]
+        """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
+        with held_back():
+            part.pool.release(part)
+            self._pools = [pool for pool in self._pools if not pool.is_empty]
 
     def __len__(self) -> int:
         return len(self._pools)
