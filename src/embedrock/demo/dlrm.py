@@ -69,12 +69,13 @@ def _spec(options: DlrmOptions, rows: tuple[int | None, ...], bags: tuple[int, .
 
 def _format_planted(tables: ManyTables, spec: DlrmSpec, options: DlrmOptions) -> str:
     clicks = (
-        f"{NUMBERS} numbers and {len(tables.rows)} features with {sum(tables.bags)} ids, "
-        f"popularity Zipf({tables.zipf}), seed {options.seed}"
+        f"{format_count(NUMBERS, 'number')} and {len(tables.rows)} features with "
+        f"{format_count(sum(tables.bags), 'id')}, popularity Zipf({tables.zipf}), seed {options.seed}"
     )
     largest = sorted(spec.embeddings, key=lambda each: -each.rows)[:5]
     weights = sum(each.weight_bytes for each in spec.embeddings)
-    sizes = f"{sum(tables.rows):,} rows x {spec.dim}, {format_bytes(3 * weights)} with Adam's state; the largest:"
+    rows = format_count(sum(tables.rows), "row")
+    sizes = f"{rows} x {spec.dim}, {format_bytes(3 * weights)} with Adam's state; the largest:"
     return (
         f"{format_facts({'clicks': clicks, 'model': _describe(options), 'tables': sizes})}\n\n{format_sizes(largest)}"
     )

@@ -19,6 +19,7 @@ import numpy as np
 from embedrock.demo.data.examples import Impressions
 from embedrock.demo.data.interactions import LogError
 from embedrock.demo.metrics import auc
+from embedrock.terminal.tables import format_count
 
 NUMBERS, STRINGS = 13, 26
 FIELDS = 1 + NUMBERS + STRINGS
@@ -243,8 +244,8 @@ class CriteoSplit:
             auc(self.test.labels, self.test.labels)
         except ValueError as error:
             raise LogError(
-                f"{log.path}: expected labels 0 and 1 among its last {tested:,} lines, which are tested on; got only "
-                f"{self.test.labels[0]:.0f}. Shuffle the lines, or take more."
+                f"{log.path}: expected labels 0 and 1 among its last {format_count(tested, 'line')}, which are tested "
+                f"on; got only {self.test.labels[0]:.0f}. Shuffle the lines, or take more."
             ) from error
 
     def batch(self, step: int) -> Impressions:
