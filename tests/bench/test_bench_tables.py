@@ -64,7 +64,9 @@ def run(tmp_path, *arguments: str) -> list[dict]:
     return json.loads(path.read_text())["results"]
 
 
-@pytest.mark.parametrize("name", ["ours-adam", "ours-layers-adam", "torch-sparse-adagrad"])
+@pytest.mark.parametrize(
+    "name", ["ours-adam", "ours-side-by-side", "ours-one-table", "ours-layers-adam", "torch-sparse-adagrad"]
+)
 def test_contenders_make_steps(name, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("EMBEDROCK_THREADS", str(torch.get_num_threads()))
@@ -72,6 +74,16 @@ def test_contenders_make_steps(name, monkeypatch):
     step = contender.make(ManyTables(max_rows=50, max_bag=3, dim=4, batch=8, batches=2))
     for index in (0, 1, 0):
         step(index)
+
+
+@pytest.mark.slow
+def test_one_table_more(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "found.json"
+    assert cli.main(["groups", *TINY, "--contenders=ours-rowwise-adagrad", f"--json={path}"]) == 0
+    lines = json.loads(path.read_text())["results"]
+    assert [line["name"] for line in lines] == ["ours-rowwise-adagrad", "27-tables"]
+    assert [len(line["workload"]["cardinalities"]) for line in lines] == [26, 27]
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""``bench dlrm``: many tables that one batch uses together, beside PyTorch, FBGEMM and TorchRec."""
+"""``bench dlrm | groups``: many tables that one batch uses together, beside PyTorch, FBGEMM and TorchRec."""
