@@ -490,6 +490,14 @@ def test_a_keyed_jagged_tensor(weighted: bool):
     assert joint(keyed(names, values[:0], lengths[:0], None))["user"].shape == (0, 4)
 
 
+def test_a_keyed_jagged_tensor_of_torchrec():
+    torchrec = pytest.importorskip("torchrec")
+    names, lengths, ids = ["hour", "user"], torch.tensor([1, 0, 2, 1]), torch.tensor([3, 1, 4, 1])
+    joint = ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(9, 4, name) for name in names])
+    theirs = torchrec.KeyedJaggedTensor(keys=names, values=ids, lengths=lengths, weights=torch.ones(4))
+    same(joint(theirs), joint(keyed(names, ids, lengths, torch.ones(4))))
+
+
 def test_what_a_keyed_jagged_tensor_must_have():
     joint = ert.EmbeddingBagCollection({"user": ert.EmbeddingBag(9, 2), "hour": ert.EmbeddingBag(9, 2)})
     ids, lengths = torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.int64)
