@@ -15,7 +15,7 @@ from embedrock.demo.options import DlrmOptions
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import format_count, format_facts
 
-PLANTED_STEPS = 2000  # of a log that does not end
+PLANTED_STEPS = 1000  # of a log that does not end
 # Widths of the hidden layers, at the bottom and at the top; MLPerf's are those of --full.
 SMALL, FULL = ((64,), (128, 64)), ((512, 256), (1024, 1024, 512, 256))
 

@@ -109,9 +109,9 @@ class DlrmOptions(SourceOptions):
     full: bool = False
     dim: int = 16
     batch_size: int = 2048
-    lr: float = 0.002
+    lr: float = 0.005
     steps: int | None = None
-    max_rows: int = 1_000_000
+    max_rows: int = 200_000
     max_bag: int = 10
     ids_below: int | None = None
 
