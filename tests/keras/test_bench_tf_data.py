@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from embedrock.bench import cli
+from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, ClickLog
-from embedrock.bench.keras.tf_data import AHEADS, LogWriter, ReadingSession, TrainingSession
+from embedrock.bench.keras.tf_data import AHEADS, LogWriter, ReadingSession, TrainingSession, units_for
 
 BY_NAME = {one.name: one for one in (*READINGS, *AHEADS)}
 TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
@@ -48,9 +52,27 @@ def test_a_turn_of_training(log: ClickLog, name: str, monkeypatch: pytest.Monkey
     assert BY_NAME[name] in AHEADS
     LogWriter(log).write_table()
     with pytest.warns(match="closed with changes"):
-        turn = TrainingSession(log, BY_NAME[name]).turn(3, 1.0)
+        turn = TrainingSession(log, BY_NAME[name], 8).turn(3, 1.0)
     assert turn["ms_per_step"] > 0
     assert turn["reads_per_step"] > 0
+
+
+class Probed(Effort):
+    """Steps that read for `reading` ms, and train for 10 ms and another one for each 100 units."""
+
+    reading = 0.0
+
+    def child(self, factory: Any, *args: Any) -> Any:
+        rest = 10.0 + args[-1] / 100
+        turn = {"reading_ms_per_step": self.reading, "ms_per_step": self.reading + rest}
+        return contextlib.nullcontext(SimpleNamespace(call=lambda *_: turn))
+
+
+@pytest.mark.parametrize(("reading", "units"), [(20.0, 1000), (5.0, 64), (1e6, 8192)])
+def test_the_dense_model_takes_as_long_as_the_reads(log: ClickLog, reading: float, units: int):
+    effort = Probed()
+    object.__setattr__(effort, "reading", reading)
+    assert units_for(log, effort) == units
 
 
 @pytest.mark.slow

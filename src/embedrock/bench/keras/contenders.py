@@ -109,7 +109,7 @@ def _model(workload: Workload, embedding: Any, optimizer: Any) -> Any:
     return model
 
 
-def our_model(workload: Workload, optimizer: str, rule: str | None = None, replicas: int = 1) -> Any:
+def our_model(workload: Workload, optimizer: str, rule: str | None = None, replicas: int = 1, **options: float) -> Any:
     """Return a model on `embedrock.keras.Embedding`.
 
     Args:
@@ -117,6 +117,7 @@ def our_model(workload: Workload, optimizer: str, rule: str | None = None, repli
         optimizer: of Keras, by the name of its class.
         rule: of Embedrock, by the name of its class; None: the rows follow the optimizer.
         replicas: under MirroredStrategy, on logical CPUs; 1: no strategy.
+        options: of the optimizer.
     """
     keras = import_keras(cpus=replicas)
     import tensorflow as tf
@@ -128,7 +129,7 @@ def our_model(workload: Workload, optimizer: str, rule: str | None = None, repli
     strategy = tf.distribute.get_strategy() if replicas == 1 else tf.distribute.MirroredStrategy(devices)
     with strategy.scope():
         embedding = erk.Embedding(workload.rows, workload.dim, rule=None if rule is None else getattr(er, rule)())
-        return _model(workload, embedding, erk.optimizer(_optimizer(keras, optimizer)))
+        return _model(workload, embedding, erk.optimizer(_optimizer(keras, optimizer, **options)))
 
 
 def keras_model(workload: Workload, optimizer: str) -> Any:
@@ -137,8 +138,8 @@ def keras_model(workload: Workload, optimizer: str) -> Any:
     return _model(workload, keras.layers.Embedding(workload.rows, workload.dim), _optimizer(keras, optimizer))
 
 
-def _optimizer(keras: Any, name: str) -> Any:
-    return getattr(keras.optimizers, name)(learning_rate=LEARNING_RATE)
+def _optimizer(keras: Any, name: str, **options: float) -> Any:
+    return getattr(keras.optimizers, name)(learning_rate=LEARNING_RATE, **options)
 
 
 def layer_step(workload: Workload) -> Step:
@@ -179,6 +180,7 @@ def _keras(name: str, label: str, tables: float, **arguments: Any) -> StepConten
 FIT = (
     _ours("ours-adam", "erk.optimizer(Adam)", 3.1, optimizer="Adam"),
     _ours("ours-adam-lazy", "the same, rule=er.Adam()", 3, optimizer="Adam", rule="Adam"),
+    _ours("ours-adam-clipped", "erk.optimizer(Adam(global_clipnorm=1))", 3.1, optimizer="Adam", global_clipnorm=1.0),
     _ours("ours-adagrad", "erk.optimizer(Adagrad)", 2, optimizer="Adagrad"),
     _ours("ours-sgd", "erk.optimizer(SGD)", 1, optimizer="SGD"),
     _ours("ours-mirrored", "ours-adam under MirroredStrategy", 3.1, optimizer="Adam", replicas=REPLICAS),

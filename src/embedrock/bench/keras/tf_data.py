@@ -2,14 +2,18 @@
 
 Each contender has a process of its own, and turns are interleaved. The log was just written, and is read from the page
 cache unless it is larger than RAM; the rows of the table come from the disk itself, past the page cache.
+
+What is trained has a dense model so large that a step waits for the disk about half of its time: this is measured
+first. Prefetching can win back what a step waits, and no more.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -21,15 +25,20 @@ from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.machine import RamGrowth, rss_bytes
 from embedrock.bench.harness.report import Report, about, failures, format_results, medians
 from embedrock.bench.harness.runner import Racer, measure
+from embedrock.bench.harness.targets import Target, beside
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, SHARDS, ClickLog, Reading, records
 from embedrock.machine.ram import ROOT, named_number
 from embedrock.machine.sizes import format_bytes
+from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_number, format_whole
 
 ROWS_AT_ONCE = 65_536
 SAMPLE_S = 0.005  # between looks at the RAM
 WARM_UP_STEPS = 30
+TRAINING_BATCH = 2048  # samples at most: a cache of a tenth of the table has room for the rows of several such batches
+PROBED_UNITS = 64, 1024  # of the dense model, by whose times its size is chosen
+MOST_UNITS = 8192
 
 
 @dataclass(frozen=True)
@@ -152,10 +161,16 @@ AHEADS = (
 
 
 class TrainingSession:
-    """In its own process: trains a model on a table whose cache holds one row in ten."""
+    """In its own process: trains a model on a table whose cache holds one row in ten.
 
-    def __init__(self, log: ClickLog, ahead: Ahead) -> None:
-        self._log, self._ahead = log, ahead
+    Args:
+        log: the batches, and the table's folder.
+        ahead: the way to prefetch.
+        units: of the first layer of the dense model.
+    """
+
+    def __init__(self, log: ClickLog, ahead: Ahead, units: int) -> None:
+        self._log, self._ahead, self._units = log, ahead, units
 
     def turn(self, steps: int, seconds: float) -> dict[str, float]:
         """Return what a step takes, after some that fill the cache, however long they take."""
@@ -170,7 +185,12 @@ class TrainingSession:
         memory = er.Table(workload.rows, workload.dim, rule=er.SGD()).memory_for(workload.rows // 10)
         table = er.open(self._log.folder / "table.rock", memory=memory)
         layer = erk.Embedding(table)
-        layers = [layer, keras.layers.Flatten(), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)]
+        layers = [
+            layer,
+            keras.layers.Flatten(),
+            keras.layers.Dense(self._units, activation="relu"),
+            keras.layers.Dense(1),
+        ]
         model: Any = keras.Sequential([keras.Input((workload.features,), dtype="int64"), *layers])
         model.compile(erk.optimizer(keras.optimizers.SGD(0.01)), "mse")
         data = records(str(self._log.ids), self._log, workload.batch).repeat()
@@ -193,7 +213,22 @@ class TrainingSession:
             "ms_per_step": taken_s / steps * 1e3,
             "reads_per_step": reads / steps,
             "reading_ms_per_step": reading_s / steps * 1e3,
+            "units": self._units,
         }
+
+
+def units_for(log: ClickLog, effort: Effort) -> int:
+    """Return how many units the dense model needs for a step without prefetching to read half of its time."""
+    rests, readings = [], []
+    for units in PROBED_UNITS:
+        with effort.child(TrainingSession, log, AHEADS[0], units) as child:
+            turn = child.call("turn", effort.steps, effort.seconds)
+        readings.append(turn["reading_ms_per_step"])
+        rests.append(turn["ms_per_step"] - readings[-1])
+    least, most = PROBED_UNITS
+    unit_ms = (rests[1] - rests[0]) / (most - least)
+    wanted = least + (mean(readings) - rests[0]) / unit_ms if unit_ms > 0 else least
+    return round(min(max(wanted, least), MOST_UNITS))
 
 
 # ---------------------------------------------------------------- the run
@@ -212,13 +247,20 @@ def run(task: Task) -> Report:
             writer.call("write_log")
             writer.call("write_table")
         report = Report()
-        report.add(_measured([_racer(one, ReadingSession, log) for one in READINGS], effort, _READING))
-        report.add(_measured([_racer(one, TrainingSession, log) for one in AHEADS], effort, _TRAINING))
+        readings, aheads = ([one for one in task.contenders if one in kind] for kind in (READINGS, AHEADS))
+        if readings:
+            report.add(_measured([_racer(one, ReadingSession, log) for one in readings], effort, _READING))
+        if aheads:
+            log = ClickLog(folder, replace(workload, batch=min(workload.batch, TRAINING_BATCH)))
+            units = units_for(log, effort)
+            say(f"training in batches of {log.workload.batch}, with {units} dense units")
+            report.add(_measured([_racer(one, TrainingSession, log, units) for one in aheads], effort, _TRAINING))
+    report.judge([GAIN])
     return report
 
 
-def _racer(contender: Contender, session: type, log: ClickLog) -> Racer:
-    return Racer(contender, log.workload, (session, log, contender), fresh=True)
+def _racer(contender: Contender, session: type, log: ClickLog, *arguments: Any) -> Racer:
+    return Racer(contender, log.workload, (session, log, contender, *arguments), fresh=True)
 
 
 def _measured(racers: Sequence[Racer], effort: Effort, fields: Sequence[Field]) -> Report:
@@ -246,11 +288,18 @@ _TRAINING = (
     Field("reading, ms/step", "reading_ms_per_step", format_number),
     Field("", "label"),
 )
+GAIN = Target(
+    "steps/s of erk.prefetch(depth=2) over dataset.prefetch(2)",
+    beside("fit-erk-prefetch-2", "fit-dataset-prefetch", lambda one, other: other["ms_per_step"] / one["ms_per_step"]),
+    1.4,
+)
 TF_DATA = Bench(
     "tf-data",
     "ways to read ids into tf.data, and what erk.prefetch does for a table on disk",
     run,
     ("rows", *SIZES, "threads", "rounds", "steps", "timeout_s", "folder"),
+    contenders=(*READINGS, *AHEADS),
+    targets=(GAIN,),
     workloads=(Workload(rows=1_000_000, features=8, batches=250),),
     effort=TfDataEffort(),
 )
