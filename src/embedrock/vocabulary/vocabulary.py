@@ -359,7 +359,7 @@ class Vocabulary:
             self._close()
 
     def __repr__(self) -> str:
-        """Tell where it is, and how many strings it has."""
+        """Say where it is, and how many strings it has."""
         if self._closed:
             return f"<{self.subject}, closed>"
         return f"<{self.subject}: {len(self)} strings{'' if self._writes else ', read only'}>"
