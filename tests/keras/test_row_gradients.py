@@ -603,6 +603,37 @@ def test_an_optimizer_that_steps_in_its_own_way_is_refused() -> None:
     np.testing.assert_array_equal(ruled.table.lookup(np.array([1])), [[-1.0, -1.0]])
 
 
+@pytest.mark.parametrize("method", ["assign_sub", "_backend_update_step"])
+def test_an_optimizer_that_writes_to_variables_in_its_own_way_is_refused(method: str) -> None:
+    def nothing(*args: Any) -> None:
+        raise AssertionError("called")
+
+    layer, table = made()
+    with pytest.raises(UnsupportedError, match=rf"rows cannot follow Own, whose {method} is not that of .*SGD"):
+        erk.optimizer(type("Own", (SGD,), {method: nothing})(1.0)).build([layer.rows])
+    assert table.rule is None
+
+
+def test_a_step_that_is_refused_is_not_counted_by_the_optimizer_either() -> None:
+    layer, _ = made()
+    variables, optimizer = layer.trainable_variables, erk.optimizer(SGD(1.0))
+    optimizer.build(variables)
+
+    @tf.function
+    def step(scale: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(layer(np.array([1])))
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    step(tf.constant(1.0))
+    for _ in range(3):
+        with pytest.raises(tf.errors.OpError, match="NaN"):
+            step(tf.constant(np.nan, tf.float32))
+    assert int(optimizer.iterations) == 1
+    step(tf.constant(1.0))
+    assert int(optimizer.iterations) == 2
+
+
 def test_a_subclass_that_changes_gradients_is_followed() -> None:
     class Half(SGD):
         def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -684,9 +715,21 @@ def test_what_stands_for_rows_is_not_read(read: Callable[[Any], Any]) -> None:
         read(layer.rows)
 
 
-def test_weight_decay_leaves_rows_out_by_the_name_that_keras_gives_them() -> None:
-    layer, table = made()
-    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["embeddings"])
-    erk.optimizer(optimizer).build([layer.rows])
-    assert isinstance(table.rule, er.Adam)
+@pytest.mark.parametrize("name", ["embeddings", "item", "item_embedding/.*", "^embeddings", "rows", "user"])
+def test_weight_decay_leaves_rows_out_by_the_name_that_keras_gives_them(name: str) -> None:
+    theirs = keras.layers.Embedding(ROWS, DIM, name="item_embedding")
+    ours = erk.Embedding(ROWS, DIM, name="item_embedding")
+    kept = []
+    for layer in (theirs, ours):
+        layer.build(None)
+        optimizer = erk.optimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+        optimizer.exclude_from_weight_decay(var_names=[name])
+        optimizer.build(layer.trainable_variables)
+        before = layer(np.array([0]))
+        variables = layer.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = 0.0 * tf.reduce_sum(layer(np.array([0])))
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        kept.append(bool(np.allclose(layer(np.array([0])), before)))
+    assert kept == ([False, True] if name == "rows" else [kept[0]] * 2)
+    assert kept[0] == (name in ("embeddings", "item", "item_embedding/.*"))

@@ -109,9 +109,13 @@ def check_followed(optimizer: Any, decays: bool) -> None:
         )
 
 
+# Methods of optimizers that change variables.
+STEPPING = ("update_step", "_apply_weight_decay", "_backend_update_step", "assign", "assign_add", "assign_sub")
+
+
 def _overridden(kind: type) -> str | None:
     """Return a method with which a class says by itself how variables are stepped; None if Keras' ones do."""
-    for method in ("update_step", "_apply_weight_decay"):
+    for method in STEPPING:
         definers = [base.__module__ for base in kind.__mro__ if method in vars(base)]
         if not all(module.startswith(("keras.", "embedrock.")) for module in definers):
             return method

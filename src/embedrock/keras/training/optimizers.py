@@ -78,9 +78,9 @@ class RowOptimizer:
             )
 
     def _use_weight_decay(self: Any, variable: Any) -> bool:
-        pattern = getattr(self, "_exclude_from_weight_decay_pattern", None)
-        if pattern is not None and handle_behind(variable) is not None and pattern.search("embeddings"):
-            return False  # what Keras calls them
+        pattern, handle = getattr(self, "_exclude_from_weight_decay_pattern", None), handle_behind(variable)
+        if pattern is not None and handle is not None and any(map(pattern.search, _names_of(handle.variable))):
+            return False
         return super()._use_weight_decay(variable)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _apply_weight_decay(self: Any, variables: Sequence[Any]) -> None:
@@ -177,8 +177,15 @@ class RowOptimizer:
         with tf.control_dependencies(_touch(cells)):
             done = host_calls.call(step, [*now, *inputs], [tf.int64], keeper=keeper_of(handles))
         with tf.control_dependencies(done):
-            _touch(cells)
+            # With the count of steps: Keras must not advance it if the step is refused. None where Keras only tries.
+            _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])
         return done[0]
+
+
+def _names_of(variable: Any) -> tuple[str, str]:
+    """Return the names by which patterns of weight decay know a variable for rows: Keras' for its weights, its own."""
+    path = variable.path
+    return f"{path.removesuffix(variable.name)}embeddings:0", f"{path}:0"  # as TensorFlow's variables are called
 
 
 def _touch(cells: list[Any]) -> list[Any]:
