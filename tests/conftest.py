@@ -45,6 +45,18 @@ def as_many_threads() -> Iterator[None]:
         threads.set_threads(threads._default_threads())
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_as_before() -> Iterator[None]:
+    """Let Ctrl-C do in the next test what it did in this one: a program that is interrupted ignores the next one.
+
+    Processes inherit that, and would run on and on.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)
+
+
 def pytest_collection_finish() -> None:
     """Step few rows as many are, in the background. Keep what imports made out of garbage collections.
 
