@@ -228,7 +228,7 @@ class TracedPair(Pair):
         """Compare what the two say of themselves."""
         table, ram = self.table, self.ram
         assert repr(table.spec) == repr(ram.spec)
-        for name in ("rows", "dim", "rule", "steps", "first_scale", "on_nonfinite", "side", "name"):
+        for name in ("rows", "dim", "rule", "steps", "first_scale", "on_nonfinite", "side", "name", "group"):
             assert getattr(table, name) == getattr(ram, name), name
         assert table.memory_for(7) == ram.memory_for(7)
         assert (table.is_on_disk, ram.is_on_disk, table.mode) == (True, False, "w")
