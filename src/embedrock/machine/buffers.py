@@ -20,7 +20,14 @@ LEAST_BYTES = 1 << 16  # smaller ones come from memory that `malloc` keeps anywa
 MOST_BYTES = 1 << 24  # larger ones cost more to fill than to fetch
 KEPT_BYTES = 1 << 26  # of all that are kept, in use or not
 ALIGNMENT = 64
-_FREE = 3  # references to memory that no array uses: those of the list, of the loop, and of who asks
+
+
+def _references(kept: list[tuple[np.ndarray, int]], number: int) -> int:
+    return sys.getrefcount(kept[number][0])
+
+
+# To memory that no array uses. What counts for who asks depends on the version of Python.
+_FREE = _references([(np.empty(1, np.uint8), 0)], 0)
 
 
 class Buffers:
@@ -54,8 +61,8 @@ class Buffers:
         return made
 
     def _take(self, size: int) -> tuple[np.ndarray, int]:
-        for k, (memory, _) in enumerate(self._kept):
-            if memory.nbytes == size and sys.getrefcount(memory) == _FREE:
+        for k in range(len(self._kept)):
+            if self._kept[k][0].nbytes == size and _references(self._kept, k) == _FREE:
                 self._kept.append(self._kept.pop(k))
                 return self._kept[-1]
         memory = np.empty(size, np.uint8)
