@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import SEED, SMALL_BATCH, Int64Array, Plan, bounds_of, check_count, partition, table_size
+from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, bounds_of, check_count, partition, plan_parts
 
 WORKER_IDS = 1 << 13  # fewest ids that are worth a thread
 
@@ -51,24 +51,13 @@ def make_joint_plan(ids: Sequence[Int64Array]) -> JointPlan:
         >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
         ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
     """
-    bounds = bounds_of(np.array([len(each) for each in ids], np.int64))
-    n, cpu, launch = int(bounds[-1]), kernels.cpu.plan, kernels.cpu.launch
+    bounds = bounds_of([len(each) for each in ids])
+    n = int(bounds[-1])
     check_count(n, (n,))
     keys, positions, cuts = _cut(ids, bounds)
-    parts = len(cuts) - 1
-    workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, parts))
-    tables = np.empty((workers, table_size(int(np.diff(cuts).max(initial=1)))), np.int32)
-    local, starts = np.empty(n, np.int32), np.empty(n + parts, np.int32)
-    counts, order = np.empty(parts, np.int64), np.empty(n, np.int32)
-    launch(cpu.group, keys, positions, cuts, SEED, tables, local, starts, order, counts)
-
-    bases = bounds_of(counts)
-    unique, inverse = np.empty(bases[-1], np.int64), np.empty(n, np.int32)
-    all_starts = np.empty(len(unique) + 1, np.int32)
-    all_starts[-1] = n
-    launch(cpu.collect, keys, positions, cuts, counts, bases, local, starts, unique, inverse, all_starts)
-    rows = bases[np.searchsorted(cuts, bounds)]
-    return JointPlan(unique, inverse, all_starts, order, bounds, rows)
+    workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, len(cuts) - 1))
+    arrays, begins = plan_parts(keys, positions, cuts, workers)
+    return JointPlan(*arrays, bounds, begins[np.searchsorted(cuts, bounds)])
 
 
 def _cut(ids: Sequence[Int64Array], bounds: Int64Array) -> tuple[Int64Array, np.ndarray, Int64Array]:

@@ -179,14 +179,24 @@ def _plan_whole(ids: Int64Array) -> Arrays:
 
 
 def _plan_by_partitions(ids: Int64Array) -> Arrays:
-    n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
     workers = kernels.cpu.threads.get_threads()
-    keys, positions, bounds = partition(ids, workers)
-    partitions = bounds.size - 1
-    size = table_size(int(np.diff(bounds).max()))
+    return plan_parts(*partition(ids, workers), workers)[0]
+
+
+def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, workers: int) -> tuple[Arrays, Int64Array]:
+    """Return the plan of ids that were cut into parts, each planned alone, and where the unique ids of each begin.
+
+    Args:
+        keys: the ids, part after part.
+        positions: theirs in the batch.
+        bounds: int64 (parts + 1,), where the parts begin.
+        workers: how many threads may do it.
+    """
+    n, parts, cpu, launch = keys.size, bounds.size - 1, kernels.cpu.plan, kernels.cpu.launch
+    size = table_size(int(np.diff(bounds).max(initial=1)))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
-    local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + partitions, np.int32)
-    counts, order = np.empty(partitions, np.int64), np.empty(n, np.int32)
+    local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + parts, np.int32)
+    counts, order = np.empty(parts, np.int64), np.empty(n, np.int32)
     launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
 
     bases = bounds_of(counts)
@@ -195,7 +205,7 @@ def _plan_by_partitions(ids: Int64Array) -> Arrays:
     all_starts[-1] = n
     grouped = (keys, positions, bounds, counts, bases, local, starts)
     launch(cpu.collect, *grouped, unique, inverse, all_starts)
-    return unique, inverse, all_starts, order
+    return (unique, inverse, all_starts, order), bases
 
 
 def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
@@ -211,8 +221,8 @@ def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, In
     return keys, positions, bounds_of(counts.sum(axis=0))
 
 
-def bounds_of(sizes: Int64Array) -> Int64Array:
+def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
     """Return where parts of these sizes begin, one after the other, and where the last one ends."""
-    bounds = np.zeros(sizes.size + 1, np.int64)
+    bounds = np.zeros(np.size(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds

@@ -14,8 +14,10 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import check_ids, check_range
 from embedrock.batch.joint import JointPlan, make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.plan import bounds_of
 from embedrock.batch.pooling import Bags
 from embedrock.machine.buffers import buffers
+from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.part import Part, Pool
@@ -149,13 +151,6 @@ class Reading:
     side_by_side: bool = False
 
 
-def part_of(rows: Rows) -> Part:
-    """Return the part of its pool where a member's records are."""
-    tier = rows.tier
-    assert isinstance(tier, Part)  # members have no other
-    return tier
-
-
 def keys_of(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
     """Return the keys of the rows of several members of a pool, one after the other."""
     return np.concatenate([part_of(rows).keys(ids) for rows, ids in parts])
@@ -196,18 +191,17 @@ def _share(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table
     flat = iter(parts)
     ids = [rejoined([next(flat).ids for _ in own]) for own in asked.values()]
     plan = make_joint_plan(ids)
-    positions = _bounds([len(part.ids) for part in parts])
-    bags, offsets = np.empty(0, np.int64), np.empty(0, np.int64)
+    positions = bounds_of([len(part.ids) for part in parts])
+    bags = offsets = _NONE
     if kind != "rows":
-        bags = _bounds([len(part.offsets) - 1 for part in parts])
+        bags = bounds_of([len(part.offsets) - 1 for part in parts])
         begins = [part.offsets[:-1] + start for part, start in zip(parts, positions.tolist(), strict=False)]
         offsets = np.concatenate([*begins, positions[-1:]])
     weights, kept = _weights(parts), [part.kept for part in parts]
-    none = np.empty(0, np.int64)
     members = [part_of(rows_of(table)) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
     share = Share(
-        pool, kind, list(asked), members, paddings, plan, none, -1, numbers, positions, bags, offsets, weights, kept
+        pool, kind, list(asked), members, paddings, plan, _NONE, -1, numbers, positions, bags, offsets, weights, kept
     )
     share.slots, share.epoch = pool.tier.find(share.keys()), pool.tier.epoch
     return share
@@ -222,19 +216,19 @@ class _Positions(NamedTuple):
     kept: np.ndarray | None
 
 
-_NO_OFFSETS = np.empty(0, np.int64)
+_NONE = np.empty(0, np.int64)
 
 
 def _positions(feature: Feature) -> _Positions:
     ids, offsets = np.asarray(feature.ids).reshape(-1), feature.offsets
     if offsets is None:
-        return _Positions(ids, _NO_OFFSETS, None, None)
+        return _Positions(ids, _NONE, None, None)
     is_padding = None if feature.padding is None else ids == feature.padding
     if is_padding is None or not is_padding.any():
         return _Positions(ids, offsets, feature.weights, None)
     kept = ~is_padding
     weights = None if feature.weights is None else feature.weights[kept]
-    return _Positions(ids[kept], _bounds(kept)[offsets], weights, kept)
+    return _Positions(ids[kept], bounds_of(kept)[offsets], weights, kept)
 
 
 def _weights(parts: Sequence[_Positions]) -> np.ndarray | None:
@@ -242,10 +236,6 @@ def _weights(parts: Sequence[_Positions]) -> np.ndarray | None:
     if all(part.weights is None for part in parts):
         return None
     return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
-
-
-def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 # -------------------------------------------------------------------- reading

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 MOVED_BYTES = 8 << 20  # of records, at a time
 
 
+def part_of(rows: Rows) -> Part:
+    """Return the part of its pool where a member's records are."""
+    tier = rows.tier
+    assert isinstance(tier, Part)  # members have no other
+    return tier
+
+
 class InGroup(Home):
     """Rows that live in the pools of a group, and are saved by `Table.state`.
 
@@ -62,11 +69,11 @@ class InGroup(Home):
         except BaseException:
             pools.release(made)
             raise
-        pools.release(self._part(rows))
+        pools.release(part_of(rows))
         return made
 
     def grown(self, rows: Rows, spec: Spec) -> Part:
-        part = self._part(rows)
+        part = part_of(rows)
         if may_share(spec):  # in its own range
             part.spec = spec
             return part
@@ -80,12 +87,6 @@ class InGroup(Home):
             raise
         pools.release(part)
         return made
-
-    @staticmethod
-    def _part(rows: Rows) -> Part:
-        tier = rows.tier
-        assert isinstance(tier, Part)  # it makes no other
-        return tier
 
     def after_fork(self, rows: Rows) -> None:
         check_copy(rows)

@@ -15,7 +15,8 @@ from embedrock.batch.joint import rejoined
 from embedrock.rules import Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
-from embedrock.table.batches import keys_of, part_of
+from embedrock.table.batches import keys_of
+from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
 from embedrock.tiers.part import NewRows, Pool
 

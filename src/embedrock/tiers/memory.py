@@ -151,10 +151,6 @@ class Memory(Tier):
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.directory.look_up(ids, self.records.weights, positions, out)
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        self.check_room(int(np.count_nonzero(slots < 0)))
-        return slots
-
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         missing = slots < 0
         slots = np.where(missing, -1, slots)

@@ -151,10 +151,6 @@ class Part(Tier):
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.pool.tier.look_up(self.keys(ids), positions, out)
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        self.check_room(int(np.count_nonzero(slots < 0)))
-        return slots
-
     def check_room(self, more: int) -> None:
         self.room.check_room([NewRows(self, more)])
 
