@@ -12,6 +12,7 @@ from typing import Any
 import embedrock as er
 from embedrock.cli.formats import fail
 from embedrock.cli.formats._pyarrow import import_pyarrow
+from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.arguments import count, place, size
@@ -19,7 +20,6 @@ from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_facts, format_number
 from embedrock.wording import did_you_mean
 
-DAMAGED = 3  # exit status of `verify` where it found damage
 BATCH_ROWS = 1 << 20
 COMMIT_ROWS = 1 << 24  # between commits
 MEMORY = "1GiB"

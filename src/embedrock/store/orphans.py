@@ -10,6 +10,7 @@ from embedrock.errors import EmbedrockError
 from embedrock.machine.vfs import System
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.store.runs import HEADER_BYTES, owner_of, read_start
 
 # The names that are given (by 0.1, without the uuid's first digits), and no others.
@@ -18,7 +19,6 @@ _RUNS = re.compile(
 )
 _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
-_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
 
 
 def remove_orphans(system: System, folder: str, uuid: str) -> int:
@@ -102,5 +102,5 @@ def _remove_remains(system: System, folder: str) -> None:
     there = set(manifests.numbers(system, folder))
     for name in _listed(system, folders.join(folder, "manifest")):
         found = _RELEASED.fullmatch(name)
-        if (found and int(found[1]) not in there) or _UNPUBLISHED.fullmatch(name):
+        if (found and int(found[1]) not in there) or publishing.is_unpublished(name):
             system.unlink(folders.join(folder, f"manifest/{name}"))

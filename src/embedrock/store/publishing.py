@@ -11,7 +11,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from embedrock.errors import MissingFileError, NewerFormatError
@@ -22,6 +22,7 @@ MAX_BYTES = 64 << 20  # of a file: of a table, some 400,000 files
 MAX_DEPTH = 16  # of its JSON: the levels of a table's `spec`, and two
 MAX_COMMIT = 10**10
 _NAME = re.compile(r"(\d{10})\.json", re.ASCII)
+_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"')
@@ -68,6 +69,11 @@ def publish(system: System, folder: str, number: int, data: bytes) -> None:
         OSError: it could not be written. Where only the folder could not be synced, it may be there nevertheless.
     """
     write_whole(system, f"{folder}/.{number:010d}.tmp", data, link_to=path_of(folder, number))
+
+
+def is_unpublished(name: str) -> bool:
+    """Return whether a file in such a folder is one that was begun, and not published: see `publish`."""
+    return _UNPUBLISHED.fullmatch(name) is not None
 
 
 # ---------------------------------------------------------------- their bytes
@@ -166,6 +172,11 @@ def text(pattern: re.Pattern[str], expected: str) -> Check:
 def or_null(check: Check) -> Check:
     """Return the check of what may be missing."""
     return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or null")
+
+
+def now() -> str:
+    """Return the time as it stands in a manifest."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _is_time(value: Any) -> bool:

@@ -8,7 +8,6 @@ import threading
 import uuid as uuids
 import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -25,6 +24,7 @@ from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.store.compaction import compact
 from embedrock.store.history import write_history
 from embedrock.store.manifest import HistoryFile, Manifest, is_name
@@ -270,7 +270,7 @@ class Files(Home):
         history = {} if rows.history is None else {key: array.copy() for key, array in rows.history.state().items()}
         try:
             fields |= {
-                "time": now(),
+                "time": publishing.now(),
                 "count": tier.count,
                 "spec": describe_spec(rows.spec),
                 "steps": rows.steps,
@@ -341,7 +341,7 @@ class Files(Home):
         manifest.check_spec(spec.rows, spec.record_bytes, self.opening.path)
         check_budget(spec, self.budget, self.subject)  # before anything has changed
         self.stop_compaction()
-        self.store.rollback(manifest, now(), self.opening.keep)
+        self.store.rollback(manifest, publishing.now(), self.opening.keep)
         try:
             self.resume(rows, spec)
         except BaseException:  # the records in RAM are not those of the files
@@ -421,7 +421,7 @@ class Files(Home):
     def commit_base(self, rows: Rows) -> int:
         """Commit what compaction has made, unless that is done; return the last commit's number."""
         self.end_commit(rows)
-        self.store.commit_base(now(), self.opening.keep)
+        self.store.commit_base(publishing.now(), self.opening.keep)
         return self.store.manifest.commit
 
     def stop_compaction(self) -> None:
@@ -493,7 +493,7 @@ def open_or_make_files(opening: Opening, spec: Spec, given: dict[str, Any]) -> t
         parent=None,
         step=None,
         name=None,
-        time=now(),
+        time=publishing.now(),
         spec=describe_spec(spec),
         record_bytes=spec.record_bytes,
         steps=0,
@@ -528,11 +528,6 @@ def _check_name(step: Any, name: Any) -> None:
         raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
     if name is not None and not is_name(name):
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
-
-
-def now() -> str:
-    """Return the time as it stands in a manifest."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _line(store: Store, manifest: Manifest) -> dict[str, Any]:

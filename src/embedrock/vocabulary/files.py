@@ -8,7 +8,6 @@ import re
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import numpy as np
 
@@ -28,7 +27,6 @@ KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', ("vocabulary"
 HEAD_BYTES = 24 << 20  # in the first file: those that came first are seen most, and are kept in RAM where there is some
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
 _RUN = re.compile(r"\d{10}-([0-9a-f]{8})-\d+\.voc", re.ASCII)
-_UNPUBLISHED = re.compile(r"\.\d{10}\.tmp", re.ASCII)
 
 
 def holds_vocabulary(system: System, folder: str) -> bool:
@@ -69,7 +67,7 @@ class Files:
         """Make an empty vocabulary, and publish it as commit 0."""
         folders.make(system, folder, KIND)
         salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
-        manifest = Manifest(uuids.uuid4().hex, 0, None, _now(), (salt[0], salt[1]), 0)
+        manifest = Manifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
         held = folders.lock(system, folder, True, KIND)
         try:
             if holds_vocabulary(system, folder):  # somebody else was faster
@@ -241,7 +239,9 @@ class Files:
         before, runs = self.manifest, tuple(run.entry for run in self.runs)
         if runs == before.runs:
             return before.commit
-        made = replace(before, commit=before.commit + 1, parent=before.commit, time=_now(), count=self.count, runs=runs)
+        made = replace(
+            before, commit=before.commit + 1, parent=before.commit, time=publishing.now(), count=self.count, runs=runs
+        )
         self._check_lock()
         try:
             manifests.publish(self.system, self.folder, made)
@@ -301,7 +301,7 @@ class Files:
                 with contextlib.suppress(OSError):
                     self.system.unlink(folders.join(self.folder, f"runs/{name}"))
         for name in self.system.listdir(inside):
-            if _UNPUBLISHED.fullmatch(name):
+            if publishing.is_unpublished(name):
                 with contextlib.suppress(OSError):
                     self.system.unlink(f"{inside}/{name}")
 
@@ -342,7 +342,3 @@ def newest(system: System, folder: str) -> Manifest:
         except MissingFileError:
             if number == publishing.numbers(system, manifests.inside(folder))[-1]:
                 raise
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
