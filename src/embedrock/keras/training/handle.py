@@ -186,7 +186,7 @@ class Handle:
 
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
-            read = handle._read_last if tf.executing_eagerly() else handle._read
+            read = functools.partial(handle._read, tf.executing_eagerly())
             return host_calls.call(read, [token], TYPES, keeper=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -218,13 +218,10 @@ class Handle:
             )
         return np.int64(0)
 
-    def _read(self, token: np.ndarray) -> list[np.ndarray]:
-        grads = self.pending.read(token, is_last=False) or self.no_gradients()
-        return [buffers.copy(grads.values), grads.plan.ids.copy()]  # TensorFlow writes to what it is given
-
-    def _read_last(self, token: np.ndarray) -> list[np.ndarray]:
-        grads = self.pending.read(token, is_last=True) or self.no_gradients()
-        return [grads.values, grads.plan.ids.copy()]
+    def _read(self, is_last: bool, token: np.ndarray) -> list[np.ndarray]:
+        grads = self.pending.read(token, is_last) or self.no_gradients()
+        # TensorFlow writes to what it is given; what nobody reads again is its own.
+        return [grads.values if is_last else buffers.copy(grads.values), grads.plan.ids.copy()]
 
     def admit(self, gradient: Any) -> RowSlices:
         """Return, in a program, a gradient of the rows of any form, as a step takes it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,7 +159,7 @@ class Lookup:
         return [request.of(parts) for request in self._requests]
 
     def _add(self, handle: Handle, replica: int, grads: list[RowGradients]) -> np.ndarray:
-        return handle.pending.add(replica, self._number, functools.reduce(RowGradients.merge, grads))
+        return handle.pending.add(replica, self._number, RowGradients.sum_of(grads))
 
 
 def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:
