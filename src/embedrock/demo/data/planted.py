@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 import embedrock as er
 from embedrock.bench.harness.workload import SCATTER, bounded_zipf
-from embedrock.demo.data.examples import Pairs
+from embedrock.demo.data.examples import Examples, Pairs
 from embedrock.demo.metrics import auc
 
 TEST_CLICKS = 200_000
@@ -57,8 +58,7 @@ class PlantedLog:
         """Draw `count` impressions."""
         users, items = self.pairs(random, count)
         planted = self.planted(users, items)
-        chances = 1 / (1 + np.exp(-planted.astype(np.float64)))
-        return Clicks(users, items, (random.random(count) < chances).astype(np.float32), planted)
+        return Clicks(users, items, drawn_labels(random, planted), planted)
 
     def pairs(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the users and items of `count` impressions, as `clicks` does."""
@@ -84,26 +84,75 @@ class PlantedLog:
         return bounded_zipf(random.random(count), rows, ZIPF) * SCATTER % rows
 
 
-class PlantedSplit:
-    """Planted clicks to train on, by number of the step, and others to test on: a `Source`.
+class Planted(Examples, Protocol):
+    """Examples whose labels were drawn from logits that are known: `planted`, float32 (n,)."""
+
+    @property
+    def planted(self) -> np.ndarray: ...
+
+
+Drawn = TypeVar("Drawn", bound=Planted)
+Drawn_co = TypeVar("Drawn_co", bound=Planted, covariant=True)
+
+
+class Log(Protocol[Drawn_co]):
+    """Where planted examples come from."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def clicks(self, random: np.random.Generator, count: int) -> Drawn_co:
+        """Draw `count` of them."""
+        ...
+
+
+def drawn_labels(random: np.random.Generator, planted: np.ndarray) -> np.ndarray:
+    """Draw labels whose logits are `planted`: float32 (n,)."""
+    chances = 1 / (1 + np.exp(-planted.astype(np.float64)))
+    return (random.random(len(planted)) < chances).astype(np.float32)
+
+
+class Split(Generic[Drawn]):
+    """Planted examples to train on, by number of the step, and others to test on: a `Source`.
+
+    Args:
+        log: where they come from.
+        batch_size: examples in a batch.
+        tested: how many there are to test on.
+
+    Attributes:
+        test: examples that are not trained on.
+        best: their AUC by the planted model itself, which no model can beat.
+    """
+
+    def __init__(self, log: Log[Drawn], batch_size: int, tested: int) -> None:
+        self._log, self._batch_size = log, batch_size
+        self.test = log.clicks(np.random.default_rng((log.seed, TEST_STREAM)), tested)
+        self.best = auc(self.test.labels, self.test.planted)
+
+    def batch(self, step: int) -> Drawn:
+        """Return what is trained on in a step; the first one is step 0."""
+        return self._log.clicks(self._random(step), self._batch_size)
+
+    def facts(self, steps: int) -> dict[str, float]:
+        """Return nothing more."""
+        return {}
+
+    def _random(self, step: int) -> np.random.Generator:
+        return np.random.default_rng((self._log.seed, TRAIN_STREAM, step))
+
+
+class PlantedSplit(Split[Clicks]):
+    """Planted clicks of users on items.
 
     Args:
         log: where clicks come from.
         batch_size: clicks in a batch.
-
-    Attributes:
-        test: clicks that are not trained on.
-        best: their AUC by the planted model itself, which no model can beat.
     """
 
     def __init__(self, log: PlantedLog, batch_size: int) -> None:
-        self._log, self._batch_size = log, batch_size
-        self.test = log.clicks(np.random.default_rng((log.seed, TEST_STREAM)), TEST_CLICKS)
-        self.best = auc(self.test.labels, self.test.planted)
-
-    def batch(self, step: int) -> Clicks:
-        """Return what is trained on in a step; the first one is step 0."""
-        return self._log.clicks(self._random(step), self._batch_size)
+        super().__init__(log, batch_size, TEST_CLICKS)
+        self._pairs = log
 
     def facts(self, steps: int) -> dict[str, float]:
         """Return the share of the test that a training of so many steps could learn little of."""
@@ -111,11 +160,8 @@ class PlantedSplit:
 
     def unseen_share(self, steps: int) -> float:
         """Return the share of the test whose user or item is in none of so many batches, by drawing them all again."""
-        users, items = np.zeros(self._log.users, bool), np.zeros(self._log.items, bool)
+        users, items = np.zeros(self._pairs.users, bool), np.zeros(self._pairs.items, bool)
         for step in range(steps):
-            seen_users, seen_items = self._log.pairs(self._random(step), self._batch_size)
+            seen_users, seen_items = self._pairs.pairs(self._random(step), self._batch_size)
             users[seen_users] = items[seen_items] = True
         return float(np.mean(~(users[self.test.users] & items[self.test.items])))
-
-    def _random(self, step: int) -> np.random.Generator:
-        return np.random.default_rng((self._log.seed, TRAIN_STREAM, step))

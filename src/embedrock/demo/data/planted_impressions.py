@@ -10,8 +10,7 @@ import numpy as np
 import embedrock as er
 from embedrock.bench.harness.many_tables import ManyTables
 from embedrock.demo.data.examples import Impressions
-from embedrock.demo.data.planted import RANK, TEST_STREAM, TRAIN_STREAM
-from embedrock.demo.metrics import auc
+from embedrock.demo.data.planted import RANK, Split, drawn_labels
 
 TEST_IMPRESSIONS = 50_000
 NUMBERS = 13
@@ -61,8 +60,7 @@ class ImpressionLog:
         counts = np.floor(np.exp(SPREAD * random.standard_normal((count, NUMBERS))))
         numbers = np.log1p(counts).astype(np.float32)
         planted = self.planted(ids, numbers)
-        chances = 1 / (1 + np.exp(-planted.astype(np.float64)))
-        return PlantedImpressions(ids, numbers, (random.random(count) < chances).astype(np.float32), planted)
+        return PlantedImpressions(ids, numbers, drawn_labels(random, planted), planted)
 
     def planted(self, ids: tuple[np.ndarray, ...], numbers: np.ndarray) -> np.ndarray:
         """Return the logits of a click: float32 (n,)."""
@@ -93,27 +91,13 @@ def _bag_effect(table: er.Table, ids: np.ndarray) -> np.ndarray:
     return np.einsum("nbk->nk", table.lookup(ids)) / np.float32(ids.shape[1] ** 0.5)
 
 
-class ImpressionSplit:
-    """Planted impressions to train on, by number of the step, and others to test on: a `Source`.
+class ImpressionSplit(Split[PlantedImpressions]):
+    """Planted impressions.
 
     Args:
         log: where impressions come from.
         batch_size: impressions in a batch.
-
-    Attributes:
-        test: impressions that are not trained on.
-        best: their AUC by the planted model itself, which no model can beat.
     """
 
     def __init__(self, log: ImpressionLog, batch_size: int) -> None:
-        self._log, self._batch_size = log, batch_size
-        self.test = log.clicks(np.random.default_rng((log.seed, TEST_STREAM)), TEST_IMPRESSIONS)
-        self.best = auc(self.test.labels, self.test.planted)
-
-    def batch(self, step: int) -> PlantedImpressions:
-        """Return what is trained on in a step; the first one is step 0."""
-        return self._log.clicks(np.random.default_rng((self._log.seed, TRAIN_STREAM, step)), self._batch_size)
-
-    def facts(self, steps: int) -> dict[str, float]:
-        """Return nothing more."""
-        return {}
+        super().__init__(log, batch_size, TEST_IMPRESSIONS)
