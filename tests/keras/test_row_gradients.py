@@ -32,6 +32,13 @@ def once(look: Look, k: int) -> tf.Tensor:
     return tf.reduce_sum(look((IDS, OTHERS)[k % 2]) * WEIGHTS * (k + 1.0))
 
 
+def gradient_of(layer: Any, ids: Any = IDS) -> Any:
+    """Return the gradient of the sum of a layer's rows."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(ids))
+    return tape.gradient(loss, layer.rows)
+
+
 def twice(look: Look, k: int) -> tf.Tensor:
     """That of two lookups whose gradients partly cancel, and meet in the same rows."""
     return once(look, k) - 0.5 * tf.reduce_sum(look(IDS) * WEIGHTS) + tf.reduce_sum(look(OTHERS) ** 2)
@@ -212,9 +219,7 @@ def test_a_gradient_is_applied_in_every_round_of_a_loop() -> None:
 
     @tf.function
     def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(IDS))
-        gradient = tape.gradient(loss, layer.rows)
+        gradient = gradient_of(layer)
         for _ in tf.range(12):
             optimizer.apply([gradient], [layer.rows])
 
@@ -231,9 +236,7 @@ def test_a_gradient_that_a_function_knows_is_applied_at_each_of_its_calls() -> N
 
     @tf.function
     def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(IDS))
-        gradient = tape.gradient(loss, layer.rows)
+        gradient = gradient_of(layer)
         inner = tf.function(lambda: optimizer.apply([gradient], [layer.rows]))
         inner()
         inner()
@@ -317,9 +320,7 @@ def test_gradients_of_unknown_shape(as_slices: bool) -> None:
 
     @tf.function
     def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(IDS))
-        gradient = tape.gradient(loss, layer.rows)
+        gradient = gradient_of(layer)
         if as_slices:
             given = [gradient.values, gradient.indices]
             made: Any = tf.IndexedSlices(*tf.py_function(lambda *parts: parts, given, [tf.float32, tf.int64]))
@@ -339,9 +340,7 @@ def test_what_was_traced_before_a_table_grew() -> None:
     optimizer.build([layer.rows])
 
     def gradient(ids: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(ids))
-        return tape.gradient(loss, layer.rows)
+        return gradient_of(layer, ids)
 
     programs = [tf.function(lambda ids: tf.exp(gradient(ids))), tf.function(gradient)]
     programs.append(tf.function(lambda ids: optimizer.apply([tf.ones((ROWS, DIM))], [layer.rows])))
@@ -667,14 +666,10 @@ def test_what_stands_for_rows_is_not_written_to(write: Callable[[Any, Any], Any]
 
 def test_how_many_rows_a_gradient_is_of() -> None:
     layer, _ = made()
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(layer(IDS))
-    assert len(tape.gradient(loss, layer.rows)) == ROWS
+    assert len(gradient_of(layer)) == ROWS
     layer = erk.Embedding(None, DIM)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(layer(IDS))
     with pytest.raises(TypeError, match="open ids has no length"):
-        len(tape.gradient(loss, layer.rows))
+        len(gradient_of(layer))
 
 
 @pytest.mark.parametrize("rows", [ROWS, 10**9], ids=["small", "large"])

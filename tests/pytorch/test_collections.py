@@ -116,6 +116,19 @@ OPTIMIZERS = {
 }
 
 
+def train_alike(joint: Any, alone: Any, *optimizers: Any) -> None:
+    """Make some steps, and check that outputs and rows are the same."""
+    for seed in range(3):
+        out, expected = joint(batch(seed)), one_by_one(alone, batch(seed))
+        same(out, expected)
+        loss_of(out).backward()
+        loss_of(expected).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    check_same(joint, alone)
+
+
 @pytest.mark.parametrize(("optimizer", "more"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_is_that_of_the_layers_one_by_one(optimizer: str, more: dict[str, Any]):
     joint, alone, ours, theirs = both(optimizer, **more)
@@ -136,15 +149,7 @@ def test_training_is_that_of_the_layers_one_by_one(optimizer: str, more: dict[st
 def test_rows_of_16_bits(dtype: torch.dtype):
     joint, alone = collection(dtype=dtype), layers(dtype=dtype)
     ours, theirs = ert.SGD(joint, lr=0.1), ert.SGD(nn.ModuleList(alone.values()), lr=0.1)
-    for seed in range(3):
-        out, expected = joint(batch(seed)), one_by_one(alone, batch(seed))
-        same(out, expected)
-        loss_of(out).backward()
-        loss_of(expected).backward()
-        for each in (ours, theirs):
-            each.step()
-            each.zero_grad()
-    check_same(joint, alone)
+    train_alike(joint, alone, ours, theirs)
 
 
 def test_rows_are_those_of_dense_layers_and_their_optimizer():
@@ -288,15 +293,7 @@ def test_a_frozen_table():
     joint, alone, ours, theirs = both()
     for made in (joint.layer_of("items"), alone["items"]):
         made.requires_grad_(False)
-    for seed in range(3):
-        out, expected = joint(batch(seed)), one_by_one(alone, batch(seed))
-        same(out, expected)
-        loss_of(out).backward()
-        loss_of(expected).backward()
-        for each in (ours, theirs):
-            each.step()
-            each.zero_grad()
-    check_same(joint, alone)
+    train_alike(joint, alone, ours, theirs)
     assert joint.layer_of("items").table.steps == 0 < joint.layer_of("user").table.steps
 
 
