@@ -99,3 +99,7 @@ class CommitError(EmbedrockError, OSError):
 
 class CacheTooSmallError(MemoryBudgetError):
     """A cache that cannot hold the rows that are needed at once."""
+
+
+class WorkerLostError(EmbedrockError, ConnectionError):
+    """A process that trains with others failed, is gone, or did not answer in time: the others cannot go on."""

@@ -21,7 +21,7 @@ import embedrock.keras as erk
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers
-from embedrock.keras.workers.shards import owners
+from embedrock.shards.owners import owners
 
 WORKERS, BATCH = 2, 16
 ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from embedrock.errors import WorkerLostError
 from embedrock.fronts.references import HeldCommitsWarning
 from embedrock.fronts.requirements import require
 from embedrock.keras.backend import check_backend
@@ -22,7 +23,7 @@ from embedrock.keras.saving.loading import load_model
 from embedrock.keras.stats import TableStats
 from embedrock.keras.training.optimizers import RowOptimizer, optimizer
 from embedrock.keras.training.pending import ForgottenGradientsError
-from embedrock.keras.workers.cluster import WorkerLostError, distribute, worker_errors
+from embedrock.keras.workers.cluster import distribute, worker_errors
 
 __all__ = [
     "Embedding",

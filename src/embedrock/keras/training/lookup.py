@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
@@ -71,8 +72,9 @@ class Lookup:
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
-                its_rows = fetched.get(one)
-                plan = one.plan(requests) if self._keep or one.pools or its_rows is not None else None
+                plan, its_rows = fetched.get(one, (None, None))
+                if plan is None and (self._keep or one.pools):
+                    plan = one.plan(requests)
                 found, saved = one.read(requests, plan, its_rows)
                 for k, part in zip(one.which, found, strict=True):
                     rows[k] = part
@@ -142,10 +144,13 @@ class Lookup:
         assert self._fetching is not None
         return self._fetching.ask(self._filled(parts))
 
-    def _fetched(self, requests: Sequence[Request], messages: Sequence[np.ndarray]) -> dict[TableLookup, np.ndarray]:
-        """Return the rows that were fetched from other workers; check that none are needed where none were."""
+    def _fetched(
+        self, requests: Sequence[Request], messages: Sequence[np.ndarray]
+    ) -> dict[TableLookup, tuple[Plan, np.ndarray]]:
+        """Return plans, and rows that were fetched from other workers; check that none are needed where none were."""
         if self._fetching is not None:
-            return dict(zip(self._sharded, self._fetching.rows(*messages), strict=True))
+            plans = self._fetching.plans(requests)
+            return dict(zip(self._sharded, zip(plans, self._fetching.rows(plans, *messages), strict=True), strict=True))
         for one in self._sharded:
             shards.check_own(one.handle.table, one.handle.label, one.ids(requests))
         return {}

@@ -15,16 +15,16 @@ import tensorflow as tf
 
 from embedrock import rules
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.regularization import constrain
-from embedrock.keras.workers.exchange import MessageReader, pack
 from embedrock.keras.workers.shards import own_part
 from embedrock.rules import Rule
+from embedrock.shards.messages import MessageReader, pack
+from embedrock.shards.stages import Block, fold
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import Due, step_all
 
@@ -79,18 +79,13 @@ def step_of_workers(
 ) -> np.int64:
     """Step the rows that are here by the messages of all workers, summed in the order of their ranks."""
     reader = MessageReader(messages)
-    parts: dict[Handle, list[tuple[np.ndarray, np.ndarray]]] = {handle: [] for handle in handles}
+    blocks: dict[Handle, list[Block]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
         for handle in handles:
             count = int(reader.ints(1)[0])
-            parts[handle].append((reader.ints(count), reader.rows(count, handle.table.dim)))
-    summed = [_sum_of_workers(parts[handle]) for handle in handles]
+            blocks[handle].append(Block(reader.ints(count), reader.rows(count, handle.table.dim)))
+    summed = [fold(blocks[handle]) for handle in handles]
     return _step_by(known(), handles, Now(float(lr), int(steps)), summed)
-
-
-def _sum_of_workers(parts: list[tuple[np.ndarray, np.ndarray]]) -> RowGradients:
-    ids, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return RowGradients.sum(make_plan(ids), values)
 
 
 def _checked_owner(known: Any, handles: list[Handle]) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from tensorflow.python.eager import context as tf_context
 
-from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
+from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
 
 # Of Keras; in these `fit` fails under several workers, and was seen to work after the repairs below. A test of
 # plain `fit` that is expected to fail tells when a new version needs them no more.
@@ -24,10 +24,6 @@ REPAIRED_VERSIONS = ("3.15",)
 _KERAS_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _reduce_in_keras: Callable[..., Any] = trainer.reduce_per_replica
 _check_finite_in_keras: Callable[..., Any] = keras.optimizers.LossScaleOptimizer.check_finite
-
-
-class WorkerLostError(EmbedrockError, ConnectionError):
-    """A worker of a cluster failed, is gone, or did not answer in time, so that the others cannot go on."""
 
 
 def distribute(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What workers of a cluster tell each other: arrays, packed into one message for each collective operation."""
+"""TensorFlow's collective operations as what carries messages between the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.keras.workers.cluster import has_several_workers
-
-WORD = np.int32
+from embedrock.shards.messages import MessageReader, pack
 
 
 class Workers:
@@ -58,33 +57,3 @@ def gather(message: tf.Tensor) -> tf.Tensor:
     message.set_shape([None])
     context = tf.distribute.get_replica_context()
     return context.all_gather(tf.identity(message), axis=0)  # on the replica's device
-
-
-def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays, of elements of 4 or 8 bytes, as one message."""
-    words = [np.ascontiguousarray(array).reshape(-1).view(WORD) for array in arrays]
-    return np.concatenate([np.empty(0, WORD), *words])
-
-
-class MessageReader:
-    """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
-
-    def __init__(self, words: np.ndarray) -> None:
-        self._words, self._at = words, 0
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether everything was read."""
-        return self._at == len(self._words)
-
-    def ints(self, count: int) -> np.ndarray:
-        """Return the next `count` int64."""
-        return self._next(2 * count).view(np.int64)
-
-    def rows(self, count: int, dim: int) -> np.ndarray:
-        """Return the next float32 (count, dim)."""
-        return self._next(count * dim).view(np.float32).reshape(count, dim)
-
-    def _next(self, words: int) -> np.ndarray:
-        start, self._at = self._at, self._at + words
-        return self._words[start : self._at].copy()  # aligned, whatever came before

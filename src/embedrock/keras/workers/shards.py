@@ -1,12 +1,4 @@
-"""Tables that are sharded by id over the workers of a cluster: who has which rows.
-
-A row is in the table of the worker that owns its id:
-
-    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) * workers >> 32
-
-That is multiplicative hashing: multiples of some number are spread as evenly as all other ids. First
-values depend on the seed, the id and the column only, so that they are those of a table that is not sharded.
-"""
+"""Tables that are sharded by id over the workers of a cluster: which part is here, and where it lies."""
 
 from __future__ import annotations
 
@@ -15,47 +7,28 @@ import os
 import re
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.machine.paths import local_path
+from embedrock.shards.owners import Shard
 from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-
-
-class Shard(NamedTuple):
-    """A worker's part of a table."""
-
-    rank: int
-    workers: int
-
-    def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Return of ids, int64 (n,), which rows are here."""
-        return owners(ids, self.workers) == self.rank
-
 
 # Of tables that layers with ``sharded=True`` opened; of one process, too.
 _shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
 
 
-def owners(ids: np.ndarray, workers: int) -> np.ndarray:
-    """Return the ranks of the workers that have the rows of ids, int64 (n,)."""
-    mixed = np.asarray(ids, np.int64).view(np.uint64) * MULTIPLIER
-    return (((mixed >> np.uint64(32)) * np.uint64(workers)) >> np.uint64(32)).astype(np.int64)
-
-
 def shard_of(table: Table) -> Shard | None:
     """Return which part of a sharded table this one is; None for a table that has all of its rows."""
     shard = _shards.get(table)
-    return shard if shard is not None and shard.workers > 1 else None
+    return shard if shard is not None and shard.ranks > 1 else None
 
 
 def current_shard() -> Shard:
@@ -87,15 +60,15 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
     shard = current_shard()
     path = local_path(path, f"`path` of {label}")
     made_by = _workers_of(path)
-    if made_by not in (None, shard.workers):
+    if made_by not in (None, shard.ranks):
         raise ArgumentError(
             f"the table of {label} at {path!r} must be opened by as many workers as made it, {made_by}: "
-            f"got {shard.workers}. Start {made_by}; which worker has which rows depends on their number."
+            f"got {shard.ranks}. Start {made_by}; which worker has which rows depends on their number."
         )
-    if shard.workers == 1:
+    if shard.ranks == 1:
         return path
     _make_folder(Path(path))
-    return os.path.join(path, f"shard-{shard.rank}-of-{shard.workers}")
+    return os.path.join(path, f"shard-{shard.rank}-of-{shard.ranks}")
 
 
 def _make_folder(folder: Path) -> None:
@@ -123,8 +96,8 @@ def check_strategy(table: Table, label: str) -> None:
     made, now = _shards.get(table), current_shard()
     if made is not None and made != now:
         raise ArgumentError(
-            f"{label} is sharded and was made as part {made.rank} of {made.workers}, but is built as part {now.rank} "
-            f"of {now.workers}. Make and build the model inside of `with strategy.scope():`."
+            f"{label} is sharded and was made as part {made.rank} of {made.ranks}, but is built as part {now.rank} "
+            f"of {now.ranks}. Make and build the model inside of `with strategy.scope():`."
         )
 
 
@@ -132,7 +105,7 @@ def check_whole(table: Table, label: str, verb: str) -> None:
     """Raise an error where something needs all rows of a table that is sharded."""
     if (shard := shard_of(table)) is not None:
         raise UnsupportedError(
-            f"{label} cannot be {verb}: its table is sharded, and this worker has one of {shard.workers} parts of it. "
+            f"{label} cannot be {verb}: its table is sharded, and this worker has one of {shard.ranks} parts of it. "
             "Checkpoints of all parts are made by erk.TableCheckpoint, with path=; for other uses gather what "
             "layer.table.export() returns on each worker in one table first."
         )
@@ -146,13 +119,12 @@ def own_part(table: Table, grads: RowGradients) -> RowGradients:
     shard = shard_of(table)
     if shard is None or not grads.is_finite:
         return grads
-    is_own = shard.owns(grads.plan.ids)
-    return RowGradients.sum(make_plan(grads.plan.ids[is_own]), grads.values[is_own])
+    return grads.kept(shard.owns(grads.plan.ids))
 
 
 def has_workers() -> bool:
     """Return whether the other workers run the same program, so that rows can be fetched from them."""
-    return tf.distribute.get_replica_context() is not None and current_shard().workers > 1
+    return tf.distribute.get_replica_context() is not None and current_shard().ranks > 1
 
 
 def check_own(table: Table, label: str, ids: np.ndarray) -> None:
@@ -164,6 +136,6 @@ def check_own(table: Table, label: str, ids: np.ndarray) -> None:
     if len(others := flat[~shard.owns(flat)]):
         raise ArgumentError(
             f"{label} is sharded, and rows of ids {others[:4].tolist()} are not here: this is worker "
-            f"{shard.rank} of {shard.workers}. Look them up on all workers at once: model.predict, or "
+            f"{shard.rank} of {shard.ranks}. Look them up on all workers at once: model.predict, or "
             "strategy.run(model, args=(ids,)) on each."
         )

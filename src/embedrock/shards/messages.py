@@ -1,0 +1,64 @@
+"""Messages between ranks: arrays, packed into one for each receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+WORD = np.int32
+
+
+def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays as one message, int32 (words,). Those of 2-byte elements are filled up to whole words."""
+    return np.concatenate([np.empty(0, WORD), *map(_words, arrays)])
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.nbytes % 4:
+        flat = np.append(flat, flat.dtype.type(0))
+    return flat.view(WORD)
+
+
+class MessageReader:
+    """Reads arrays of messages, in the order in which they were packed; who reads knows how long they are."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self._words, self._at = words, 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was read."""
+        return self._at == len(self._words)
+
+    def ints(self, count: int) -> np.ndarray:
+        """Return the next `count` int64."""
+        return self.words(2 * count).view(np.int64)
+
+    def rows(self, count: int, dim: int) -> np.ndarray:
+        """Return the next float32 (count, dim)."""
+        return self.words(count * dim).view(np.float32).reshape(count, dim)
+
+    def stored(self, count: int, dim: int, dtype: str) -> np.ndarray:
+        """Return the next rows of a table of `dtype` that `as_stored` made smaller, float32 (count, dim)."""
+        if dtype == "float32":
+            return self.rows(count, dim)
+        halves = self.words((count * dim + 1) // 2).view(np.uint16)[: count * dim].reshape(count, dim)
+        if dtype == "float16":
+            return halves.view(np.float16).astype(np.float32)
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def words(self, count: int) -> np.ndarray:
+        """Return the next `count` words, int32."""
+        start, self._at = self._at, self._at + count
+        return self._words[start : self._at].copy()  # aligned, whatever came before
+
+
+def as_stored(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Return rows of a table, float32, in the bytes that a weight of `dtype` has: the same numbers."""
+    if dtype == "float32":
+        return rows
+    if dtype == "float16":
+        return rows.astype(np.float16)
+    return (rows.view(np.uint32) >> np.uint32(16)).astype(np.uint16)

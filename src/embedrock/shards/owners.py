@@ -1,0 +1,82 @@
+"""Who has which rows of a table that is sharded by id.
+
+A row is with the rank that owns its id:
+
+    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) * ranks >> 32
+
+That is multiplicative hashing: multiples of some number are spread as evenly as all other ids. First values depend on
+the seed, the id and the column only, so that they are those of a table that is not sharded. The owners cut the space
+of hashes into ranges, so that those of any two numbers of ranks nest or overlap by neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def owners(ids: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the ranks that have the rows of ids, int64 (n,).
+
+    Example:
+        >>> owners(np.arange(8), 2).tolist()
+        [0, 1, 0, 1, 0, 0, 1, 0]
+    """
+    mixed = np.asarray(ids, np.int64).view(np.uint64) * MULTIPLIER
+    return (((mixed >> np.uint64(32)) * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
+
+
+class Split(NamedTuple):
+    """Positions of a batch by the rank that they go to.
+
+    Attributes:
+        order: int64 (n,), those of a rank together, in order of occurrence.
+        bounds: int64 (ranks + 1,), where those of each rank begin in `order`.
+    """
+
+    order: np.ndarray
+    bounds: np.ndarray
+
+    def parts(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return the values of the positions, (n, ...), as those of each rank."""
+        return np.split(values[self.order], self.bounds[1:-1])
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return values (n, ...) by position, of what `parts` returned, or came back for it."""
+        values = np.concatenate(parts)
+        out = np.empty_like(values)
+        out[self.order] = values
+        return out
+
+
+class Shard(NamedTuple):
+    """The part of a table that one rank has.
+
+    Attributes:
+        rank: whose part it is.
+        ranks: how many there are.
+        holder: the one rank that has all rows; None: they are shared out by the hash of their ids.
+    """
+
+    rank: int
+    ranks: int
+    holder: int | None = None
+
+    def owners(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ranks that have the rows of ids, int64 (n,)."""
+        return owners(ids, self.ranks) if self.holder is None else np.full(len(ids), self.holder, np.int64)
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        """Return of ids, int64 (n,), which rows are here."""
+        return self.owners(ids) == self.rank
+
+    def split(self, ids: np.ndarray) -> Split:
+        """Return the positions of ids, int64 (n,), by owner."""
+        of = self.owners(ids)
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        np.cumsum(np.bincount(of, minlength=self.ranks), out=bounds[1:])
+        return Split(np.argsort(of, kind="stable"), bounds)

@@ -1,0 +1,86 @@
+"""The stages of an exchange: what ranks ask each other for, give, and make of it. Pure functions of arrays.
+
+A lookup: `ask`, then what carries messages, `serve`, which carries again, `receive`. Gradients go as *blocks*, what one
+rank's backward brings, summed by row where it arose. Owners `fold` blocks one after the other, in the order of
+backwards and ranks. So the same sequence of blocks gives the same bits on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan, make_plan
+from embedrock.shards.messages import MessageReader, as_stored, pack
+from embedrock.shards.owners import Split
+from embedrock.table.table import Table
+
+
+class Block(NamedTuple):
+    """Gradients of rows that came from one rank: ids int64 (n,), values float32 (n, dim)."""
+
+    ids: np.ndarray
+    values: np.ndarray
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[np.ndarray]:
+    """Return for each rank a message with the ids, of each of some tables, whose rows are wanted from it.
+
+    Args:
+        wanted: unique ids by table.
+        splits: of them, by owner.
+    """
+    by_table = [split.parts(ids) for ids, split in zip(wanted, splits, strict=True)]
+    return [_packed_ids(parts) for parts in zip(*by_table, strict=True)]
+
+
+def _packed_ids(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return pack([np.array([len(ids) for ids in parts], np.int64), *parts])
+
+
+def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
+    """Return the ids that a message asks for, by table."""
+    reader = MessageReader(message)
+    return [reader.ints(count) for count in reader.ints(tables).tolist()]
+
+
+def serve(message: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
+    """Return a message with the rows that another one asks for."""
+    parts = zip(asked(message, len(tables)), tables, strict=True)
+    return pack([as_stored(table.lookup(ids), table.spec.dtype) for ids, table in parts])
+
+
+def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], tables: Sequence[Table]) -> list[np.ndarray]:
+    """Return the rows that were wanted, float32 (n, dim) by table, of what each rank has served."""
+    readers = [MessageReader(message) for message in messages]
+    found = []
+    for split, table in zip(splits, tables, strict=True):
+        counts = np.diff(split.bounds).tolist()
+        parts = [r.stored(count, table.dim, table.spec.dtype) for r, count in zip(readers, counts, strict=True)]
+        found.append(split.joined(parts))
+    return found
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def bring(block: Block, split: Split) -> list[Block]:
+    """Return the parts of a block that go to each rank."""
+    return list(map(Block, split.parts(block.ids), split.parts(block.values)))
+
+
+def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+    """Return the sum of blocks, added one after the other, in their order.
+
+    Args:
+        blocks: at least one; no id twice in one of them.
+        plan: makes the plan of all their ids.
+    """
+    ids, values = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    return RowGradients.sum(plan(ids), values)

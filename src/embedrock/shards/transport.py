@@ -1,0 +1,47 @@
+"""`Transport`: what carries messages between ranks. All ranks must ask it for the same, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from embedrock.shards.messages import MessageReader, pack
+
+
+class Transport(Protocol):
+    """Carries messages between ranks: torch.distributed, or TensorFlow's collective operations.
+
+    Attributes:
+        rank: of this process, from 0.
+        ranks: how many there are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Give each rank its message, int32 (words,); return what each has for this one."""
+        ...
+
+    def gather(self, facts: np.ndarray) -> list[np.ndarray]:
+        """Give all ranks an array, of the same shape and dtype on each; return that of each."""
+        ...
+
+
+def addressed(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return messages to each rank as one that all get, from which each takes its own by `taken`."""
+    return pack([np.array([len(part) for part in parts], np.int64), *parts])
+
+
+def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:
+    """Return what each rank has for one of them, of all that `addressed` returned, one after the other."""
+    reader, found = MessageReader(messages), []
+    for _ in range(ranks):
+        sizes = reader.ints(ranks).tolist()
+        found.append([reader.words(size) for size in sizes][rank])
+    return found

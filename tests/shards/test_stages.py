@@ -1,0 +1,109 @@
+"""Who has which rows, and the stages of an exchange, between ranks that are functions here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import embedrock as er
+from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import make_plan
+from embedrock.shards import stages
+from embedrock.shards.messages import MessageReader, as_stored, pack
+from embedrock.shards.owners import Shard, owners
+from embedrock.shards.stages import Block
+from embedrock.shards.transport import addressed, taken
+
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=30).map(lambda ids: np.array(ids, np.int64))
+RANKS = st.integers(1, 5)
+
+
+def swapped(messages: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """Carry messages between ranks: to each what each has for it, by what all get of all."""
+    everything = np.concatenate([addressed(parts) for parts in messages])
+    return [taken(everything, rank, len(messages)) for rank in range(len(messages))]
+
+
+@given(IDS, RANKS, RANKS)
+def test_owners_are_ranges_of_hashes_so_those_of_other_numbers_of_ranks_are_neighbours(
+    ids: np.ndarray, one: int, other: int
+) -> None:
+    first, second = owners(ids, one), owners(ids, other)
+    assert ((first >= 0) & (first < one)).all()
+    low, high = first * other // one, -(-(first + 1) * other // one)
+    assert ((low <= second) & (second < high)).all()
+
+
+def test_owners_share_out_strided_ids_evenly() -> None:
+    for stride in (1, 3, 1000, 2**20):
+        counts = np.bincount(owners(np.arange(40_000) * stride, 4), minlength=4)
+        assert counts.min() > 9_000, stride
+
+
+@given(IDS, RANKS, st.booleans())
+def test_a_split_is_undone_by_joining_its_parts(ids: np.ndarray, ranks: int, is_central: bool) -> None:
+    shard = Shard(0, ranks, holder=ranks - 1 if is_central else None)
+    split = shard.split(ids)
+    parts = split.parts(ids)
+    assert len(parts) == ranks
+    for rank, part in enumerate(parts):
+        assert shard._replace(rank=rank).owns(part).all()
+    np.testing.assert_array_equal(split.joined(parts), ids)
+
+
+@given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=4), st.sampled_from(["float32", "bfloat16", "float16"]))
+def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, Any]], dtype: str) -> None:
+    ranks = len(wanted)
+    tables = [er.Table(rows=None, dim=dim, dtype=dtype, seed=dim) for dim in (3, 2)]
+    shards = [Shard(rank, ranks) for rank in range(ranks)]
+    splits = [[shard.split(ids) for ids in both] for shard, both in zip(shards, wanted, strict=True)]
+    asked = swapped([stages.ask(both, its) for both, its in zip(wanted, splits, strict=True)])
+    for shard, messages in zip(shards, asked, strict=True):
+        for message in messages:
+            assert all(shard.owns(ids).all() for ids in stages.asked(message, 2))
+    served = swapped([[stages.serve(message, tables) for message in messages] for messages in asked])
+    for both, its, messages in zip(wanted, splits, served, strict=True):
+        for ids, rows, table in zip(both, stages.receive(messages, its, tables), tables, strict=True):
+            np.testing.assert_array_equal(rows, table.lookup(ids))
+
+
+@given(st.lists(IDS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), RANKS)
+def test_owners_fold_blocks_as_one_process_adds_them_one_after_the_other(
+    batches: list[np.ndarray], seed: int, ranks: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    ids = [batch % 8 for batch in batches]  # which meet
+    blocks = [_block(part, draw.normal(size=(len(part), 3)).astype(np.float32)) for part in ids]
+    alone = RowGradients.sum(make_plan(blocks[0].ids), blocks[0].values)
+    for block in blocks[1:]:
+        alone = alone.merge(RowGradients.sum(make_plan(block.ids), block.values))
+    rows = dict(zip(alone.plan.ids.tolist(), alone.values, strict=True))
+    shard, seen = Shard(0, ranks), 0
+    parts = [stages.bring(block, shard.split(block.ids)) for block in blocks]
+    for rank in range(ranks):
+        folded = stages.fold([part[rank] for part in parts])
+        for row, values in zip(folded.plan.ids.tolist(), folded.values, strict=True):
+            np.testing.assert_array_equal(values, rows[row])
+        seen += len(folded.plan.ids)
+    assert seen == len(rows)
+
+
+def _block(ids: np.ndarray, values: np.ndarray) -> Block:
+    summed = RowGradients.sum(make_plan(ids), values)
+    return Block(summed.plan.ids, summed.values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_16_bits_travel_in_16_bits_and_come_as_they_were(dtype: str) -> None:
+    table = er.Table(rows=9, dim=3, dtype=dtype, seed=1)
+    rows = table.lookup(np.arange(9))
+    message = pack([as_stored(rows, dtype), np.array([7], np.int64)])
+    assert message.nbytes == 56 + 8  # 9 x 3 x 2 bytes, filled up to words
+    reader = MessageReader(message)
+    np.testing.assert_array_equal(reader.stored(9, 3, dtype), rows)
+    assert reader.ints(1).tolist() == [7]
+    assert reader.is_at_end
