@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.cli import vocabularies
+from embedrock.cli import columns, vocabularies
 from embedrock.cli.main import FAILED, main
 
 arrow = pytest.importorskip("pyarrow")
@@ -24,7 +24,7 @@ EXPECTED = list(dict.fromkeys(WORDS))
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(vocabularies, "BATCH_ROWS", 500)
+    monkeypatch.setattr(columns, "BATCH_ROWS", 500)
     table = arrow.table({"item": WORDS[:1700], "n": range(1700)})
     parquet.write_table(table, "a.parquet", row_group_size=300)
     feather.write_feather(arrow.table({"item": arrow.array(WORDS[1700:]).dictionary_encode()}), "b.arrow")

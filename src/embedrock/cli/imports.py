@@ -22,6 +22,7 @@ from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
+from embedrock.terminal.arguments import count
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_number
 
@@ -30,6 +31,11 @@ RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 OPEN = "open"  # in place of a number of rows: ids are any int64
 READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
 NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed")  # options that say what a new table is
+
+
+def rows_or_open(text: str) -> int | str:
+    """Read how many rows a table has, or that its ids are open."""
+    return text if text == OPEN else count(text)
 
 
 @dataclass(frozen=True)

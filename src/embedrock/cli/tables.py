@@ -88,7 +88,7 @@ def _add_import(subparsers: Any) -> None:
     _add_format(parser, list(NAMES))
     new = parser.add_argument_group("a new table")
     rows = f"rows of the table, or '{imports.OPEN}' (default: those of the file, or open where it has ids)"
-    new.add_argument("--rows", type=_rows, metavar="N", help=rows)
+    new.add_argument("--rows", type=imports.rows_or_open, metavar="N", help=rows)
     new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
     new.add_argument(
         "--std", type=number, metavar="X", help="first values of other rows are normal (default: 0, all zero)"
@@ -325,10 +325,6 @@ def _commit(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise ArgumentTypeError(f"must be the number of a commit: got {text!r}")
     return int(text)
-
-
-def _rows(text: str) -> int | str:
-    return text if text == imports.OPEN else count(text)
 
 
 def _size(text: str) -> int:

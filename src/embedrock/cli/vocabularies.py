@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import embedrock as er
+from embedrock.cli.columns import STRINGS, Column
 from embedrock.cli.formats import fail
-from embedrock.cli.formats._pyarrow import import_pyarrow
 from embedrock.cli.tables import DAMAGED
 from embedrock.errors import CorruptTableError, IdTypeError
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.arguments import count, place, size
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count, format_facts, format_number
-from embedrock.wording import did_you_mean
 
-BATCH_ROWS = 1 << 20
 COMMIT_ROWS = 1 << 24  # between commits
 MEMORY = "1GiB"
-KINDS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "feather", ".feather": "feather", ".ipc": "feather"}
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -60,7 +57,7 @@ def _add_build(verbs: Any) -> None:
 
 
 def _build(arguments: Namespace) -> int:
-    began, sources = time.perf_counter(), [_Column(path, arguments.column) for path in arguments.files]
+    began, sources = time.perf_counter(), [Column(path, arguments.column, STRINGS) for path in arguments.files]
     rows = sum(source.rows for source in sources)
     with er.Vocabulary(arguments.path, memory=arguments.memory) as vocabulary:
         before = len(vocabulary)
@@ -85,7 +82,7 @@ def _build(arguments: Namespace) -> int:
     return _tell(arguments, told, text)
 
 
-def _add_all(vocabulary: er.Vocabulary, sources: Sequence[_Column], arguments: Namespace, advance: Any) -> None:
+def _add_all(vocabulary: er.Vocabulary, sources: Sequence[Column], arguments: Namespace, advance: Any) -> None:
     waiting = 0
     for source in sources:
         for start, column in source.batches():
@@ -99,59 +96,6 @@ def _add_all(vocabulary: er.Vocabulary, sources: Sequence[_Column], arguments: N
                 vocabulary.commit()
                 waiting = 0
             advance(len(column), f"{len(vocabulary):,} strings")
-
-
-class _Column:
-    """A column of strings of a file.
-
-    Attributes:
-        rows: in the file.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self._name = path, name
-        if path.suffix.lower() not in KINDS:
-            fail(path, f"a file called {', '.join('*' + end for end in KINDS)}", repr(path.suffix), "Rename it.")
-        self._arrow = import_pyarrow("Parquet and Arrow", "dataset")
-        if not path.exists():
-            raise FileNotFoundError(2, "there is no such file", str(path))
-        try:
-            self._data = self._arrow.dataset.dataset(str(path), format=KINDS[path.suffix.lower()])
-            self._check_column(self._data.schema)
-            self.rows = self._data.count_rows()
-        except self._arrow.ArrowException as error:
-            fail(path, "a Parquet or Arrow file", str(error).splitlines()[0], "Check that it is the right file.")
-
-    def _check_column(self, schema: Any) -> None:
-        types, kinds = self._arrow.types, {field.name: field.type for field in schema}
-        kind = kinds.get(self._name)
-        if kind is not None and types.is_dictionary(kind):
-            kind = kind.value_type
-        tests = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary")
-        if kind is None or not any(
-            getattr(types, f"is_{test}")(kind) for test in tests if hasattr(types, f"is_{test}")
-        ):
-            listed = ", ".join(f"{name} ({kinds[name]})" for name in kinds)
-            hint = did_you_mean(self._name, (name for name in kinds if name != self._name))
-            fail(self.path, f"a column {self._name!r} of strings", listed, f"Name it: --column NAME.{hint}")
-
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        """Go through the column in order: the number of a row, and the strings from there on."""
-        start = 0
-        scanned = self._data.to_batches(
-            columns=[self._name], batch_size=BATCH_ROWS, batch_readahead=2, fragment_readahead=1
-        )
-        for batch in scanned:
-            if batch.num_rows:
-                yield start, batch.column(0)
-            start += batch.num_rows
-
-    def checked(self, column: Any, start: int) -> Any:
-        """Return strings, if none is missing."""
-        if column.null_count:
-            row = start + column.is_null().to_numpy(zero_copy_only=False).argmax()
-            fail(self.path, f"a string in column {self._name!r}", "null", "Fix it, or pass --skip-nulls.", f"row {row}")
-        return column
 
 
 # ---------------------------------------------------------------- looking

@@ -318,7 +318,7 @@ class _Trials:
                 self._waiting = 0
 
     def _try(self, ids: np.ndarray) -> None:
-        self._misses += [_feed(cache, ids) for cache in self.caches]
+        self._misses += [len(feed(cache, ids)) for cache in self.caches]
         self._seen += len(ids)
         if self._seen >= self.caches[0].capacity:
             doubts = 1 + DOUBT * np.arange(len(self._misses))
@@ -326,14 +326,14 @@ class _Trials:
             self._misses, self._seen = self._misses * 0.75, 0
 
 
-def _feed(cache: Cache, ids: np.ndarray) -> int:
-    """Use ids in a batch (sorted, without repeats), and return how many were missing."""
+def feed(cache: Cache, ids: np.ndarray) -> np.ndarray:
+    """Use the ids of a batch (sorted, without repeats, at most its capacity), and return those that were missing."""
     slots = cache.find(ids)
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])
     cache.remove(cache.victims(max(0, len(missing) - cache.free)))
     cache.insert(missing)
-    return len(missing)
+    return missing
 
 
 def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
