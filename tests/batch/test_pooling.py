@@ -33,6 +33,14 @@ class Batch(NamedTuple):
     grads: np.ndarray
     skip: int
 
+    @property
+    def source(self) -> tuple[np.ndarray, ...]:
+        """The rows in any slots of wider records, but for every third one, which has none."""
+        slots, is_new = np.random.default_rng(0).permutation(len(self.rows) + 3), np.arange(len(self.rows)) % 3 == 1
+        words = np.full((len(slots), self.rows.shape[1] + 2), np.nan, np.float32)
+        words[slots[: len(self.rows)], :-2] = self.rows
+        return words, np.where(is_new, -np.cumsum(is_new), slots[: len(self.rows)]), self.inverse, self.rows[is_new]
+
 
 def make_batch(seed: int, lengths: list[int], dim: int, weighted: bool, padded: bool) -> Batch:
     rng = np.random.default_rng(seed)
@@ -58,9 +66,9 @@ def forward_calls(b: Batch) -> list[Call]:
     pooled = {"out": ((bags, dim), np.float32)}
     scale, argmax = {"scale": ((bags,), np.float32)}, {"argmax": ((bags, dim), np.int32)}
     return [
-        ("pool_sum", (b.rows, b.inverse, b.offsets, b.places, b.weights, b.skip, False), pooled | scale),
-        ("pool_sum", (b.rows, b.inverse, b.offsets, b.places, b.weights, b.skip, True), pooled | scale),
-        ("pool_max", (b.rows, b.inverse, b.offsets, b.places, b.skip), pooled | argmax),
+        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, False), pooled | scale),
+        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, True), pooled | scale),
+        ("pool_max", (*b.source, b.offsets, b.places, b.skip), pooled | argmax),
     ]
 
 
@@ -69,7 +77,7 @@ def backward_calls(b: Batch) -> list[Call]:
     unique = {"values": (b.rows.shape, np.float32), "squares": ((len(b.rows),), np.float64)}
     scale = np.linspace(0.1, 1, len(b.grads), dtype=np.float32)
     argmax = np.empty(b.grads.shape, np.int32)
-    kernels.reference.pooling.pool_max(b.rows, b.inverse, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
+    kernels.reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
     return [
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
         ("pool_max_backward", (b.grads, b.bags, b.starts, b.order, argmax), unique),
@@ -137,7 +145,7 @@ def test_backward_is_the_adjoint_of_forward():
     out, scale = np.empty_like(batch.grads), np.empty(len(batch.grads), np.float32)
     values, squares = np.empty_like(batch.rows), np.empty(len(batch.rows))
     cpu, bags, unique = kernels.cpu.pooling, len(batch.grads), len(batch.rows)
-    where = batch.inverse, batch.offsets, batch.places
+    where = np.arange(unique), batch.inverse, ones[:0], batch.offsets, batch.places
     cpu.pool_sum(ones, *where, batch.weights, batch.skip, False, out, scale, 0, bags)
     segments = batch.bags, batch.starts, batch.order
     cpu.pool_sum_backward(batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique)
@@ -149,6 +157,7 @@ def test_a_maximum_after_nan_follows_torch():
     plan = make_plan(np.array([0, 1, 1, 0, 2]))
     out, argmax = np.empty((2, 1), np.float32), np.empty((2, 1), np.int32)
     places = np.arange(2, dtype=np.int32)
-    kernels.cpu.pooling.pool_max(rows, plan.inverse, np.array([0, 2, 5]), places, -1, out, argmax, 0, 2)
+    source = rows, np.arange(3), plan.inverse, rows[:0]
+    kernels.cpu.pooling.pool_max(*source, np.array([0, 2, 5]), places, -1, out, argmax, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]

@@ -35,6 +35,11 @@ class Bags:
         self.weights = rng.standard_normal(n * weighted).astype(np.float32)
 
     @property
+    def source(self) -> tuple[np.ndarray, ...]:
+        """What the reference reads: each row in the slot of its number."""
+        return self.rows, np.arange(len(self.rows)), self.plan.inverse, self.rows[:0]
+
+    @property
     def padded_rows(self) -> torch.Tensor:
         """The rows on the device; what is beyond count is poison."""
         rows = Poisoned((len(self.plan.order), self.rows.shape[1]), torch.float32).inside
@@ -50,8 +55,7 @@ def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     bags = Bags(SIZES, dim, weighted)
     count, weights, plan = len(bags.grads), tensor(bags.weights), bags.plan
     out, scale = np.empty((count, dim), np.float32), np.empty(count, np.float32)
-    where = plan.inverse, bags.offsets, bags.places
-    reference.pooling.pool_sum(bags.rows, *where, bags.weights, skip, mean, out, scale)
+    reference.pooling.pool_sum(*bags.source, bags.offsets, bags.places, bags.weights, skip, mean, out, scale)
     got, got_scale = Poisoned((count, dim), torch.float32), Poisoned((count,), torch.float32)
     args = tensor(plan.inverse), tensor(bags.offsets), weights, one(skip), mean
     pooling.pool_sum(bags.padded_rows, *args, got.inside, got_scale.inside)
@@ -77,7 +81,7 @@ def test_max(dim: int, skip: int) -> None:
     bags = Bags(SIZES, dim, weighted=False)
     count, plan = len(bags.grads), bags.plan
     out, argmax = np.empty((count, dim), np.float32), np.empty((count, dim), np.int32)
-    reference.pooling.pool_max(bags.rows, plan.inverse, bags.offsets, bags.places, skip, out, argmax)
+    reference.pooling.pool_max(*bags.source, bags.offsets, bags.places, skip, out, argmax)
     got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
     args = tensor(plan.inverse), tensor(bags.offsets), one(skip)
     pooling.pool_max(bags.padded_rows, *args, got.inside, source.inside)

@@ -39,6 +39,25 @@ class Bags(NamedTuple):
         return np.repeat(self.place_of_bag, np.diff(self.offsets))
 
 
+class Source(NamedTuple):
+    """Where the rows of a batch are, as ``kernels/reference/pooling.py`` says it.
+
+    Attributes:
+        words: of records, (slots, at least dim), in the dtype that they are stored in.
+        slots: int64 (unique,); ``-1 - k`` stands for ``fresh[k]``.
+        fresh: float32 (new, dim), rows without records.
+    """
+
+    words: np.ndarray
+    slots: np.ndarray
+    fresh: np.ndarray
+
+    @staticmethod
+    def of(rows: np.ndarray) -> Source:
+        """Take rows themselves, float32 (unique, dim)."""
+        return Source(rows, np.arange(len(rows)), rows[:0])
+
+
 def index_of(plan: Plan, padding: int | None) -> int:
     """Return the index in ``plan.ids`` of an id, -1 if it is not there or None."""
     if padding is None:
@@ -61,7 +80,7 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
     out, trace = pooled_like(count, dim, bags.mode)
-    pool_into(rows, weights, bags, out, trace)
+    pool_into(Source.of(rows), weights, bags, out, trace)
     return out, trace
 
 
@@ -71,14 +90,14 @@ def pooled_like(count: int, dim: int, mode: str) -> tuple[np.ndarray, np.ndarray
     return out, np.empty((count, dim), np.int32) if mode == "max" else np.empty(count, np.float32)
 
 
-def pool_into(rows: np.ndarray, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
+def pool_into(source: Source, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
     """Write what `pool` returns into the places of the bags in `out` and `trace`, which may have more places."""
-    cpu, positions = kernels.cpu, (bags.plan.inverse, bags.offsets, bags.place_of_bag)
+    cpu = kernels.cpu
+    rows = source.words, source.slots, bags.plan.inverse, source.fresh, bags.offsets, bags.place_of_bag
     if bags.mode == "max":
-        cpu.launch(cpu.pooling.pool_max, rows, *positions, bags.skip, out, trace)
+        cpu.launch(cpu.pooling.pool_max, *rows, bags.skip, out, trace)
     else:
-        args = *positions, _factors(weights), bags.skip, bags.mode == "mean", out, trace
-        cpu.launch(cpu.pooling.pool_sum, rows, *args)
+        cpu.launch(cpu.pooling.pool_sum, *rows, _factors(weights), bags.skip, bags.mode == "mean", out, trace)
 
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:

@@ -15,7 +15,7 @@ from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import check_ids, check_range
 from embedrock.batch.joint import JointPlan, make_joint_plan, plan_of_rows, rejoined
 from embedrock.batch.plan import bounds_of
-from embedrock.batch.pooling import Bags
+from embedrock.batch.pooling import Bags, Source
 from embedrock.machine.buffers import buffers
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
@@ -295,16 +295,15 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
     for table in batch.tables:
         rows_of(table).check()
     for share in batch.shares:
-        values = None if share.kind == "rows" and not _lags(share) else _values(share)
+        values = _values(share) if for_weights or _lags(share) else None
         trace = places = None
         if share.kind == "rows":
             found = _positions_of(share, values)
             for number, start, stop in _spans(share, share.positions):
                 outputs[number] = found[start:stop].reshape(*np.shape(batch.features[number].ids), share.pool.dim)
         else:
-            assert values is not None
             places = _places(share, side_by_side)
-            found, trace = _pooled(batch, share, values, places)
+            found, trace = _pooled(batch, share, _source(share) if values is None else Source.of(values), places)
             for number, start, stop in _spans(share, share.bags):
                 outputs[number] = found[places[start] :: len(share.numbers)] if side_by_side else found[start:stop]
         reading.arrays.append(found)
@@ -377,7 +376,12 @@ def _values(share: Share) -> np.ndarray:
     return values
 
 
-def _pooled(batch: GroupPlan, share: Share, values: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _source(share: Share) -> Source:
+    """Return where the rows are, of tables none of which lags behind."""
+    return Source(share.pool.tier.records.weights, *_fresh(share, _located(share)))
+
+
+def _pooled(batch: GroupPlan, share: Share, source: Source, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
     out, trace = pooling.pooled_like(len(places), share.pool.dim, share.kind)
     spans = zip((batch.features[number].mode for number in share.numbers), _spans(share, share.bags), strict=True)
@@ -385,7 +389,7 @@ def _pooled(batch: GroupPlan, share: Share, values: np.ndarray, places: np.ndarr
         _, bounds = zip(*alike, strict=True)
         start, stop = bounds[0][1], bounds[-1][2]
         bags = Bags(share.plan, share.offsets[start : stop + 1], -1, mode, places[start:stop])
-        pooling.pool_into(values, share.weights, bags, out, trace)
+        pooling.pool_into(source, share.weights, bags, out, trace)
     return out, trace
 
 

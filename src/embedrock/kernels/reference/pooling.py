@@ -1,8 +1,9 @@
 """Pooling rows into bags, and its backward: the specification of ``kernels/cpu/pooling.py``.
 
-A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``), cut by ``offsets`` int64
-(bags + 1,): bag b holds positions ``offsets[b]`` to ``offsets[b + 1]``. ``places`` int32 (bags,), no two alike, says
-which row of pooled rows, and of what goes with them, is whose; ``bags`` int32 (n,) is the place of each position's
+A batch of bags is a plan of n positions (``inverse``, ``starts``, ``order``), cut by ``offsets`` int64 (bags + 1,): bag
+b holds positions ``offsets[b]`` to ``offsets[b + 1]``. Row k of the plan is the weights in ``words[slots[k]]``, or
+``fresh[-1 - slots[k]]`` where it has no record, as `rows.gather` reads them. ``places`` int32 (bags,), no two alike,
+says which row of pooled rows, and of what goes with them, is whose; ``bags`` int32 (n,) is the place of each position's
 bag. Positions of unique row `skip` (-1: no row) belong to no bag. ``weights`` float32 is (n,), or (0,) for ones.
 Everything is summed in order of occurrence.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedrock.kernels.reference.rows import row_squares
+from embedrock.kernels.reference.rows import gather, row_squares
 
 
 def _members(inverse: np.ndarray, offsets: np.ndarray, skip: int, bag: int) -> np.ndarray:
@@ -19,9 +20,18 @@ def _members(inverse: np.ndarray, offsets: np.ndarray, skip: int, bag: int) -> n
     return positions[inverse[positions] != skip]
 
 
+def _rows(words: np.ndarray, slots: np.ndarray, inverse: np.ndarray, fresh: np.ndarray, dim: int) -> np.ndarray:
+    """Return the row of each position: float32 (n, dim)."""
+    rows = np.empty((inverse.size, dim), np.float32)
+    gather(words, slots, inverse, fresh, rows)
+    return rows
+
+
 def pool_sum(
-    rows: np.ndarray,
+    words: np.ndarray,
+    slots: np.ndarray,
     inverse: np.ndarray,
+    fresh: np.ndarray,
     offsets: np.ndarray,
     places: np.ndarray,
     weights: np.ndarray,
@@ -33,24 +43,27 @@ def pool_sum(
     """Sum, or average, the rows of each bag; an empty bag gives zeros.
 
     Args:
-        rows: float32 (unique, dim).
+        words, slots, fresh: where the rows are; slots int64 (unique,), fresh float32 (new, dim).
         mean: divide each sum by the number of positions in the bag.
         out: float32 (places, dim).
         scale: float32 (places,) receives what a sum was multiplied by: 1, or one over the number of positions.
     """
+    rows = _rows(words, slots, inverse, fresh, out.shape[1])
     for bag, place in enumerate(places):
         members = _members(inverse, offsets, skip, bag)
         out[place] = 0
         for position in members:
             weight = weights[position] if weights.size else np.float32(1)
-            out[place] += weight * rows[inverse[position]]
+            out[place] += weight * rows[position]
         scale[place] = 1 / max(1, members.size) if mean else 1
         out[place] *= scale[place]
 
 
 def pool_max(
-    rows: np.ndarray,
+    words: np.ndarray,
+    slots: np.ndarray,
     inverse: np.ndarray,
+    fresh: np.ndarray,
     offsets: np.ndarray,
     places: np.ndarray,
     skip: int,
@@ -60,14 +73,15 @@ def pool_max(
     """Take the largest value of each column of each bag, the first of equal ones; an empty bag gives zeros.
 
     Args:
-        rows: float32 (unique, dim).
+        words, slots, fresh: as of `pool_sum`.
         out: float32 (places, dim).
         argmax: int32 (places, dim) receives the position that each value came from, -1 in empty bags.
     """
+    rows = _rows(words, slots, inverse, fresh, out.shape[1])
     for bag, place in enumerate(places):
         out[place], argmax[place] = 0, -1
         for position in _members(inverse, offsets, skip, bag):
-            row = rows[inverse[position]]
+            row = rows[position]
             better = (argmax[place] < 0) | (row > out[place])
             out[place, better], argmax[place, better] = row[better], position
 
