@@ -16,6 +16,7 @@ from embedrock.testing.kernels import DEFAULTS, DENSE, step_numbers
 
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
+VERDICT = torch.zeros(4, dtype=torch.int32)
 PLACES = torch.zeros(8, dtype=torch.int64)
 
 
@@ -49,10 +50,10 @@ def example_steps() -> None:
         for form in forms(rule)[:2]:
             values = torch.empty(8, form.dim)
             for step in STEPS:
-                args = PLACES, PLACES, values, torch.ones(1), None, ONE, ONE, 0, step
+                args = PLACES, PLACES, values, VERDICT, None, ONE, 0, step
                 rows.step(*args, numbers(rule, step), form)
                 if type(numbers(rule, step)) in rows.rules.REFRESHES:
                     rows.refresh(values, PLACES, ONE, numbers(rule, step), form)
     for form in forms(Adam(), (1, 17, 4096)):
-        clipped = PLACES, PLACES, torch.empty(8, form.dim), torch.ones(1), 1.5, ONE, ONE, 0, 1
+        clipped = PLACES, PLACES, torch.empty(8, form.dim), VERDICT, 1.5, ONE, 0, 1
         rows.step(*clipped, numbers(Adam(), 1), form)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embedrock.kernels.gpu import runtime
+from embedrock.kernels.gpu import gate, runtime
 
 DEVICE = "cpu" if runtime.is_interpreted() else "cuda"
 GUARD = 64  # bytes of poison before and after what a kernel may write to
@@ -20,6 +20,13 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 
 def one(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor([value], dtype=dtype, device=DEVICE)
+
+
+def verdict(live: int, factor: float = 1.0) -> torch.Tensor:
+    """Return a table's verdict, as `gate.judge` writes it: int32 (LINE,)."""
+    made = torch.zeros(gate.LINE, dtype=torch.int32, device=DEVICE)
+    made[gate.LIVE], made[gate.FACTOR] = live, int(np.float32(factor).view(np.int32))
+    return made
 
 
 class Poisoned:

@@ -23,10 +23,11 @@ from embedrock.bench.gpu.device import INTERPRETER, Device
 from embedrock.bench.gpu.limits import Limits
 from embedrock.bench.gpu.session import GpuEffort, GpuTiming, hit_rate, racer_of, rounds_s
 from embedrock.bench.gpu.workloads import GpuWorkload
-from embedrock.bench.harness.contenders import Footprint
+from embedrock.bench.harness.contenders import Footprint, Unavailable
 from embedrock.bench.harness.effort import Clock
 from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
 from embedrock.bench.harness.targets import judge
+from embedrock.device import attach
 from embedrock.errors import UnsupportedError
 
 GIB = 1 << 30
@@ -140,6 +141,17 @@ def test_bytes_on_the_bus():
     assert hit_rate(result("ours-b", 1.0, counts=counts)) is None
 
 
+def test_another_placement_than_the_one_that_is_named_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+    for near, where in ((None, "all rows"), (0.0, "rows used in RAM"), (0.5, "cached")):
+        parts = contenders.our_parts(FORUM, CPU, near)
+        assert all(where in repr(layer.table.side) for layer in parts.layers)
+    monkeypatch.setattr(attach, "available_bytes", lambda: 0)  # so that the host plans
+    with pytest.raises(
+        Unavailable, match=r"^rows were to be so: .* cached .*\. But they are .*planned by the host: is"
+    ):
+        contenders.our_parts(FORUM, CPU, 0.5)
+
+
 # ---------------------------------------------------------------- groups
 
 
@@ -248,6 +260,8 @@ def test_the_fastest_that_qualifies_is_judged_across_groups():
         "ours-c20, faster than torch-sparse-gpu": (2.0, True),
         "ours-c20, faster than torch-sparse-cpu": (3.0, False),
         "ours-a, faster than torch-sparse-gpu": (1.6, False),
+        "ours-c20, a step": (1000.0, False),
+        "ours-a, a step": (2500.0, False),
     }
 
 
@@ -261,7 +275,9 @@ def test_what_has_to_prefetch_is_judged_so_and_what_is_missing_is_named():
     assert judged(results, CACHE) == {
         "ours-c100, time over that of ours-a": (1.25, True),
         "ours-c80-prefetch, time over that of ours-a": (2.5, False),
+        "ours-a, a step": (1000.0, False),
     }
+    assert judged([result("ours-a", 0.0019, workload=CACHE)], CACHE) == {"ours-a, a step": (pytest.approx(1.9), True)}
     _, missing = report.judge_workload("cache", lines_of(results, "ours-a"))
     assert missing == ["cache, 20% cached: ours-c20-prefetch, time over that of ours-a", "mode b: share of the bus"]
 

@@ -24,10 +24,11 @@ def test_judge(tables: list[tuple[float, float, int]]):
     expected = np.empty(count, np.float32), np.empty(count, np.int32), np.empty(count, np.int32)
     mine = tensor(faults)
     addresses = mine.data_ptr() + 32 * torch.arange(count)
-    got = [Poisoned((count,), dtype) for dtype in (torch.float32, torch.int32, torch.int32)]
-    factors, live, finite = (part.inside for part in got)
-    gate.judge(tensor(numbers), tensor(addresses.numpy()), factors, live, finite, 9)
+    got = Poisoned((count, gate.LINE), torch.int32)
+    gate.judge(tensor(numbers), tensor(addresses.numpy()), got.inside, 9)
     reference.device.judge(numbers, faults, expected[0], expected[1], expected[2], 9)
-    for part, wanted in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(part.check(count), wanted)
+    verdicts = got.check(count)
+    np.testing.assert_array_equal(verdicts[:, gate.FACTOR].copy().view(np.float32), expected[0])
+    for part, wanted in zip((gate.LIVE, gate.FINITE), expected[1:], strict=True):
+        np.testing.assert_array_equal(verdicts[:, part], wanted)
     same(mine, faults)

@@ -13,6 +13,7 @@ from gpu_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tensors import verdict
 
 from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu, reference
@@ -97,7 +98,7 @@ def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
 def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
     with OnDevice() as on:
         places = on.places(records, slots)
-        weights = on.tensor(ids), on.tensor(values), one(factor, torch.float32), clip, one(live), one(len(slots))
+        weights = on.tensor(ids), on.tensor(values), verdict(live, factor), clip, one(len(slots))
         gpu.rows.step(places, *weights, int(seed), step, on.numbers(numbers), form)
 
 

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gpu_models import ALL_NEAR, DIM, NONE_NEAR, ROWS, SOME_NEAR, Way, batches, loss_of, make, on_device, train
+from gpu_models import (
+    ALL_NEAR,
+    DIM,
+    HOSTED,
+    NONE_NEAR,
+    ROWS,
+    SOME_NEAR,
+    Way,
+    assert_same_table,
+    batches,
+    loss_of,
+    make,
+    on_device,
+    train,
+)
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, pinned, placement, timeline
+from embedrock.device import attach, direct, pinned, placement, steps, timeline
+from embedrock.device.direct import DirectSide
 from embedrock.device.hosted import HostedSide
+from embedrock.device.side import DeviceSide
 from embedrock.errors import UnsupportedError
 from embedrock.table.table import rows_of
+from embedrock.tiers import memory
 from embedrock.torch.training import side
 from slow import slow
 
@@ -114,37 +132,6 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: p
     train(model, batches(3)[1:])
     np.testing.assert_array_equal(model.weights(), train(other, batches(3)).weights())
     assert model.table.side is None
-
-
-def test_pinned_memory_is_let_go(monkeypatch: pytest.MonkeyPatch):
-    class Runtime:
-        def __init__(self) -> None:
-            self.registered: dict[int, int] = {}
-
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            if nbytes > 3000:
-                return 2
-            self.registered[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> None:
-            del self.registered[address]
-
-    runtime, memory = Runtime(), np.zeros(5000, np.uint8)
-    monkeypatch.setattr(pinned, "_runtime", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    monkeypatch.setattr(pinned, "PART_BYTES", 1024)
-    held = pinned.Pinned(memory, torch.device("cuda"))
-    held.cover(1)
-    held.cover(2100)
-    assert sum(runtime.registered.values()) == 2100
-    said = r"refused to pin 4\.9 KiB of RAM for the GPU \(cudaHostRegister returned 2\)"
-    other = pinned.Pinned(np.zeros(5000, np.uint8), torch.device("cuda"))
-    with pytest.raises(pinned.PinningError, match=said):
-        other.cover(5000)
-    other.close()
-    held.close()
-    assert not runtime.registered
 
 
 def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -275,3 +262,127 @@ def test_a_share_is_of_the_whole_gpu(monkeypatch: pytest.MonkeyPatch):
     assert attach._bytes_of("25%", torch.device("cpu")) == 1000  # of the interpreter
     assert attach._bytes_of("25%", torch.device("cuda")) == 2000
     assert attach._bytes_of(7, torch.device("cuda")) == 7
+
+
+class FailsOnce:
+    """Replaces a method by one that finds no memory when it is called for the first time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.is_due, method = True, getattr(owner, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if self.is_due:
+                self.is_due = False
+                raise torch.OutOfMemoryError("out of memory. Tried to allocate 1.60 GiB.")
+            return method(*args, **kwargs)
+
+        patch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_ids_where", "_check_ram", "_present_rows"])
+def test_a_table_that_cannot_be_brought_back_now_is_whole_and_can_be_later(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, other = train(make(ALL_NEAR), batches(2)), train(make(None), batches(2))
+    fails = FailsOnce(monkeypatch, DirectSide, name)
+    with pytest.raises(er.MemoryBudgetError, match=r"more GPU memory than there is: out of memory.* Nothing has chang"):
+        model.weights()
+    assert not fails.is_due
+    train(model, batches(1, seed=1))  # it trains on
+    np.testing.assert_array_equal(model.weights(), train(other, batches(1, seed=1)).weights())
+
+
+def test_a_capture_that_a_table_meets_does_not_fail_it(monkeypatch: pytest.MonkeyPatch):
+    model = train(make(SOME_NEAR[1]), batches(2))
+    before = model.table.side
+    with monkeypatch.context() as patch:
+        patch.setattr(type(before), "_finish", lambda side: (_ for _ in ()).throw(UnsupportedError("captured")))
+        with pytest.raises(UnsupportedError, match="captured"):
+            model.weights()
+    np.testing.assert_array_equal(model.weights(), train(make(None), batches(2)).weights())
+
+
+def test_a_device_that_dies_while_rows_are_brought_back_fails_the_table(monkeypatch: pytest.MonkeyPatch):
+    model = train(make(ALL_NEAR), batches(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectSide, "_finish", lambda side: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            model.weights()
+    with pytest.raises(er.EmbedrockError, match="failed, and some of its rows may have been stepped"):
+        model.weights()
+
+
+def test_rows_come_back_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    model, other, sizes = train(make(ALL_NEAR), batches(3)), train(make(None), batches(3)), []
+    monkeypatch.setattr(direct, "COPIED_BYTES", 7 * model.table.spec.record_bytes)
+
+    def noted(nbytes: int, device: torch.device) -> torch.Tensor:
+        sizes.append(nbytes)
+        return pinned.staging(nbytes, device)
+
+    monkeypatch.setattr(direct, "staging", noted)
+    assert_same_table(model.table, other.table)
+    assert sizes == [7 * model.table.spec.record_bytes]
+
+
+def test_rows_that_only_a_gpu_has_room_for_are_not_saved_and_train_on(monkeypatch: pytest.MonkeyPatch):
+    model = train(make(ALL_NEAR), batches(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_headroom", SimpleNamespace(take=lambda nbytes: False))
+        said = r"\d+ rows of .* are in GPU memory only, and who reads or saves them needs them in RAM: .*needed"
+        with pytest.raises(er.MemoryBudgetError, match=said):
+            model.whole.state_dict()
+        train(model, batches(1, seed=1))
+    other = train(train(make(None), batches(2)), batches(1, seed=1))
+    np.testing.assert_array_equal(model.weights(), other.weights())
+
+
+def test_a_table_that_fits_the_gpu_and_not_the_ram_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attach, "available_bytes", lambda: 1000)
+    with pytest.warns(ert.PlacementWarning, match=r"fits the GPU's memory, but not the RAM that is free: .* 1000 B"):
+        train(make(ALL_NEAR), batches(1))
+
+
+def test_a_device_side_that_is_closed_holds_no_memory():
+    for way in (ALL_NEAR, SOME_NEAR[1], HOSTED[2]):
+        model = train(make(way), batches(1))
+        side = model.table.side
+        assert isinstance(side, DeviceSide)
+        rows_of(model.table).leave_side()
+        tensors = [side.near.records, *side.near.slots]
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
+
+
+def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatch):
+    # First values that only the CPU can draw, as those of the GPU are made there.
+    first = np.random.default_rng(0).standard_normal((1000, 64)).astype(np.float32)
+    layer = ert.Embedding.from_pretrained(first, freeze=False)
+    optimizer = ert.SGD(layer, lr=0.1)
+    ert.place(layer, "cpu")
+    layer(torch.arange(500)).sum().backward()
+    optimizer.step()
+    uploaded = []
+    upload = DeviceSide.uploaded
+
+    def noted(side: DeviceSide, array: np.ndarray) -> torch.Tensor:
+        uploaded.append(array.shape)
+        return upload(side, array)
+
+    monkeypatch.setattr(DeviceSide, "uploaded", noted)
+    found = layer(torch.arange(498, 502))
+    np.testing.assert_array_equal(found.detach().numpy()[2:], first[500:502])
+    assert [shape for shape in uploaded if len(shape) == 2] == [(2, 64)]
+
+
+def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.MonkeyPatch):
+    layers = torch.nn.ModuleList(ert.Embedding(ROWS, DIM, device_memory=0) for _ in range(3))
+    optimizer = ert.SGD(layers, lr=0.1)
+    ert.place(layers, "cpu")
+    starts, step = set(), DeviceSide.step
+
+    def noted(side: DeviceSide, rule: er.Rule, grads: Any, targets: Any, judged: steps.Judged) -> None:
+        starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
+        step(side, rule, grads, targets, judged)
+
+    monkeypatch.setattr(DeviceSide, "step", noted)
+    torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()
+    optimizer.step()
+    assert starts == {0}

@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device.side import DeviceSide
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
 from first_values import FIRST_VALUES
@@ -152,6 +153,20 @@ def test_a_cache_is_used():
         len(ids.unique()) for ids in batches(8)
     )
     assert "80 rows cached" in repr(model.table)
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, SOME_NEAR[1], HOSTED[2]], ids=by_name)
+def test_counting_brings_nothing_back(way: Way):
+    model, other = train(make(way), batches(3)), train(make(None), batches(3))
+    side = model.table.side
+    assert isinstance(side, DeviceSide)
+    before = side.near.slots.dirty.sum(), rows_of(model.table).turn.running
+    stats = model.table.stats()
+    assert (side.near.slots.dirty.sum(), rows_of(model.table).turn.running) == before
+    assert stats["rows_touched"] == other.table.stats()["rows_touched"] > 0
+    assert stats["steps"] == 3
+    np.testing.assert_array_equal(model.weights(), other.weights())
+    assert model.table.stats()["rows_touched"] == stats["rows_touched"]
 
 
 def test_a_cache_of_a_hashed_table_is_used():

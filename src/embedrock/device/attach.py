@@ -16,7 +16,7 @@ from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.machine.ram import available_bytes, memory_limit
-from embedrock.machine.sizes import parse_bytes
+from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
@@ -32,6 +32,8 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
 
     That is so for tables of a group, which share their records' memory; it is told by a `PlacementWarning`.
 
+    The device has an index, if it is a GPU.
+
     Raises:
         UnsupportedError: the device has not the features that kernels need.
         MemoryBudgetError: it has too little memory.
@@ -44,7 +46,6 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
             stacklevel=4,
         )
         return None
-    device = _indexed(device)
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:
         return side
@@ -57,15 +58,10 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     except PinningError as error:
         warn_of(error, table.subject)
         return None
+    made.timeline.begin()
     with rows.turn.lock:
         rows.attach(made)
     return made
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _made(table: Table, device: torch.device) -> DeviceSide:
@@ -74,7 +70,10 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
     rows = rows_of(table)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
     if tier is not None:
-        return DirectSide(rows, tier, device, placement.choose(table.spec, budget))
+        chosen = placement.choose(table.spec, budget)
+        if chosen.mode == "device":
+            _warn_of_little_ram(table)
+        return DirectSide(rows, tier, device, chosen)
     if given and table.is_on_disk:
         warnings.warn(
             f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
@@ -85,6 +84,18 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
     # How many rows there will be nobody knows: there is a cache where its size was said.
     near = 0 if table.is_on_disk or given is None else budget // slot_bytes(table.spec)
     return HostedSide(rows, rows.tier, device, min(near, table.rows or near))
+
+
+def _warn_of_little_ram(table: Table) -> None:
+    needed, there = table.spec.table_bytes or 0, available_bytes()
+    if needed > there:
+        warnings.warn(
+            f"{table.subject} fits the GPU's memory, but not the RAM that is free: {format_bytes(needed)} needed to "
+            f"save or read all of its rows, {format_bytes(there)} free. Training goes on; saving it will be refused "
+            "once more rows are in use than RAM has room for.",
+            PlacementWarning,
+            stacklevel=6,
+        )
 
 
 def _direct_tier(rows: Rows) -> Memory | None:

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Bringing, Near, present
-from embedrock.device.pinned import Pinned
+from embedrock.device.pinned import Pinned, staging
 from embedrock.device.placement import DevicePlacement
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.steps import Targets
-from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
 from embedrock.table.rows import Rows
-from embedrock.tiers.memory import Memory
+from embedrock.tiers.memory import Memory, take_ram
+from embedrock.wording import counted
 
-COPIED_ROWS = 1 << 20  # at a time, between near records and RAM that is not pinned
+COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between near records and RAM that is not pinned
 
 
 class DirectSide(DeviceSide):
@@ -45,7 +46,9 @@ class DirectSide(DeviceSide):
         assert drawn is not None  # or the host plans, and draws
         self.placement, self._count, self._memory = placement, count, tier
         self._drawn, self._first_state = drawn, self.uploaded(self.spec.first_state)
-        self._pinned = None if placement.mode == "device" else Pinned(tier.records.bytes, device)
+        self._pinned = None
+        if placement.mode != "device":
+            self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
         far = 0
         if self._pinned is not None:
             tier.arena.expect_all()
@@ -70,14 +73,17 @@ class DirectSide(DeviceSide):
             self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
         if self.placement.mode == "device":
             for ids in self._ids_where(present):
-                self.near.records[ids] = torch.from_numpy(self._memory.records.bytes[ids.cpu().numpy()]).to(self.device)
+                self.near.records[ids] = self.uploaded(self._memory.records.bytes[ids.cpu().numpy()])
                 self.where[ids] = ids.to(torch.int32)
         self._seen = self.rows.version.now
 
     def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Go through the ids of rows for whose word of `where` something holds."""
-        for start in range(0, self._count, COPIED_ROWS):
-            yield holds(self.where[start : start + COPIED_ROWS]).nonzero()[:, 0] + start
+        """Go through the ids of rows for whose word of `where` something holds, as many as are copied at a time."""
+        copied = max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
+        for start in range(0, self._count, copied):
+            ids = holds(self.where[start : start + copied]).nonzero()[:, 0] + start
+            if len(ids):
+                yield ids
 
     def _finish(self) -> None:
         self.timeline.finish()
@@ -85,25 +91,48 @@ class DirectSide(DeviceSide):
         if not self._is_newer:
             return
         if self.placement.mode == "device":
-            for ids in self._ids_where(lambda words: words >= CHANGED):
-                self._memory.records.bytes[ids.cpu().numpy()] = self.near.records[ids].cpu().numpy()
-                self.where[ids] = ids.to(torch.int32)
+            self._check_ram()
+            self._bring_back()
         self.near.write_back()
-        starts = range(0, self._count, COPIED_ROWS)
-        bits = np.concatenate([present(self.where[start : start + COPIED_ROWS]).cpu().numpy() for start in starts])
+        bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
         self._memory.replace_present(np.packbits(bits, bitorder="little"), int(np.count_nonzero(bits)))
         self.timeline.finish()
         self._is_newer = False
 
+    def _check_ram(self) -> None:
+        """Raise `MemoryBudgetError` where there is no RAM for records that only the GPU has."""
+        more = self._present_rows() - self._memory.count
+        if more > 0 and not self._memory.placement.is_told:
+            there = f"{counted(more, 'row')} of {self.rows.subject} are in GPU memory only, and who reads or saves them"
+            remedy = "Nothing has changed. Free RAM and ask again, or pass memory= to say how much the table"
+            take_ram(more * self.spec.record_bytes, f"{there} needs them in RAM", remedy)
+
+    def _bring_back(self) -> None:
+        """Copy records that changed to RAM, through memory that the GPU writes to."""
+        size, through = self.spec.record_bytes, None
+        for ids in self._ids_where(lambda words: words >= CHANGED):
+            if through is None:
+                through = staging(max(size, min(COPIED_BYTES, self._count * size)), self.device)
+            targets = through.data_ptr() + torch.arange(len(ids), device=self.device) * size
+            cache.copy_records(self.near.memory.near + ids * size, targets, size)
+            self.timeline.finish()
+            self._memory.records.bytes[ids.cpu().numpy()] = through[: len(ids) * size].view(-1, size).numpy()
+            self.where[ids] = ids.to(torch.int32)
+
+    def _present_rows(self) -> int:
+        return sum(int(present(part).sum()) for part in self.where.split(COPIED_ROWS))
+
     def close(self) -> None:
-        """Give its memory back."""
-        self.timeline.finish()
+        super().close()
+        self.where = self.where[:0].clone()
         if self._pinned is not None:
             self._pinned.close()
 
     def stats(self) -> dict[str, float]:
-        """Return numbers about it. Waits for the device."""
-        return {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes, **self.near.stats()}
+        """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
+        numbers = {"rows_touched": self._present_rows()} if self._is_newer else {}
+        near = {"device_slots": self.placement.near_rows, "device_bytes": self.placement.bytes}
+        return {**numbers, **near, **self.near.stats()}
 
     def __repr__(self) -> str:
         return f"on {self.device}: {self.placement}"
@@ -131,6 +160,8 @@ class DirectSide(DeviceSide):
 
     def _bring_ahead(self, ids: Tensor) -> None:
         self._stamp += 1
+        if ids.device == self.device:
+            self.timeline.uses(ids)
         nothing = torch.zeros_like(self.faults.tensor)  # ids outside of the table are a fault when they are looked up
         plan = make_plan(self.on_device(ids), self._count, nothing, self._stamp)
         self.near.bring(plan, self.oldest(trains=True), self.timeline, Bringing(aside=True, counts=True))
@@ -159,12 +190,12 @@ class DirectSide(DeviceSide):
         keys = grads.plan.keys
         return Targets(torch.empty_like(keys), torch.empty_like(keys, dtype=torch.uint8))
 
-    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
+    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
         self._begin()
         self.timeline.wait_for_copies()
-        self.near.settle(plan, live, targets.places, targets.new)
+        self.near.settle(plan, verdict, targets.places, targets.new)
         drawn = plan.ids, int(self.spec.key), self._drawn
-        rows.begin(targets.places, targets.new, *drawn, self._first_state, plan.count, live, self.form)
+        rows.begin(targets.places, targets.new, *drawn, self._first_state, plan.count, verdict, self.form)
         return targets.places
 
     def note_change(self) -> None:

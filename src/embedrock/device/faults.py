@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
+from embedrock.device.cuda_runtime import cuda_runtime
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import Rows
 
@@ -82,7 +83,8 @@ class Faults:
         self._is_asked = False
         self.ask()
         if self._event is not None:
-            self._event.synchronize()
+            with cuda_runtime().beside_captures():
+                self._event.synchronize()
 
     def forget(self, is_culprit: bool = False) -> None:
         """Forget that a step was refused, which the host knows; raise the error if it is the table's own."""

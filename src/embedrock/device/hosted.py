@@ -20,7 +20,7 @@ from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide
 from embedrock.device.steps import Targets
 from embedrock.errors import CacheTooSmallError
-from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu import gate, rows
 from embedrock.kernels.gpu.cache import FAR
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
@@ -53,7 +53,7 @@ class HostedSide(DeviceSide):
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
         tier.stay()
-        self._pinned = Pinned(tier.records.bytes, device)
+        self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
         self._host_waits = 0
         where = self._map(FIRST_MAP if near_rows else 0)
         self.near = Near(where, cached(self.spec, near_rows), self.form, self._pinned.address)
@@ -65,7 +65,7 @@ class HostedSide(DeviceSide):
     def _follow(self) -> None:
         """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
         if self.near.is_cache and len(self.near.slots.where) < self.tier.used_slots:
-            self.near.grow(self._map(max(self.tier.used_slots, 2 * len(self.near.slots.where))))
+            self.near.grow(self._map(max(self.tier.used_slots, 2 * len(self.near.slots.where))), self.timeline)
         if self.near.is_cache and self._seen != self.rows.version.now:
             self.near.clear()
             self.near.slots.where.fill_(FAR)
@@ -83,6 +83,7 @@ class HostedSide(DeviceSide):
         self.timeline.finish()
 
     def close(self) -> None:
+        super().close()
         self._pinned.close()
 
     def stats(self) -> dict[str, float]:
@@ -140,13 +141,13 @@ class HostedSide(DeviceSide):
         )
 
     def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
-        host = self._host(plan)
-        absent = host.slots < 0
-        fresh = np.empty((len(absent), self.spec.dim), np.float32)
-        if absent.any():
+        host, fresh = self._host(plan), out  # of which nothing is read where all have records
+        absent = np.flatnonzero(host.slots < 0)
+        if len(absent):
             values_of = self.rows.first_values if host.epoch >= 0 else self.rows.weights_of
-            fresh[absent] = values_of(host.ids[absent])
-        rows.gather(places, self.uploaded(fresh) if absent.any() else out, plan.count, self.form, out)
+            fresh = self.uploaded(values_of(host.ids[absent]))
+            places[self.uploaded(absent)] = -1 - torch.arange(len(absent), device=self.device)
+        rows.gather(places, fresh, plan.count, self.form, out)
 
     def prepare(self, grads: DeviceGradients) -> Targets:
         host = self._host(grads.plan)
@@ -156,9 +157,9 @@ class HostedSide(DeviceSide):
             self._cover(len(host.ids))
         return Targets(grads.plan.keys, grads.plan.keys)  # its addresses are uploaded
 
-    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
+    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
         host = self._host(plan)
-        if host.missing and not bool(live):  # the host makes records, so it waits to know whether the step is made
+        if host.missing and not bool(verdict[gate.LIVE]):  # records are to be made, so the host waits to know
             return torch.full_like(plan.keys, -1)
         with self._turn():
             slots = self.uploaded(self.rows.admit(host))
@@ -167,7 +168,7 @@ class HostedSide(DeviceSide):
             if not self.near.is_cache:
                 return self.near.places(there)
             places = torch.empty_like(slots)
-            self.near.settle(there, live, places, torch.empty_like(slots, dtype=torch.uint8))
+            self.near.settle(there, verdict, places, torch.empty_like(slots, dtype=torch.uint8))
             return places
 
     @staticmethod

@@ -70,10 +70,11 @@ class Near:
         self._scratch: cache.Search | None = None
         self.clear()
 
-    def grow(self, where: Tensor) -> None:
+    def grow(self, where: Tensor, timeline: Timeline) -> None:
         """Take a larger `where`, of which the rows so far come first."""
         known = self.slots.where
         where[: len(known)] = known
+        timeline.uses(known)
         self.slots, self._limit = self.slots._replace(where=where), len(where)
 
     @property
@@ -81,6 +82,11 @@ class Near:
         """Bytes of GPU memory."""
         tensors = self.records, *self.slots
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def let_go(self) -> None:
+        """Give the GPU's memory back. Nothing uses it any more."""
+        self.records, self._scratch = self.records[:0].clone(), None
+        self.slots = cache.Slots(*(part[:0].clone() for part in self.slots))
 
     def clear(self) -> None:
         """Empty the cache. Its records are no newer than those in RAM."""
@@ -103,7 +109,7 @@ class Near:
             return
         batch = plan.keys, plan.count, self._limit
         count = len(plan.keys)
-        search, time = self._search(count), cache.BatchTime(plan.stamp, oldest, self._half_life(count))
+        search, time = self._search(count, timeline), cache.BatchTime(plan.stamp, oldest, self._half_life(count))
         slots = self.slots if how.counts else self.slots._replace(tallies=self._not_counted)
         cache.touch(slots, search, time, *batch)
         cache.offer(self.slots, search, time, self._hand)
@@ -123,11 +129,13 @@ class Near:
     def _half_life(self, n: int) -> float:
         return HALF_LIFE * max(1.0, len(self.slots.owner) / n)
 
-    def _search(self, n: int) -> cache.Search:
+    def _search(self, n: int, timeline: Timeline) -> cache.Search:
         """Return scratch for a batch of n positions: that of the last batch, if it was as large."""
         window, victims = min(len(self.slots.owner), WINDOW * n), min(len(self.slots.owner), n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
+            if kept is not None:
+                timeline.uses(*kept)
             kept = self._scratch = cache.Search(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),

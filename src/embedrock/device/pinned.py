@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from embedrock.errors import MemoryBudgetError
+from embedrock.device.cuda_runtime import CudaRuntime, cuda_runtime
+from embedrock.errors import MemoryBudgetError, UnsupportedError
 from embedrock.machine.sizes import format_bytes
+from embedrock.process import platform
 
-PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-PART_BYTES = 256 << 20  # a whole number of pages, so that parts do not share one
+# What is pinned in one call: whole huge pages, so that parts share none; and newer drivers refuse 512 GiB and more.
+LEAST_PART_BYTES, MOST_PART_BYTES = 256 << 20, 64 << 30
 
 
 class PinningWarning(UserWarning):
@@ -26,46 +28,86 @@ class Pinned:
 
     On a GPU the address of pinned memory is that of the host (unified addressing), so kernels take it as it is.
 
+    A fork would copy pinned pages at once, those of the whole table for each worker of a `DataLoader`. So a child does
+    not get them; it may not use the rows anyway.
+
     Args:
         memory: uint8 of any shape, C-contiguous.
         device: that is to use it.
+        quiet: returns once nothing uses the memory any more that was begun so far.
     """
 
-    def __init__(self, memory: np.ndarray, device: torch.device) -> None:
-        self.address, self._memory = memory.ctypes.data, memory
+    def __init__(self, memory: np.ndarray, device: torch.device, quiet: Callable[[], None]) -> None:
+        self.address, self._memory, self._device = memory.ctypes.data, memory, device
         self._covered = 0 if device.type == "cuda" else memory.nbytes
-        self._parts: list[int] = []  # addresses
+        self._parts: list[tuple[int, int]] = []  # addresses and bytes
         # The memory lives as long as it is pinned.
-        self._unregister = weakref.finalize(self, _unregister, self._parts, memory, device, os.getpid())
+        self._unregister = weakref.finalize(self, _let_go, self._parts, memory, quiet, os.getpid())
 
     def cover(self, nbytes: int) -> None:
         """Pin at least the first `nbytes`.
 
         Raises:
-            PinningError: the system refused.
+            PinningError: the system refused. No more is pinned than was before.
         """
-        while self._covered < nbytes:
-            part = min(max(PART_BYTES, nbytes - self._covered), self._memory.nbytes - self._covered)
-            _register(self.address + self._covered, part)
-            self._parts.append(self.address + self._covered)
-            self._covered += part
+        if self._covered >= nbytes:
+            return
+        runtime, before, made = _runtime_for(self._device), len(self._parts), self._covered
+        try:
+            while made < nbytes:
+                wanted = -(-(nbytes - made) // LEAST_PART_BYTES) * LEAST_PART_BYTES
+                part = min(wanted, MOST_PART_BYTES, self._memory.nbytes - made)
+                _register(runtime, self.address + made, part)
+                self._parts.append((self.address + made, part))
+                made += part
+        except PinningError:
+            _unregister(runtime, self._parts[before:])
+            del self._parts[before:]
+            raise
+        self._covered = made
 
     def close(self) -> None:
         """Let the memory go."""
         self._unregister()
 
 
+def staging(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return RAM that a device writes to in place, uint8 (nbytes,), for a short time.
+
+    Raises:
+        MemoryBudgetError: the system refused.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise MemoryBudgetError(
+            f"the system refused {format_bytes(nbytes)} of pinned RAM, through which rows come from {device}: {error} "
+            "Nothing has changed. Free RAM, or lift the limit on locked memory (ulimit -l), and ask again."
+        ) from error
+
+
 class PinningError(MemoryBudgetError):
     """The system refused to pin memory."""
 
 
-def _runtime() -> Any:
-    return torch.cuda.cudart()
+def _runtime_for(device: torch.device) -> CudaRuntime:
+    try:
+        runtime = cuda_runtime()
+    except UnsupportedError as error:
+        raise PinningError(str(error)) from error
+    if not runtime.reads_host_addresses(device.index):
+        raise PinningError(
+            f"{device} does not find pinned RAM at the addresses that the CPU has for it, which kernels rely on. Pass "
+            "a device_memory= that holds all rows."
+        )
+    return runtime
 
 
-def _register(address: int, nbytes: int) -> None:
-    code = int(_runtime().cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
+def _register(runtime: CudaRuntime, address: int, nbytes: int) -> None:
+    platform.keep_from_children(address, nbytes)
+    code = runtime.register(address, nbytes)
     if code:
+        platform.share_with_children(address, nbytes)
         raise PinningError(
             f"the system refused to pin {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
             "Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds all "
@@ -73,13 +115,17 @@ def _register(address: int, nbytes: int) -> None:
         )
 
 
-def _unregister(parts: list[int], memory: np.ndarray, device: torch.device, process: int) -> None:
-    if os.getpid() != process:
+def _unregister(runtime: CudaRuntime, parts: list[tuple[int, int]]) -> None:
+    for address, nbytes in parts:
+        runtime.unregister(address)
+        platform.share_with_children(address, nbytes)
+
+
+def _let_go(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:
+    if not parts or os.getpid() != process:
         return  # a forked child, where CUDA does nothing but raise errors
-    if parts:
-        torch.cuda.synchronize(device)  # kernels may still use it
-    for address in parts:
-        _runtime().cudaHostUnregister(address)
+    quiet()
+    _unregister(cuda_runtime(), parts)
 
 
 def warn_of(error: PinningError, subject: str) -> None:

@@ -68,15 +68,16 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()
+        # The copy is made later, and whoever pinned the tensor may fill it anew before: so it is of a copy.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 
 
 class _Histories:
     """Copies of a rule's history on the device, which get the rows that came since."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+        self._device, self._timeline = device, timeline
         self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
 
     def follow(self, name: str, numbers: Any) -> Tensor:
@@ -84,6 +85,8 @@ class _Histories:
         array, steps = getattr(numbers, name), numbers.steps
         known, copy, done = self._copies.get(name, (None, None, 0))
         if known is not array or copy is None or steps < done:
+            if copy is not None:
+                self._timeline.uses(copy)
             copy = uploaded(array, self._device)
         else:
             start = max(0, done - 1)  # a step that was taken back may have been made anew
@@ -115,7 +118,7 @@ class DeviceSide(ABC):
         self._stamp = FIRST_STAMP
         self._batch = self._stamp + 1  # stamp of the first lookup since the last step
         self._seen = -1  # version of the table that it knows of
-        self._histories = _Histories(device)
+        self._histories = _Histories(device, self.timeline)
         self._none = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
 
     @property
@@ -128,7 +131,11 @@ class DeviceSide(ABC):
     # ------------------------------------------------------------ what a table asks of a side
 
     def finish(self) -> None:
-        """Bring the tier's records up to date. Waits for the device."""
+        """Bring the tier's records up to date. Waits for the device.
+
+        Raises:
+            UnsupportedError, MemoryBudgetError: it cannot be done now. No row is lost; it may be asked for again.
+        """
         self.rows.check_process()
         with self.timeline.ordered():
             self._finish()
@@ -144,9 +151,11 @@ class DeviceSide(ABC):
     def stats(self) -> dict[str, float]:
         """Return numbers about it."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Give its memory back."""
+        """Give its memory back, though handles may go on knowing it."""
+        self.timeline.finish()
+        self.near.let_go()
+        self._histories = _Histories(self.device, self.timeline)
 
     def begin(self) -> None:
         """Begin to use rows: no step of the CPU is running, and the table is open. The caller holds the turn.
@@ -310,15 +319,15 @@ class DeviceSide(ABC):
             raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
         with self.working():
             plan = grads.plan
-            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *targets, judged.factor, judged.live)
-            places = self.ready(plan, judged.live, targets)
+            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *targets, judged.verdict)
+            places = self.ready(plan, judged.verdict, targets)
             numbers = self.rows.count_step(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
             seed = int(self.rows.spec.key)
-            args = judged.factor, grads.clip_value, judged.live, plan.count, seed, self.rows.steps, numbers
+            args = judged.verdict, grads.clip_value, plan.count, seed, self.rows.steps, numbers
             rows.step(places, plan.ids, grads.values, *args, self.form)
             self.faults.ask()
 
@@ -327,8 +336,11 @@ class DeviceSide(ABC):
         """Do all that can fail of `ready` for a step by these gradients. No row changes."""
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, live: Tensor, targets: Targets) -> Tensor:
-        """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone."""
+    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
+        """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone.
+
+        Nothing happens unless the verdict, int32 (LINE,), begins with 1.
+        """
 
     def skip_step(self) -> None:
         """Count a step that is left out."""

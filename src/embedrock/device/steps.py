@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -41,13 +42,11 @@ class Judged(NamedTuple):
     """How a step of a table is made.
 
     Attributes:
-        factor: float32 (1,), every gradient is multiplied by it first.
-        live: int32 (1,), 0 where nothing is to change.
+        verdict: int32 (LINE,), see `gate.judge`.
         number: of the step, 0 where the host knows that it is made.
     """
 
-    factor: Tensor
-    live: Tensor
+    verdict: Tensor
     number: int
 
 
@@ -57,24 +56,19 @@ class DeviceStep(NamedTuple):
     Attributes:
         due: the tables.
         targets: of each table.
-        factors: float32 (k,), what each table's gradients are to be multiplied by.
-        live: int32 (k,), 1 where rows are stepped.
-        finite: int32 (k,), 1 where the table's own gradients are finite.
+        verdicts: int32 (k, LINE), see `gate.judge`.
         number: of the step; 0 where the host knows that it is made.
     """
 
     due: Sequence[DeviceDue]
     targets: Sequence[Targets]
-    factors: Tensor
-    live: Tensor
-    finite: Tensor
+    verdicts: Tensor
     number: int
 
     def step(self) -> None:
         """Make the step that was judged."""
         for k, part in enumerate(self.due):
-            judged = Judged(self.factors[k : k + 1], self.live[k : k + 1], self.number)
-            part.side.step(part.rule, part.grads, self.targets[k], judged)
+            part.side.step(part.rule, part.grads, self.targets[k], Judged(self.verdicts[k], self.number))
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
@@ -102,11 +96,13 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     with enough_memory("a step"), torch.inference_mode(False):
         steps = []
         for group in groups.values():
-            with group[0].side.timeline.ordered():
+            with ExitStack() as stack:  # each table may have been used on a stream of its own
+                for part in group:
+                    stack.enter_context(part.side.timeline.ordered())
                 steps.append(_judge(group))
         if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
             return steps
-        known = [(step, step.finite.tolist()) for step in steps]
+        known = [(step, step.verdicts[:, gate.FINITE].tolist()) for step in steps]
         for step, finite in known:
             _raise_what_was_refused(step, finite)
         return [_without_skipped(step, finite) for step, finite in known]
@@ -117,10 +113,9 @@ def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers = torch.stack([*(part.grads.number for part in due), *(part.grads.shown for part in due)])
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
-    flags = torch.empty(2, count, dtype=torch.int32, device=device)
-    factors = torch.empty(count, dtype=torch.float32, device=device)
-    gate.judge(numbers, faults, factors, flags[0], flags[1], number)
-    return DeviceStep(due, targets, factors, flags[0], flags[1], number)
+    verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
+    gate.judge(numbers, faults, verdicts, number)
+    return DeviceStep(due, targets, verdicts, number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,6 +139,7 @@ def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
             part.side.skip_step()
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
     due, targets = [step.due[k] for k in kept], [step.targets[k] for k in kept]
-    live = [(~part.grads.is_dropped).to(torch.int32).reshape(1) for part in due]
-    empty = step.live[:0]
-    return DeviceStep(due, targets, step.factors[kept], torch.cat([empty, *live]), step.finite[kept], 0)
+    verdicts = step.verdicts[kept]
+    for k, part in enumerate(due):
+        verdicts[k, gate.LIVE] = ~part.grads.is_dropped
+    return DeviceStep(due, targets, verdicts, 0)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from embedrock.device.cuda_runtime import cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
 
 
@@ -51,6 +52,15 @@ class Timeline:
         self._done = torch.cuda.Event() if self._is_cuda else None
         self._copied: torch.cuda.Event | None = None
 
+    def begin(self) -> None:
+        """Let what comes on other streams wait for what was done on the caller's so far."""
+        if self._done is not None:
+            self._note(torch.cuda.current_stream(self._device), self._done)
+
+    def _note(self, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
+        self._stream = stream
+        done.record(stream)
+
     @contextmanager
     def ordered(self) -> Iterator[None]:
         """Do work on the caller's stream, after all that was done on others.
@@ -75,8 +85,7 @@ class Timeline:
             with torch.cuda.device(self._device):
                 yield
         finally:
-            self._stream = stream
-            done.record(stream)
+            self._note(stream, done)
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
@@ -93,7 +102,10 @@ class Timeline:
         self._copied.record(self._copying)
 
     def uses(self, *tensors: Tensor) -> None:
-        """Keep tensors that may have been made on another stream until the caller's is done with them."""
+        """Keep the memory of tensors, which may have been made on another stream, until the caller's is done with it.
+
+        Once is enough, before the last reference goes: what other streams did before, the caller's waits for.
+        """
         if self._is_cuda:
             stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
@@ -105,6 +117,15 @@ class Timeline:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def finish(self) -> None:
-        """Return once all work on the device is done."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
+        """Return once all work so far is done, of the table and of the caller's stream.
+
+        Not of the device: another thread may be capturing a CUDA graph, which must not be waited for.
+        """
+        if self._done is None:
+            return
+        with cuda_runtime().beside_captures():
+            if self._stream is not None:
+                self._done.synchronize()
+            if self._copied is not None:
+                self._copied.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()

@@ -215,8 +215,30 @@ def resident_pages(address: int, nbytes: int) -> np.ndarray:
     if mincore is None:
         return pages
     if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)):
+        if ctypes.get_errno() == errno.ENOMEM:  # in a child that did not get all of it: see `keep_from_children`
+            return np.zeros_like(pages)
         raise OSError(ctypes.get_errno(), "mincore")
     return np.bitwise_and(pages, 1, out=pages)
+
+
+def keep_from_children(address: int, nbytes: int) -> None:
+    """Leave the whole pages of some memory out of processes that are forked from now on, where the system can."""
+    _advise("MADV_DONTFORK", address, nbytes)
+
+
+def share_with_children(address: int, nbytes: int) -> None:
+    """Let processes that are forked from now on have a copy of some memory again."""
+    _advise("MADV_DOFORK", address, nbytes)
+
+
+def _advise(name: str, address: int, nbytes: int) -> None:
+    advice, madvise = getattr(mmap, name, None), _from_libc("madvise")
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    rest = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if advice is None or madvise is None or rest <= 0:
+        return
+    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(rest), advice):
+        raise OSError(ctypes.get_errno(), name)
 
 
 def physical_memory() -> int:

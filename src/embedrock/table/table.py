@@ -290,10 +290,10 @@ class Table(Growing):
         """
         saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
 
-    @exclusive
     def stats(self) -> dict[str, float]:
         """Return numbers about the table: rows, bytes and steps."""
-        return self._checked_rows().stats()
+        with self._rows.turn.lock:  # but no step is waited for, nor are rows fetched from elsewhere
+            return self._checked_rows().stats()
 
     def close(self) -> None:
         """Give the table's memory back. Further calls raise `ClosedTableError`; closing twice is allowed.

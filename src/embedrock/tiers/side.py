@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class PlacementWarning(UserWarning):
     """Rows of a model on a GPU are used by the CPU, or where it was not asked for."""
 
 
+@runtime_checkable
 class Side(Protocol):
     """Rows in another memory, which may be newer than those of the table's tier.
 
@@ -17,7 +18,11 @@ class Side(Protocol):
     """
 
     def finish(self) -> None:
-        """Bring the tier's records up to date."""
+        """Bring the tier's records up to date.
+
+        Raises:
+            EmbedrockError: it cannot be done now. No row is lost; it may be asked for again.
+        """
         ...
 
     def check(self) -> None:

@@ -15,10 +15,10 @@ from embedrock import kernels
 from embedrock.errors import EmbedrockError
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
+from embedrock.tiers.side import Side
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.threads import Call
-    from embedrock.tiers.side import Side
 
 
 class Turn:
@@ -52,10 +52,11 @@ class Turn:
             try:
                 running.finish()
             except BaseException as error:
-                self.failure = error
+                # A side that tells what it lacks has all rows still, and can be asked again.
+                if not (isinstance(error, EmbedrockError) and isinstance(running, Side)):
+                    self.failure, self.running = error, None
                 raise
-            finally:
-                self.running = None
+            self.running = None
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
         """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""

@@ -224,7 +224,19 @@ def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Part
     else:
         ert.place(layers, device.name)
     optimizer = ert.Adam(layers, lr=LEARNING_RATE)
+    for layer in layers:
+        _check_placement(layer)
     return Parts(partial(_each, layers), (optimizer,), tuple(layers))
+
+
+def _check_placement(layer: Any) -> None:
+    """Raise `Unavailable` unless rows are where they are to be measured: the host may have too little RAM for that."""
+    from embedrock.device import placement
+    from embedrock.device.direct import DirectSide
+
+    side, wanted = layer.handle.side(), placement.choose(layer.table.spec, layer.table.device_memory)
+    if not (isinstance(side, DirectSide) and side.placement == wanted):
+        raise Unavailable(f"rows were to be so: {wanted}. But they are {side!r}: is too little RAM free?")
 
 
 def _device_memory(rows: int, dim: int, near_rows: int) -> int:

@@ -109,15 +109,18 @@ class Limits:
         ids = [rows.long() for rows in self._rows_of_several_goes(len(records), n)]
         goes = cycle([(records.data_ptr() + rows * layout.record_bytes, rows) for rows in ids])
         values, out = (torch.ones(n, KERNEL_DIM, device=where) for _ in range(2))
-        factor, live = torch.ones(1, device=where), torch.ones(1, dtype=torch.int32, device=where)
-        count = n * live
+        live, count = (
+            torch.ones(1, dtype=torch.int32, device=where),
+            torch.full((1,), n, dtype=torch.int32, device=where),
+        )
+        verdict = torch.cat([live, torch.ones(1, device=where).view(torch.int32), live, live])
         weight_bytes = KERNEL_DIM * FLOAT_BYTES
 
         def gather() -> None:
             kernels.gather(next(goes)[0], values, count, form, out)  # no place is negative: nothing is fresh
 
         def step() -> None:
-            kernels.step(*next(goes), values, factor, None, live, count, 0, 1, numbers, form)
+            kernels.step(*next(goes), values, verdict, None, count, 0, 1, numbers, form)
 
         # A lookup reads weights and writes them elsewhere; a step reads gradients, and reads and writes records.
         moved = {"gather": n * 2 * weight_bytes, "step": n * (weight_bytes + 2 * layout.record_bytes)}

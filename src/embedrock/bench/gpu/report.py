@@ -70,7 +70,26 @@ BUS = tuple(
     Target(f"cache, {{name}}: share of the bus, as {limit} have it", partial(_share_of_bus, limit), BUS_SHARE, "")
     for limit in ("copies", "kernels")
 )
-TARGETS = {"forum": RACES["forum"], "cache": (*RACES["cache"], *BUS)}
+
+
+def _fastest(names: tuple[str, ...], lines: Sequence[Line]) -> Iterator[Found]:
+    """Measure the ms of a step of the fastest of some contenders."""
+    wanted = {name + way for name in names for way in WAYS}
+    best = min((line for line in lines if line["name"] in wanted), key=lambda line: line["median_ms"], default=None)
+    if best is not None:
+        yield best["median_ms"], best
+
+
+def _time(what: str, names: tuple[str, ...], most_ms: float) -> Target:
+    return Target(f"{what}, on an H200: {{name}}, a step", partial(_fastest, names), most_ms, " ms", at_most=True)
+
+
+# A ratio is reached too where both are slow.
+TIMES = {
+    "forum": (_time("forum, rows in host RAM", FROM_HOST, 1e3 / 330), _time("forum, near", ("ours-a",), 1e3 / 660)),
+    "cache": (_time("cache, near", ("ours-a",), 2.0),),
+}
+TARGETS = {"forum": (*RACES["forum"], *TIMES["forum"]), "cache": (*RACES["cache"], *BUS, *TIMES["cache"])}
 
 
 def judge_workload(name: str, lines: Sequence[dict[str, Any]]) -> tuple[list[Verdict], list[str]]:

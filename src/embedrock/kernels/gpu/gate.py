@@ -7,10 +7,13 @@ from embedrock.kernels.gpu.runtime import kernel, launch
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NONFINITE = tl.constexpr(2)
 BESIDE = tl.constexpr(3)
+LINE = 4  # of int32: each table's verdict begins at a multiple of 16 bytes, or kernels would be compiled for both cases
+LIVE, FACTOR, FINITE = 0, 1, 2
+_LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
 
 
 @kernel("count", "number")
-def _judge(numbers, faults, factors, live, finite, count, number, LANES: tl.constexpr):
+def _judge(numbers, faults, verdicts, count, number, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     here = lane < count
     grad = tl.load(numbers + lane, mask=here, other=1.0)
@@ -23,9 +26,10 @@ def _judge(numbers, faults, factors, live, finite, count, number, LANES: tl.cons
     fault = tl.load(faults + lane, mask=here, other=0).to(tl.pointer_type(tl.int64))
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
-    tl.store(factors + lane, factor, mask=here)
-    tl.store(live + lane, good * (is_dropped == 0).to(tl.int32), mask=here)
-    tl.store(finite + lane, own.to(tl.int32), mask=here)
+    verdict = verdicts + lane * _LINE
+    tl.store(verdict, good * (is_dropped == 0).to(tl.int32), mask=here)
+    tl.store(verdict + _FACTOR, factor.to(tl.int32, bitcast=True), mask=here)
+    tl.store(verdict + _FINITE, own.to(tl.int32), mask=here)
     refused = here & (good == 0)
     first = tl.load(fault + 3, mask=refused, other=1)
     tl.debug_barrier()  # what was read is overwritten
@@ -33,19 +37,19 @@ def _judge(numbers, faults, factors, live, finite, count, number, LANES: tl.cons
     tl.store(fault + 3, tl.zeros_like(first) + number, mask=refused & (first == 0))
 
 
-def judge(numbers, faults, factors, live, finite, number):
+def judge(numbers, faults, verdicts, number):
     """Decide for all tables of a step whether it is made: all of them step, or none.
 
     Args:
         numbers: float32 (2, k): what stands for the gradients of each table now, and what was shown for them.
         faults: int64 (k,), addresses of each table's fault, int64 (4,): code, what it is of, a value, and the number of
             the first step that was refused. Written where a step is refused.
-        factors: float32 (k,) receives what gradients are to be multiplied by.
-        live: int32 (k,) receives 1 where rows are stepped: where all tables can be, and the gradients were not zeroed.
-        finite: int32 (k,) receives 1 where the table's own gradients are finite.
+        verdicts: int32 (k, LINE) receives, for each table: at `LIVE`, 1 where its rows are stepped, as all tables can
+            be and its gradients were not zeroed; at `FACTOR`, the bits of what gradients are to be multiplied by,
+            float32; at `FINITE`, 1 where its own gradients are finite.
         number: of the step, >= 1.
     """
-    count, lanes = factors.shape[0], 1
+    count, lanes = verdicts.shape[0], 1
     while lanes < count:
         lanes *= 2
-    launch(_judge, 1, numbers, faults, factors, live, finite, count, number, num_warps=1, LANES=lanes)
+    launch(_judge, 1, numbers, faults, verdicts, count, number, num_warps=1, LANES=lanes)

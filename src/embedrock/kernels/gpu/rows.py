@@ -9,11 +9,12 @@ from math import gcd
 
 import triton.language as tl
 
-from embedrock.kernels.gpu import rules
+from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
 from embedrock.kernels.gpu.generator import draw_args, rounding_words
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
 
+_LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
 
 
@@ -153,9 +154,8 @@ def _step(
     places,
     ids,
     values,
-    factor,
+    verdict,
     clip,
-    live,
     count,
     seed: tl.uint64,
     step: tl.uint32,
@@ -169,12 +169,12 @@ def _step(
     BLOCK: tl.constexpr,
 ):
     u, here = _rows(count, ROWS)
-    here &= tl.load(live) != 0
+    here &= tl.load(verdict + _LIVE) != 0
     place = tl.load(places + u, mask=here, other=-1)
     here = place >= 0
     if tl.max(here.to(tl.int32), 0) > 0:
         at, inside = _tile(u, here, BLOCK, FORM)
-        g = tl.load(values + at, mask=inside, other=0.0) * tl.load(factor)
+        g = tl.load(values + at, mask=inside, other=0.0) * tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
         if CLIPS:
             g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
         weights = _weights(place, BLOCK, FORM, ALIGN)
@@ -259,16 +259,15 @@ def begin(places, new, ids, seed, drawn, first_state, count, live, form):
     _launch(_begin, places, (places, new, ids, *args, first_state, count, live), form, **constexprs, **sizes)
 
 
-def step(places, ids, values, factor, clip, live, count, seed, step, numbers, form):
+def step(places, ids, values, verdict, clip, count, seed, step, numbers, form):
     """Step records by summed gradients. 16-bit weights are rounded stochastically.
 
     Args:
         places: of the records. Rows without one are left out.
         ids: int64 (n,), which decide the rounding, with `seed` and `step`.
         values: float32 (n, dim): the gradients.
-        factor: float32 (1,): gradients are multiplied by it.
+        verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by.
         clip: a number: then they are clamped to ``[-clip, clip]``; or None.
-        live: int32 (1,): where it is 0, nothing happens.
         count: int32 (1,).
         seed: 64 bits.
         step: the number of the step.
@@ -276,7 +275,7 @@ def step(places, ids, values, factor, clip, live, count, seed, step, numbers, fo
         form: of the records.
     """
     clips = clip is not None
-    args = places, ids, values, factor, single(clip) if clips else 0.0, live, count, seed % 2**64, step % 2**32
+    args = places, ids, values, verdict, single(clip) if clips else 0.0, count, seed % 2**64, step % 2**32
     update = rules.UPDATES[type(numbers)]
     _launch(_step, places, (*args, *_apart(numbers)), form, _most_rows(numbers), UPDATE=update, CLIPS=clips)
 

@@ -19,7 +19,7 @@ from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.pending import Pending
-from embedrock.torch.training.side import Gradients, RowSide, device_side
+from embedrock.torch.training.side import Gradients, RowSide, device_side, indexed
 from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
@@ -277,6 +277,7 @@ class Handle(nn.Parameter):
         """
         if device.type == "meta":
             return
+        device = indexed(device)
         if self._rows_move_with(device):
             self._check_nothing_pends(device)
         was_untouched = self._is_untouched()
@@ -308,6 +309,7 @@ class Handle(nn.Parameter):
 
     def place(self, device: torch.device) -> None:
         """Let kernels for GPUs use the rows on a device, "cpu" under Triton's interpreter, and deliver them there."""
+        device = indexed(device)
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None

@@ -158,7 +158,7 @@ def device_side(table: Table, device: torch.device) -> RowSide | None:
         return None
     from embedrock.device.attach import side_of
 
-    return side_of(table, device)
+    return side_of(table, indexed(device))
 
 
 class Lack(NamedTuple):
@@ -166,6 +166,13 @@ class Lack(NamedTuple):
 
     what: str
     remedy: str
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a device by its number, as tensors name it: "cuda" is the current one."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache

@@ -1,0 +1,97 @@
+"""`CudaRuntime`: what is asked of CUDA's runtime library itself, because PyTorch has no names for it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embedrock.errors import UnsupportedError
+
+PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+MAPS = Path("/proc/self/maps")
+
+
+class CudaRuntime:
+    """CUDA's runtime library, as this process has loaded it.
+
+    Args:
+        library: with functions of these names, as `ctypes` finds them.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin memory; return 0, or the number of the error, which is not left behind for others."""
+        return self._drained(self._library.cudaHostRegister(_pointer(address), _size(nbytes), PORTABLE_AND_MAPPED))
+
+    def unregister(self, address: int) -> int:
+        """Let memory go that was pinned; return 0, or the number of the error, which is not left behind for others."""
+        return self._drained(self._library.cudaHostUnregister(_pointer(address)))
+
+    def reads_host_addresses(self, device: int) -> bool:
+        """Return whether a device finds pinned memory at the addresses that the host has for it."""
+        value = ctypes.c_int(0)
+        code = self._drained(self._library.cudaDeviceGetAttribute(ctypes.byref(value), SAME_ADDRESS, device))
+        return code == 0 and value.value == 1
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread wait for its own work while another one captures a CUDA graph, which that would break."""
+        mode = ctypes.c_int(RELAXED)
+        self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _drained(self, code: int) -> int:
+        # An error stays the library's last one, and whoever looks at that next, PyTorch behind a kernel, takes it for
+        # its own.
+        if code:
+            self._library.cudaGetLastError()
+        return code
+
+
+def _pointer(address: int) -> Any:
+    return ctypes.c_void_p(address)
+
+
+def _size(nbytes: int) -> Any:
+    return ctypes.c_size_t(nbytes)
+
+
+@functools.cache
+def cuda_runtime() -> CudaRuntime:
+    """Return the runtime library that PyTorch uses.
+
+    Raises:
+        UnsupportedError: none is loaded that can be found.
+    """
+    torch.cuda.init()
+    paths = _loaded_runtimes()
+    major = (torch.version.cuda or "").partition(".")[0]
+    paths.sort(key=lambda path: f".so.{major}" not in path)  # TensorFlow may have brought another
+    library = ctypes.CDLL(paths[0] if paths else None)
+    if not hasattr(library, "cudaHostRegister"):
+        raise UnsupportedError(
+            "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
+            "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
+        )
+    return CudaRuntime(library)
+
+
+def _loaded_runtimes() -> list[str]:
+    if not MAPS.exists():
+        return []
+    paths = {line.split(maxsplit=5)[5].strip() for line in MAPS.read_text().splitlines() if "libcudart" in line}
+    return sorted(path for path in paths if os.path.basename(path).startswith("libcudart"))
