@@ -78,20 +78,19 @@ def cuda_runtime() -> CudaRuntime:
         UnsupportedError: none is loaded that can be found.
     """
     torch.cuda.init()
-    paths = _loaded_runtimes()
     major = (torch.version.cuda or "").partition(".")[0]
-    paths.sort(key=lambda path: f".so.{major}" not in path)  # TensorFlow may have brought another
-    library = ctypes.CDLL(paths[0] if paths else None)
-    if not hasattr(library, "cudaHostRegister"):
+    # TensorFlow may have brought another one, or functions of these names that only fail.
+    paths = sorted(_loaded_runtimes(), key=lambda path: f".so.{major}" not in path)
+    if not paths:
         raise UnsupportedError(
             "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
             "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
         )
-    return CudaRuntime(library)
+    return CudaRuntime(ctypes.CDLL(paths[0]))
 
 
 def _loaded_runtimes() -> list[str]:
     if not MAPS.exists():
         return []
     paths = {line.split(maxsplit=5)[5].strip() for line in MAPS.read_text().splitlines() if "libcudart" in line}
-    return sorted(path for path in paths if os.path.basename(path).startswith("libcudart"))
+    return sorted(path for path in paths if os.path.basename(path).startswith("libcudart.so"))
