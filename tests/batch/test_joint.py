@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.batch import joint
 from embedrock.batch import plan as planning
-from embedrock.batch.joint import make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
 from embedrock.batch.plan import make_plan
 
 ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
+
+
+def planned(ids: list[np.ndarray]) -> JointPlan:
+    return make_joint_plan(joined_ids(ids), np.cumsum([0, *map(len, ids)]))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -27,7 +31,7 @@ def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], sm
             patch.setattr(module, "SMALL_BATCH", small)
         patch.setattr(planning, "PARTITION_IDS", 1)  # at least two partitions
         patch.setattr(joint, "WORKER_IDS", 2)
-        plan, alone = make_joint_plan(ids), [make_plan(each) for each in ids]
+        plan, alone = planned(ids), [make_plan(each) for each in ids]
     assert plan.positions.tolist() == np.cumsum([0, *map(len, ids)]).tolist()
     for k, own in enumerate(alone):
         rows, start, stop = plan.of(k), plan.positions[k], plan.positions[k + 1]
@@ -40,7 +44,7 @@ def test_each_table_finds_its_own_plan(threads: int, tables: list[list[int]], sm
 def test_large_batches_are_cut_as_alone() -> None:
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 50_000, size) for size in (70_000, 10, 66_000)]
-    plan = make_joint_plan(ids)
+    plan = planned(ids)
     for k, each in enumerate(ids):
         np.testing.assert_array_equal(plan.ids[plan.of(k)], make_plan(each).ids)
 
@@ -71,4 +75,4 @@ def test_rows_planned_once_each() -> None:
 def test_too_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "MAX_IDS", 5)
     with pytest.raises(er.ArgumentError, match="`ids` of one batch must be at most 5: got 6"):
-        make_joint_plan([np.arange(3), np.arange(3)])
+        make_joint_plan(np.arange(6), np.array([0, 3, 6]))

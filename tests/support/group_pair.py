@@ -247,7 +247,7 @@ def summed_alone(table: er.Table, features: list[Feature], grads: list[np.ndarra
     made = SummedAlone()
     ids = np.concatenate([np.asarray(feature.ids) for feature in features])
     padding = features[0].padding
-    if features[0].offsets is None:
+    if features[0].mode is None:
         plan = table.plan(ids)
         rows = table.read(plan)
         made.outputs = np.split(rows, np.cumsum([len(np.asarray(f.ids)) for f in features])[:-1])
@@ -259,7 +259,7 @@ def summed_alone(table: er.Table, features: list[Feature], grads: list[np.ndarra
     for feature, own in zip(features, grads, strict=True):
         assert feature.offsets is not None
         plan = make_plan(np.asarray(feature.ids))
-        bags = pooling.Bags(plan, feature.offsets, pooling.index_of(plan, padding), feature.mode)
+        bags = pooling.Bags(plan, feature.offsets, pooling.index_of(plan, padding), str(feature.mode))
         rows = table.read_rows(plan)
         out, trace = pooling.pool(rows, feature.weights, bags)
         made.outputs.append(out)

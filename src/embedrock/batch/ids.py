@@ -8,6 +8,8 @@ import numpy.typing as npt
 from embedrock.batch import wrong_ids
 from embedrock.batch.wrong_ids import Place
 
+_INT64 = np.dtype(np.int64)
+
 
 def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
     """Return ids as a C-contiguous int64 array of their own shape.
@@ -21,6 +23,19 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         IdError: an id lies outside the table.
         IdTypeError: ids are not integers.
     """
+    array = _array(ids, subject)
+    check_range(array, rows, subject)
+    return np.ascontiguousarray(array, np.int64).reshape(array.shape)
+
+
+def as_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
+    """Return what `check_ids` does; arrays that need no copy are returned as they are, and not checked."""
+    if type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous:
+        return ids
+    return check_ids(ids, rows, subject)
+
+
+def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:
     try:
         array = np.asarray(ids)
     except ValueError as error:  # lists of several lengths
@@ -31,8 +46,7 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
         raise wrong_ids.no_integers(array, subject)
-    check_range(array, rows, subject)
-    return np.ascontiguousarray(array, np.int64).reshape(array.shape)
+    return array
 
 
 def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | None = None) -> None:

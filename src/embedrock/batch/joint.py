@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, bounds_of, check_count, partition, plan_parts
+from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, check_count, partition, plan_parts
+from embedrock.machine.buffers import buffers
 
 WORKER_IDS = 1 << 13  # fewest ids that are worth a thread
 
@@ -34,11 +35,18 @@ class JointPlan(NamedTuple):
         return slice(int(self.rows[table]), int(self.rows[table + 1]))
 
 
-def make_joint_plan(ids: Sequence[Int64Array]) -> JointPlan:
+def joined_ids(ids: Sequence[np.ndarray]) -> Int64Array:
+    """Return a copy of int64 ids of any shapes, one after the other, for `make_joint_plan` to use up."""
+    out = buffers.empty((sum([each.size for each in ids]),), np.int64)
+    return np.concatenate([each.reshape(-1) for each in ids], out=out) if ids else out
+
+
+def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
     """Decide what a batch needs of several tables.
 
     Args:
-        ids: of each table, int64 (n,).
+        ids: int64 (n,), those of each table, one after the other. They are overwritten.
+        bounds: int64 (tables + 1,), where those of each table begin.
 
     Returns:
         A plan in which the ids of each table are in the order of its own `make_plan`.
@@ -47,37 +55,48 @@ def make_joint_plan(ids: Sequence[Int64Array]) -> JointPlan:
         ArgumentError: too many ids for one batch.
 
     Example:
-        >>> plan = make_joint_plan([np.array([7, 3, 7]), np.array([7])])
+        >>> plan = make_joint_plan(np.array([7, 3, 7, 7]), np.array([0, 3, 4]))
         >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
         ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
     """
-    bounds = bounds_of([len(each) for each in ids])
-    n = int(bounds[-1])
+    n = len(ids)
     check_count(n, (n,))
-    keys, positions, cuts = _cut(ids, bounds)
+    positions, cuts = _cut(ids, bounds)
     workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, len(cuts) - 1))
-    arrays, begins = plan_parts(keys, positions, cuts, workers)
+    arrays, begins = plan_parts(ids, positions, cuts, workers)
     return JointPlan(*arrays, bounds, begins[np.searchsorted(cuts, bounds)])
 
 
-def _cut(ids: Sequence[Int64Array], bounds: Int64Array) -> tuple[Int64Array, np.ndarray, Int64Array]:
-    """Return all ids, their positions, and the bounds of the parts that are planned alone.
+def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
+    """Return the positions of all ids, and the bounds of the parts that are planned alone.
 
-    A part is a table's batch or, of a batch that its own plan would cut by hash, a partition of it.
+    A part is a table's batch or, of a batch that its own plan would cut by hash, a partition of it: the ids are moved.
     """
-    keys, positions, cuts = np.empty(bounds[-1], np.int64), np.arange(bounds[-1], dtype=np.int32), [bounds[:1]]
-    for each, start, stop in zip(ids, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        if stop - start <= SMALL_BATCH:
-            keys[start:stop] = each
-            cuts.append(np.array([stop]))
-        else:
-            part = partition(each, kernels.cpu.threads.get_threads())
-            keys[start:stop], positions[start:stop] = part[0], part[1] + start
-            cuts.append(part[2][1:] + start)
-    return keys, positions, np.concatenate(cuts)
+    positions, cuts = counting(len(ids)), bounds
+    for table in np.flatnonzero(np.diff(bounds) > SMALL_BATCH).tolist():
+        start, stop = bounds[table : table + 2].tolist()
+        if not positions.flags.writeable:
+            positions = positions.copy()
+        own = ids[start:stop].view()
+        own.flags.writeable = False  # as other batches are: kernels are compiled once
+        part = partition(own, kernels.cpu.threads.get_threads())
+        ids[start:stop], positions[start:stop] = part[0], part[1] + start
+        cuts = np.union1d(cuts, part[2] + start)
+    return positions, cuts
 
 
 _counting = np.arange(1 << 12, dtype=np.int32)
+_counting.flags.writeable = False
+
+
+def counting(count: int) -> np.ndarray:
+    """Return the numbers from 0 on, int32 (count,), read-only."""
+    global _counting
+    known = _counting
+    if count > len(known):
+        _counting = known = np.arange(2 * count, dtype=np.int32)
+        known.flags.writeable = False
+    return known[:count]
 
 
 def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
@@ -88,13 +107,10 @@ def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool 
         slots, epoch: see `Plan`.
         may_miss: whether there may be slots that are -1.
     """
-    global _counting
-    counting = _counting
-    if len(ids) >= len(counting):
-        _counting = counting = np.arange(2 * len(ids), dtype=np.int32)
-    each = counting[: len(ids)]
+    starts = counting(len(ids) + 1)
+    each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
-    return Plan((len(ids),), ids, each, counting[: len(ids) + 1], each, slots, missing, epoch)
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch)
 
 
 def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:

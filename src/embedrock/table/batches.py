@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from embedrock.batch import pooling
+from embedrock import kernels
+from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients, sum_segments
-from embedrock.batch.ids import check_ids, check_range
-from embedrock.batch.joint import JointPlan, make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.ids import as_ids, check_ids, check_range
+from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
 from embedrock.batch.plan import bounds_of
 from embedrock.batch.pooling import Bags, Source
 from embedrock.machine.buffers import buffers
@@ -24,6 +26,7 @@ from embedrock.tiers.part import Part, Pool
 from embedrock.wording import check_choice
 
 MODES = ("sum", "mean", "max")
+MOST_ROUTES = 64  # of batches with different features
 
 
 class Feature(NamedTuple):
@@ -31,26 +34,27 @@ class Feature(NamedTuple):
 
     Attributes:
         table: a member of the group.
-        ids: integers of any shape; of bags (n,).
-        offsets: int64 (bags + 1,), from 0 to n, where the bags begin and end; None: there are none.
-        weights: float32 (n,), by which rows of bags are multiplied that are summed.
-        mode: of bags: "sum", "mean" or "max".
+        ids: integers of any shape; of bags (n,), or (bags, n) where each has as many.
+        offsets: int64 (bags + 1,), from 0 to n, where the bags of ids (n,) begin and end.
+        weights: float32, as many as ids, by which rows of bags are multiplied that are summed.
+        mode: of bags: "sum", "mean" or "max"; None: there are none.
         padding: an id that counts in no bag, and whose row gets no gradient.
     """
 
     table: Table
-    ids: npt.ArrayLike
+    ids: Any
     offsets: np.ndarray | None = None
     weights: np.ndarray | None = None
-    mode: str = "sum"
+    mode: str | None = None
     padding: int | None = None
 
     @property
     def kind(self) -> str:
         """How it is read: "rows", or bags by "sum", which serves means too, or "max"."""
-        if self.offsets is None:
-            return "rows"
-        return "max" if self.mode == "max" else "sum"
+        return _KINDS[self.mode]
+
+
+_KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
 class MemberGradients(NamedTuple):
@@ -66,23 +70,19 @@ class MemberGradients(NamedTuple):
 
 
 @dataclass(eq=False)
-class Share:
-    """What tables of one pool have of a batch: their features of one kind.
+class Route:
+    """What tables of one pool have of all batches with the same features: those of one kind.
 
     Attributes:
         pool: of the tables.
         kind: see `Feature.kind`.
-        tables: each once, in the order of the positions in `plan`.
+        tables: each once, in the order of their positions in plans.
         parts: where their records are.
         paddings: of each table, the id whose row gets no gradient; None also for bags, in which it is not planned.
-        plan: of all their ids.
-        slots: int64 (unique,), of the rows, as of `epoch`; -1 for none.
         numbers: of the features, in the order of their positions.
-        positions: int64 (features + 1,), where the positions of each feature begin.
-        bags: int64 (features + 1,), where its bags begin; empty where there are none.
-        offsets: int64 (bags + 1,), where the positions of each bag begin.
-        weights: float32 (n,) of the positions; None for ones.
-        kept: of bags with padding, which positions of a feature are in the plan, bool; None: all.
+        own: int64 (tables + 1,), where the features of each table begin in `numbers`.
+        modes: neighbours among the features by their mode: it, where they begin, and where they end.
+        skips: there are bags in which an id does not count.
     """
 
     pool: Pool
@@ -90,24 +90,103 @@ class Share:
     tables: list[Table]
     parts: list[Part]
     paddings: list[int | None]
+    numbers: list[int]
+    own: np.ndarray
+    modes: list[tuple[str | None, int, int]]
+    skips: bool
+    _layout: Layout | None = None
+    _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
+
+    def limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lowest and the highest id of each table: int64 (tables,)."""
+        rows = [table.rows for table in self.tables]
+        if self._limits is None or self._limits[0] != rows:
+            bounds = [wrong_ids.bounds(each) for each in rows]
+            self._limits = rows, np.array([low for low, _ in bounds]), np.array([end - 1 for _, end in bounds])
+        return self._limits[1:]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tables' records still are in the same parts, whose keys are planned."""
+        return [part_of(rows_of(table)) for table in self.tables] == self.parts
+
+    @property
+    def lags(self) -> bool:
+        """Whether rows of a table may be behind."""
+        return any(rows_of(table).lags for table in self.tables)
+
+    def layout(self, features: Sequence[Feature]) -> Layout:
+        """Return where its features have their ids. That of the last batch serves batches of the same shapes."""
+        shapes = [feature.ids.shape for feature in features]
+        is_even = all(feature.offsets is None for feature in features)
+        known = self._layout
+        if known is None or not is_even or known.shapes != shapes:
+            self._layout = known = self._laid_out(features, shapes)
+        return known
+
+    def _laid_out(self, features: Sequence[Feature], shapes: list[tuple[int, ...]]) -> Layout:
+        positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
+        if self.kind != "rows":
+            begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
+            bags = bounds_of([len(each) for each in begins])
+            offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
+        even = all(feature.offsets is None for feature in features)
+        return Layout(shapes if even else [], positions, positions[self.own], bags, offsets)
+
+
+@dataclass(eq=False)
+class Layout:
+    """Where the features of a share have their ids.
+
+    Attributes:
+        shapes: of the ids, if they tell all; else none.
+        positions: int64 (features + 1,), where the positions of each feature begin.
+        tables: int64 (tables + 1,), where those of each table begin.
+        bags: int64 (features + 1,), where its bags begin; empty where there are none.
+        offsets: int64 (bags + 1,), where the positions of each bag begin.
+    """
+
+    shapes: list[tuple[int, ...]]
+    positions: np.ndarray
+    tables: np.ndarray
+    bags: np.ndarray
+    offsets: np.ndarray
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Which row of pooled rows each bag is: int32 (bags,)."""
+        return np.arange(len(self.offsets) - 1, dtype=np.int32)
+
+
+@dataclass(eq=False)
+class Share:
+    """What tables of one pool have of a batch: their features of one kind.
+
+    Attributes:
+        route: which ones.
+        layout: of the features.
+        plan: of all their ids.
+        slots: int64 (unique,), of the rows, as of `epoch`; -1 for none.
+        weights: float32 (n,) of the positions; None for ones.
+        kept: of bags with padding, which positions of a feature are in the plan, bool; None: all.
+    """
+
+    route: Route
+    layout: Layout
     plan: JointPlan
     slots: np.ndarray
     epoch: int
-    numbers: list[int]
-    positions: np.ndarray
-    bags: np.ndarray
-    offsets: np.ndarray
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
 
     def keys(self) -> np.ndarray:
         """Return the pool's keys of the rows."""
-        return np.concatenate([part.keys(self.plan.ids[self.plan.of(k)]) for k, part in enumerate(self.parts)])
+        return self.plan.ids + np.repeat([part.base for part in self.route.parts], np.diff(self.plan.rows))
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the tables' records still are in the same parts, whose keys are planned."""
-        return all(part_of(rows_of(table)) is part for table, part in zip(self.tables, self.parts, strict=True))
+    def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
+        """Return the number of each feature, and where it begins and ends."""
+        cuts = bounds.tolist()
+        return list(zip(self.route.numbers, cuts[:-1], cuts[1:], strict=True))
 
 
 @dataclass(eq=False)
@@ -117,10 +196,12 @@ class GroupPlan:
     Attributes:
         features: of the batch.
         shares: what tables of a pool have of it.
+        routes: of the group.
     """
 
     features: Sequence[Feature]
     shares: list[Share]
+    routes: Routes
 
     @property
     def tables(self) -> list[Table]:
@@ -134,7 +215,6 @@ class Reading:
 
     Attributes:
         batch: its plan.
-        outputs: for each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`.
         arrays: what was read of each share, float32 (positions, dim) or (bags, dim).
         places: int32 (bags,), which row there each bag of a share is; None for shares of no bags.
         traces: what `pooling.unpool` needs, of each share.
@@ -143,12 +223,27 @@ class Reading:
     """
 
     batch: GroupPlan
-    outputs: list[np.ndarray] = field(default_factory=list)
     arrays: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray | None] = field(default_factory=list)
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
+
+    @property
+    def outputs(self) -> list[np.ndarray]:
+        """For each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
+        found = dict[int, np.ndarray]()
+        for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
+            if places is None:
+                for number, start, stop in share.spans(share.layout.positions):
+                    found[number] = array[start:stop].reshape(
+                        *self.batch.features[number].ids.shape, share.route.pool.dim
+                    )
+                continue
+            for number, start, stop in share.spans(share.layout.bags):
+                rows = slice(places[start], None, len(share.route.numbers)) if self.side_by_side else slice(start, stop)
+                found[number] = array[rows]
+        return [found[number] for number in range(len(found))]
 
 
 def keys_of(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
@@ -159,91 +254,131 @@ def keys_of(parts: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
 # -------------------------------------------------------------------- plans
 
 
-def plan(features: Sequence[Feature]) -> GroupPlan:
+class Routes:
+    """The routes of a group's batches, kept for batches with the same features."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], list[Route]] = {}
+
+    def of(self, features: Sequence[Feature]) -> list[Route]:
+        """Return the routes of features. The caller has the lock of the group."""
+        key = tuple([(feature.table, feature.mode, feature.padding) for feature in features])
+        found = self._kept.get(key)
+        if found is None or not all(route.is_current for route in found):
+            if len(self._kept) >= MOST_ROUTES:
+                self._kept.clear()
+            found = self._kept[key] = _routes(features)
+        return found
+
+    def clear(self) -> None:
+        """Forget them, as a member is no more."""
+        self._kept.clear()
+
+
+def plan(features: Sequence[Feature], routes: Routes) -> GroupPlan:
     """Decide what a batch needs. The caller has the lock of the group; a step may be running.
+
+    Args:
+        features: of the batch.
+        routes: of the group.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
-    checked = [_checked(feature) for feature in features]
+    given = [_given(feature) for feature in features]
+    return GroupPlan(given, [_share(route, given) for route in routes.of(given)], routes)
+
+
+def _given(feature: Feature) -> Feature:
+    """Return a feature with ids as an array of int64, whose range nobody has looked at."""
+    if feature.mode not in _KINDS:
+        check_choice("mode", feature.mode, MODES)
+    ids = as_ids(feature.ids, feature.table.rows, feature.table.subject)
+    return feature if ids is feature.ids else feature._replace(ids=ids)
+
+
+def _routes(features: Sequence[Feature]) -> list[Route]:
     kinds: dict[tuple[Pool, str, int], dict[Table, list[int]]] = {}
     paddings: dict[Table, list[int | None]] = {}
-    for number, feature in enumerate(checked):
+    for number, feature in enumerate(features):
         pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
         if feature.kind == "rows" and feature.padding not in known:
             known.append(feature.padding)
         # Rows that pad one feature of a table may have gradients from another one.
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
-    return GroupPlan(checked, [_share(pool, kind, checked, asked) for (pool, kind, _), asked in kinds.items()])
+    return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _checked(feature: Feature) -> Feature:
-    table = feature.table
-    if feature.offsets is not None:
-        check_choice("mode", feature.mode, MODES)
-    return feature._replace(ids=check_ids(feature.ids, table.rows, table.subject))
-
-
-def _share(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table, list[int]]) -> Share:
+def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table, list[int]]) -> Route:
     numbers = [number for own in asked.values() for number in own]
-    parts = [_positions(features[number]) for number in numbers]
-    flat = iter(parts)
-    ids = [rejoined([next(flat).ids for _ in own]) for own in asked.values()]
-    plan = make_joint_plan(ids)
-    positions = bounds_of([len(part.ids) for part in parts])
-    bags = offsets = _NONE
-    if kind != "rows":
-        bags = bounds_of([len(part.offsets) - 1 for part in parts])
-        begins = [part.offsets[:-1] + start for part, start in zip(parts, positions.tolist(), strict=False)]
-        offsets = np.concatenate([*begins, positions[-1:]])
-    weights, kept = _weights(parts), [part.kept for part in parts]
-    members = [part_of(rows_of(table)) for table in asked]
+    parts = [part_of(rows_of(table)) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
-    share = Share(
-        pool, kind, list(asked), members, paddings, plan, _NONE, -1, numbers, positions, bags, offsets, weights, kept
-    )
-    share.slots, share.epoch = pool.tier.find(share.keys()), pool.tier.epoch
+    modes, start = list[tuple[str | None, int, int]](), 0
+    for mode, alike in itertools.groupby(features[number].mode for number in numbers):
+        modes.append((mode, start, start := start + len(list(alike))))
+    skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
+    own = bounds_of([len(each) for each in asked.values()])
+    return Route(pool, kind, list(asked), parts, paddings, numbers, own, modes, skips)
+
+
+def _share(route: Route, features: Sequence[Feature]) -> Share:
+    own = [features[number] for number in route.numbers]
+    kept: list[np.ndarray | None] = [None] * len(own)
+    if route.skips:
+        left = [_without_padding(feature) for feature in own]
+        own, kept = [feature for feature, _ in left], [each for _, each in left]
+    layout, tier = route.layout(own), route.pool.tier
+    keys = joined_ids([feature.ids for feature in own])
+    _check_range(keys, layout, route, own)
+    share = Share(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
+    share.slots = tier.find(share.keys())
     return share
-
-
-class _Positions(NamedTuple):
-    """The positions of a feature that are planned: all, but for padding in bags."""
-
-    ids: np.ndarray
-    offsets: np.ndarray
-    weights: np.ndarray | None
-    kept: np.ndarray | None
 
 
 _NONE = np.empty(0, np.int64)
 
 
-def _positions(feature: Feature) -> _Positions:
-    ids, offsets = np.asarray(feature.ids).reshape(-1), feature.offsets
+def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequence[Feature]) -> None:
+    """Raise `IdError` unless the ids of features, one after the other, lie in their tables."""
+    outside = np.empty(len(route.tables), np.int64)
+    kernels.cpu.launch(kernels.cpu.plan.count_outside, ids, layout.tables, *route.limits(), outside)
+    for k in np.flatnonzero(outside).tolist():
+        for feature in features[route.own[k] : route.own[k + 1]]:
+            check_range(feature.ids, feature.table.rows, feature.table.subject)
+
+
+def _without_padding(feature: Feature) -> tuple[Feature, np.ndarray | None]:
+    """Return a feature of bags without the positions that do not count, and which are left; None: all."""
+    ids, offsets = feature.ids, feature.offsets
+    is_kept = ids.reshape(-1) != feature.padding
+    if feature.padding is None or is_kept.all():
+        return feature, None
     if offsets is None:
-        return _Positions(ids, _NONE, None, None)
-    is_padding = None if feature.padding is None else ids == feature.padding
-    if is_padding is None or not is_padding.any():
-        return _Positions(ids, offsets, feature.weights, None)
-    kept = ~is_padding
-    weights = None if feature.weights is None else feature.weights[kept]
-    return _Positions(ids[kept], bounds_of(kept)[offsets], weights, kept)
+        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+    weights = None if feature.weights is None else feature.weights[is_kept]
+    changed = {"ids": ids.reshape(-1)[is_kept], "offsets": bounds_of(is_kept)[offsets], "weights": weights}
+    return feature._replace(**changed), is_kept
 
 
-def _weights(parts: Sequence[_Positions]) -> np.ndarray | None:
+def _weights(features: Sequence[Feature]) -> np.ndarray | None:
     """Return the weights of all positions: 1 for those of features that have none."""
-    if all(part.weights is None for part in parts):
+    if all(feature.weights is None for feature in features):
         return None
-    return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
+    ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
+    return np.concatenate(list(ones))
 
 
 # -------------------------------------------------------------------- reading
 
 
+def _checked(feature: Feature) -> np.ndarray:
+    return check_ids(feature.ids, feature.table.rows, feature.table.subject)
+
+
 def look_up(features: Sequence[Feature]) -> list[np.ndarray]:
     """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. The caller has the group alone."""
-    checked = [_checked(feature) for feature in features]
+    checked = [feature._replace(ids=_checked(feature)) for feature in features]
     pools: dict[Pool, list[int]] = {}
     found: dict[int, np.ndarray] = {}
     for number, feature in enumerate(checked):
@@ -289,46 +424,33 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
         for_weights: `weight_gradients` will be asked for.
         side_by_side: the array of the only share is (batch, features, dim), of a batch that `may_be_side_by_side`.
     """
-    if not all(share.is_current for share in batch.shares):
-        batch = plan(batch.features)  # as records were laid out anew
-    reading, outputs = Reading(batch, side_by_side=side_by_side), dict[int, np.ndarray]()
-    for table in batch.tables:
-        rows_of(table).check()
+    if not all(share.route.is_current for share in batch.shares):
+        batch = plan(batch.features, batch.routes)  # as records were laid out anew
+    reading = Reading(batch, side_by_side=side_by_side)
     for share in batch.shares:
-        values = _values(share) if for_weights or _lags(share) else None
+        for table in share.route.tables:
+            rows_of(table).check()
+    for share in batch.shares:
+        values = _values(share) if for_weights or share.route.lags else None
         trace = places = None
-        if share.kind == "rows":
+        if share.route.kind == "rows":
             found = _positions_of(share, values)
-            for number, start, stop in _spans(share, share.positions):
-                outputs[number] = found[start:stop].reshape(*np.shape(batch.features[number].ids), share.pool.dim)
         else:
             places = _places(share, side_by_side)
-            found, trace = _pooled(batch, share, _source(share) if values is None else Source.of(values), places)
-            for number, start, stop in _spans(share, share.bags):
-                outputs[number] = found[places[start] :: len(share.numbers)] if side_by_side else found[start:stop]
+            found, trace = _pooled(share, _source(share) if values is None else Source.of(values), places)
         reading.arrays.append(found)
         reading.places.append(places)
         reading.traces.append(trace)
         reading.values.append(values if for_weights else None)
-    reading.outputs = [outputs[number] for number in range(len(outputs))]
     return reading
-
-
-def _spans(share: Share, bounds: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return the number of each feature, and where it begins and ends."""
-    return list(zip(share.numbers, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
-
-
-def _lags(share: Share) -> bool:
-    return any(rows_of(table).lags for table in share.tables)
 
 
 def _located(share: Share) -> np.ndarray:
     """Return the slots of now of a share's rows. Slots never move within an epoch."""
-    tier = share.pool.tier
+    tier = share.route.pool.tier
     tier.begin_batch()
     if share.epoch != tier.epoch:
-        for k, table in enumerate(share.tables):
+        for k, table in enumerate(share.route.tables):
             check_range(share.plan.ids[share.plan.of(k)], table.rows, table.subject)
         share.slots, share.epoch = tier.find(share.keys()), tier.epoch
     elif (share.slots < 0).any():
@@ -339,12 +461,12 @@ def _located(share: Share) -> np.ndarray:
 def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots in which ``-1 - k`` stands for row k of the first values, which are returned too."""
     missing = slots < 0
-    fresh = np.empty((np.count_nonzero(missing), share.pool.dim), np.float32)
+    fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
     if not len(fresh):
         return slots, fresh
     slots, done = slots.copy(), 0
     slots[missing] = -1 - np.arange(len(fresh))
-    for k, table in enumerate(share.tables):
+    for k, table in enumerate(share.route.tables):
         own = share.plan.of(k)
         new = share.plan.ids[own][missing[own]]
         fresh[done : done + len(new)] = rows_of(table).first_values(new)
@@ -354,10 +476,10 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
     """Return the row of each position: float32 (n, dim)."""
-    out = buffers.empty((len(share.plan.inverse), share.pool.dim), np.float32)
+    out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
     if values is None:
         slots, fresh = _fresh(share, _located(share))
-        share.pool.tier.records.read(slots, share.plan.inverse, fresh, out)
+        share.route.pool.tier.records.read(slots, share.plan.inverse, fresh, out)
     else:
         np.take(values, share.plan.inverse, axis=0, out=out, mode="clip")
     return out
@@ -367,9 +489,9 @@ def _values(share: Share) -> np.ndarray:
     """Return the rows, each once, up to date: float32 (unique, dim)."""
     found = _located(share)
     slots, fresh = _fresh(share, found)
-    values = buffers.empty((len(slots), share.pool.dim), np.float32)
-    share.pool.tier.records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
-    for k, table in enumerate(share.tables):
+    values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
+    share.route.pool.tier.records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
+    for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
         if rows.lags:
             part_of(rows).records.refresh(found[own], values[own], rows.numbers_now())
@@ -378,36 +500,35 @@ def _values(share: Share) -> np.ndarray:
 
 def _source(share: Share) -> Source:
     """Return where the rows are, of tables none of which lags behind."""
-    return Source(share.pool.tier.records.weights, *_fresh(share, _located(share)))
+    return Source(share.route.pool.tier.records.weights, *_fresh(share, _located(share)))
 
 
-def _pooled(batch: GroupPlan, share: Share, source: Source, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pooled(share: Share, source: Source, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
-    out, trace = pooling.pooled_like(len(places), share.pool.dim, share.kind)
-    spans = zip((batch.features[number].mode for number in share.numbers), _spans(share, share.bags), strict=True)
-    for mode, alike in itertools.groupby(spans, lambda span: span[0]):
-        _, bounds = zip(*alike, strict=True)
-        start, stop = bounds[0][1], bounds[-1][2]
-        bags = Bags(share.plan, share.offsets[start : stop + 1], -1, mode, places[start:stop])
+    out, trace = pooling.pooled_like(len(places), share.route.pool.dim, share.route.kind)
+    for mode, first, last in share.route.modes:
+        assert mode is not None  # of bags
+        start, stop = share.layout.bags[[first, last]].tolist()
+        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places[start:stop])
         pooling.pool_into(source, share.weights, bags, out, trace)
     return out, trace
 
 
 def _places(share: Share, side_by_side: bool) -> np.ndarray:
     """Return where each bag of a share is among pooled rows: int32 (bags,)."""
-    count = len(share.offsets) - 1
+    count = len(share.layout.places)
     if not side_by_side or not count:
-        return np.arange(count, dtype=np.int32)
-    features = len(share.numbers)
-    columns = np.argsort(np.argsort(share.numbers))
+        return share.layout.places
+    features = len(share.route.numbers)
+    columns = np.argsort(share.route.numbers).argsort()
     return (np.arange(count // features) * features + columns[:, None]).astype(np.int32).ravel()
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags in one pool, as many of each feature."""
-    if len(batch.shares) != 1 or batch.shares[0].kind == "rows":
+    if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
         return False
-    return len(set(np.diff(batch.shares[0].bags).tolist())) == 1
+    return len(set(np.diff(batch.shares[0].layout.bags).tolist())) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -434,7 +555,7 @@ def sum_arrays(reading: Reading, grads: Sequence[np.ndarray]) -> list[MemberGrad
 def _touched(share: Share, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return which rows of a share belong to features with gradients: bool (unique,)."""
     touched = np.zeros(len(share.plan.ids), bool)
-    for number, start, stop in _spans(share, share.positions):
+    for number, start, stop in share.spans(share.layout.positions):
         if grads[number] is not None:
             touched[share.plan.inverse[start:stop]] = True
     return touched
@@ -452,13 +573,13 @@ def _summed(
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
         may_miss = bool((share.slots < 0).any())
-        for k, table in enumerate(share.tables):
+        for k, table in enumerate(share.route.tables):
             own = share.plan.of(k)
             rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch, may_miss)
             summed = RowGradients(rows, values[own], float(squares[own].sum()))
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[own])
-            padding = share.paddings[k]
+            padding = share.route.paddings[k]
             found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
@@ -466,14 +587,15 @@ def _summed(
 def _bags(reading: Reading, number: int) -> Bags:
     """Return the bags of a share as they were read."""
     share = reading.batch.shares[number]
-    return Bags(share.plan, share.offsets, -1, share.kind, reading.places[number])
+    return Bags(share.plan, share.layout.offsets, -1, share.route.kind, reading.places[number])
 
 
 def _joined_grads(reading: Reading, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a share's array from those of its outputs: float32 (positions or bags, dim)."""
-    share, places, dim = reading.batch.shares[number], reading.places[number], reading.batch.shares[number].pool.dim
+    share, places = reading.batch.shares[number], reading.places[number]
+    dim = share.route.pool.dim
     parts = []
-    for feature, start, stop in _spans(share, share.positions if places is None else share.bags):
+    for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
         given = grads[feature]
         parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
     joined = np.ascontiguousarray(rejoined(parts))
@@ -492,7 +614,7 @@ def weight_gradients(reading: Reading, grads: Sequence[np.ndarray | None]) -> li
             continue
         assert values is not None  # the batch was read for weights
         of_all = pooling.weight_grads(_joined_grads(reading, k, grads), values, _bags(reading, k))
-        for (number, start, stop), kept in zip(_spans(share, share.positions), share.kept, strict=True):
+        for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
             weights = reading.batch.features[number].weights
             if weights is not None:
                 found[number] = out = np.zeros(len(weights), np.float32)

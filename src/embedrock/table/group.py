@@ -57,6 +57,7 @@ class Group:
         check_on_nonfinite(on_nonfinite)
         self.on_nonfinite, self.turn, self.pools = on_nonfinite, Turn(), Pools(memory, "the group")
         self._tables: dict[str, Table] = {}
+        self._routes = batches.Routes()
         self._closed_at = ""
 
     # ---------------------------------------------------------------- members
@@ -165,6 +166,7 @@ class Group:
     def forget(self, name: str) -> None:
         """Take a member that was closed off the list."""
         del self._tables[name]
+        self._routes.clear()
 
     # ---------------------------------------------------------------- all members at once
 
@@ -220,7 +222,7 @@ class Group:
             IdError, IdTypeError: as for `Table.lookup`.
         """
         with self.turn.lock:  # but not alone: the step before, which moves no record, may still be running
-            return batches.plan(features)
+            return batches.plan(features, self._routes)
 
     def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> Reading:
         """Return the rows and bags of a batch.

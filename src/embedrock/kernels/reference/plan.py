@@ -44,6 +44,22 @@ def segments(inverse: Int32Array, count: int, starts: Int32Array, order: Int32Ar
     order[:] = np.argsort(inverse, kind="stable")
 
 
+def count_outside(
+    ids: Int64Array, bounds: Int64Array, lowest: Int64Array, highest: Int64Array, counts: Int64Array
+) -> None:
+    """Count how many ids of each table lie outside of it.
+
+    Args:
+        ids: int64 (n,), those of each table, one after the other.
+        bounds: int64 (tables + 1,), where those of each table begin.
+        lowest, highest: int64 (tables,), its first and last id.
+        counts: int64 (tables,).
+    """
+    for t in range(counts.size):
+        own = ids[bounds[t] : bounds[t + 1]]
+        counts[t] = np.count_nonzero((own < lowest[t]) | (own > highest[t]))
+
+
 def _partition_of(ids: Int64Array, partitions: int) -> Int64Array:
     mixed = ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
