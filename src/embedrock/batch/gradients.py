@@ -13,6 +13,7 @@ from embedrock import kernels
 from embedrock.batch.plan import Plan, make_plan, merge_plans
 from embedrock.errors import ArgumentError
 from embedrock.machine.buffers import buffers
+from embedrock.process.spans import spanned
 
 
 class Segments(Protocol):
@@ -39,6 +40,7 @@ class Segments(Protocol):
         ...
 
 
+@spanned("sum")
 def sum_segments(plan: Segments, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum gradients float32 (n, dim) of a batch's positions, those of equal ids in order of occurrence.
 

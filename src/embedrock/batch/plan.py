@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
+from embedrock.process.spans import spanned
 
 MAX_IDS = 2**31 - 1
 # Up to here one table stays in a core's cache, and partitions, even on two threads, gain nothing.
@@ -82,6 +83,7 @@ class Plan:
             start = end
 
 
+@spanned("plan")
 def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None = None, epoch: int = -1) -> Plan:
     """Decide what a batch of ids needs. A pure function of the ids: no number of threads changes a bit of it.
 

@@ -10,6 +10,7 @@ from embedrock import kernels
 from embedrock.batch.gradients import RowGradients, Segments
 from embedrock.batch.plan import Plan
 from embedrock.machine.buffers import buffers
+from embedrock.process.spans import spanned
 
 
 class Bags(NamedTuple):
@@ -108,6 +109,7 @@ def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.
     return RowGradients(plan, values, float(squares.sum()))
 
 
+@spanned("sum")
 def sum_bags(
     grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

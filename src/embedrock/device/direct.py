@@ -18,6 +18,7 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.steps import Targets
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
+from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory, take_ram
 from embedrock.wording import counted
@@ -139,6 +140,7 @@ class DirectSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
+    @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
             self.check()

@@ -22,6 +22,7 @@ from embedrock.device.steps import Targets
 from embedrock.errors import CacheTooSmallError
 from embedrock.kernels.gpu import gate, rows
 from embedrock.kernels.gpu.cache import FAR
+from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
 
@@ -105,6 +106,7 @@ class HostedSide(DeviceSide):
 
     # ------------------------------------------------------------ lookups and steps
 
+    @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         self._host_waits += ids.device.type != "cpu"
         self.check()

@@ -24,6 +24,7 @@ from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import Form
+from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
@@ -190,9 +191,6 @@ class DeviceSide(ABC):
         """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
         return max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
 
-    def wait(self) -> None:  # noqa: B027  # nothing to do is what it does
-        """Return at once: the device makes steps and reads in their order, and nobody waits for it."""
-
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))
@@ -227,6 +225,7 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ gradients
 
+    @spanned("sum")
     def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceGradients:
         """Return the gradients (n, dim) of a plan's positions, summed to one for each row.
 
@@ -288,6 +287,7 @@ class DeviceSide(ABC):
         with self.working():
             return pooling.pool(rows, self._float32(weights), bags)
 
+    @spanned("sum")
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
     ) -> DeviceGradients:

@@ -17,9 +17,9 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
 from embedrock.fronts.batch_ids import asked_by_table
 from embedrock.keras.layers.row_layer import RowLayer
-from embedrock.keras.training.host_calls import span
 from embedrock.keras.training.lookup import checked_ids
 from embedrock.machine.sizes import format_bytes
+from embedrock.process.spans import span
 from embedrock.table.prefetch import Ticket
 from embedrock.table.table import Table
 from embedrock.wording import counted
@@ -184,7 +184,7 @@ class _Passes:
             _release([window.popleft()])
         brought = _Brought([part.copy() for part in ids], [])  # TensorFlow will use their memory again
         window.append(brought)
-        with span("fetch", len(ids)):
+        with span("fetch"):
             for reference, part in zip(self._tables, brought.ids, strict=True):
                 table = reference()
                 if table is None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.machine.vfs import retried
+from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
@@ -109,6 +110,7 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
         store.hurry = False
 
 
+@spanned("compaction")
 def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
     if not len(source.ids):
         return

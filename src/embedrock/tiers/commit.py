@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
+from embedrock.process.spans import spanned
 from embedrock.store.runs import piece_rows
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
 from embedrock.tiers.disk import Disk
@@ -163,6 +164,7 @@ class Commit:
                 self.is_done = True
                 turn.notify()
 
+    @spanned("commit")
     def _write_and_publish(self) -> None:
         try:
             self._write_all()

@@ -9,6 +9,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.machine.arena import reserve
+from embedrock.process.spans import spanned
 
 ENTRY_BYTES = 16  # id and slot + 1
 ID_BYTES = 8
@@ -169,6 +170,7 @@ def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -
     return slots
 
 
+@spanned("gather")
 def _look_up(
     function: Callable[..., object],
     where: np.ndarray,

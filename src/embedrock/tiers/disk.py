@@ -14,6 +14,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
+from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
 from embedrock.store.reading import NAMED
@@ -167,6 +168,7 @@ class Disk(Tier):
             self._read(found, self.records.bytes, made)
         return made
 
+    @spanned("disk")
     def _read(self, found: Located, records: np.ndarray, slots: np.ndarray) -> None:
         """Read what was found to ``records[slots]``, uint8 (n, record_bytes).
 
@@ -312,6 +314,7 @@ class Disk(Tier):
             f"now {self.budget}) is enough: raise memory=, or use smaller batches or a smaller depth of prefetch."
         )
 
+    @spanned("spill")
     def _evict(self, victims: np.ndarray) -> None:
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:

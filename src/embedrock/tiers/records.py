@@ -9,6 +9,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.machine.buffers import buffers
+from embedrock.process.spans import spanned
 from embedrock.rules import LAST_STEP
 from embedrock.spec import STATE_BYTES, Spec
 
@@ -54,6 +55,7 @@ class Records:
         self.bytes = memory.reshape(-1, spec.record_bytes)  # there may be none
         self.weights, self._floats = self.bytes.view(spec.storage.words), self.bytes.view(np.float32)
 
+    @spanned("gather")
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
         """Write the weights of ``slots[positions]`` to `out` float32 (n, dim); slot ``-1 - k`` means ``fresh[k]``."""
         kernels.cpu.launch(kernels.cpu.rows.gather, self.weights, slots, positions, fresh, out)
@@ -89,6 +91,7 @@ class Records:
         weights = np.empty((count, self._spec.dim), np.float32)
         return Scratch(weights, np.arange(count), np.arange(count, dtype=np.int32))
 
+    @spanned("rule")
     def step(
         self,
         ids: np.ndarray,

@@ -15,6 +15,7 @@ from embedrock import kernels
 from embedrock.errors import EmbedrockError
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
+from embedrock.process.spans import span
 from embedrock.tiers.side import Side
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Turn:
         running = self.running
         if running is None:
             return
-        with held_back():
+        with span("wait"), held_back():
             try:
                 running.finish()
             except BaseException as error:

@@ -30,6 +30,7 @@ from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, save
 from embedrock.torch.saving.release import release
 from embedrock.torch.stats import log_stats
+from embedrock.torch.training import spans as _spans  # noqa: F401  # shows phases to torch.profiler
 from embedrock.torch.training.dense_watch import UntrainedWarning
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place

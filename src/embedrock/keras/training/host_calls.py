@@ -6,15 +6,17 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
+from tensorflow.python.profiler import trace
 from tensorflow.python.util import tf_stack
 
 from embedrock.errors import EmbedrockError, UnsupportedError
+from embedrock.process.spans import PREFIX, trace_by
 
 # XLA names the operation that it cannot compile.
 NAME = "embedrock_rows_need_jit_compile_False"
@@ -137,8 +139,9 @@ def _weakly(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-@contextlib.contextmanager
-def span(work: str, tables: int = 1) -> Iterator[None]:
-    """Show a piece of the host's work, "lookup", "fetch", "sum" or "step", in the traces of `tf.profiler`."""
-    with tf.profiler.experimental.Trace(f"embedrock.{work}", tables=tables):
-        yield
+def record(name: str) -> contextlib.AbstractContextManager[Any] | None:
+    """Return a phase of `embedrock.process.spans` as `tf.profiler` records it; None where it does not run."""
+    return tf.profiler.experimental.Trace(PREFIX + name) if trace.enabled() else None
+
+
+trace_by(record)

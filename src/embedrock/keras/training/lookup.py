@@ -22,6 +22,7 @@ from embedrock.keras.training.pending import SLOTS
 from embedrock.keras.training.requests import Request, TableLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
+from embedrock.process.spans import span
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
@@ -66,7 +67,7 @@ class Lookup:
         """
         values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
         fetched = self._fetched(requests, inputs[len(self.handles) + self._part_count :])
-        with host_calls.span("lookup", len(self.handles)):
+        with span("lookup"):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
             rows: list[Any] = [None] * len(requests)
@@ -96,14 +97,13 @@ class Lookup:
         plans = LEASES.end(int(lease)) or [one.plan(requests) for one in self.by_table]
         by_handle: dict[Handle, list[RowGradients]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, np.ndarray] = {}
-        with host_calls.span("sum", len(self.handles)):
-            for one, plan in zip(self.by_table, plans, strict=True):
-                kept = next(saved) if one.saves else None
-                summed, weights = one.sum_gradients(requests, plan, grads, kept)
-                by_handle[one.handle].append(summed)
-                weighted = [k for k in one.which if requests[k].weights is not None]
-                of_weights.update(zip(weighted, weights, strict=True))
-            tokens = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
+        for one, plan in zip(self.by_table, plans, strict=True):
+            kept = next(saved) if one.saves else None
+            summed, weights = one.sum_gradients(requests, plan, grads, kept)
+            by_handle[one.handle].append(summed)
+            weighted = [k for k in one.which if requests[k].weights is not None]
+            of_weights.update(zip(weighted, weights, strict=True))
+        tokens = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
         return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(

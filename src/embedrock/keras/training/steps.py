@@ -17,11 +17,11 @@ from embedrock import rules
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
-from embedrock.keras.training import host_calls
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.regularization import constrain
 from embedrock.keras.workers.shards import own_part
+from embedrock.process.spans import span
 from embedrock.rules import Rule
 from embedrock.shards.messages import MessageReader, pack
 from embedrock.shards.stages import Block, fold
@@ -104,7 +104,7 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
 
 def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[RowGradients]) -> np.int64:
     """Step tables by the gradients of their rows."""
-    with host_calls.span("step", len(handles)):
+    with span("step"):
         due = [
             Due(handle.table, _rule(optimizer, handle, now), own_part(handle.table, grads))
             for handle, grads in zip(handles, summed, strict=True)

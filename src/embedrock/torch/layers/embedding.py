@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import IdError
+from embedrock.process.spans import span
 from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
@@ -19,7 +20,6 @@ from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, 
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.joint_lookup import Asked
 from embedrock.torch.training.lookup import Lookup, Reading, check_ids, host_ids
-from embedrock.torch.training.spans import span, waited
 
 
 class Embedding(RowLayer):
@@ -175,7 +175,6 @@ class Embedding(RowLayer):
         """Look rows up that gradients do not come back to."""
         side, ids = handle.side(), check_ids(ids, handle.label)
         if self.max_norm is None:
-            waited(side)
             with span("read"):
                 return side.lookup(ids).to(handle.device, self.dtype)
         return side.read(self._planned(side, ids, trains=False)).to(handle.device, self.dtype)

@@ -25,7 +25,6 @@ from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
 from embedrock.torch.training.side import RowSide
-from embedrock.torch.training.spans import span
 
 IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -197,8 +196,7 @@ class RowLayer(nn.Module):
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)
 
     def _planned(self, side: RowSide, ids: Tensor, trains: bool) -> Any:
-        with span("plan"):
-            plan = side.plan(ids, trains)
+        plan = side.plan(ids, trains)
         if self.max_norm is not None:  # then the CPU uses the rows: see `Handle.side`
             renormalize(self.table, plan, self.max_norm, self.norm_type)
         return plan

@@ -16,7 +16,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.table import stepping
-from embedrock.table.table import Table, rows_of
+from embedrock.table.table import Table
 from embedrock.torch.training.steps import DueStep
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -112,11 +112,6 @@ class HostSide:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-
-    def wait(self) -> None:
-        """Wait for a step that is being made in the background."""
-        with rows_of(self.table).turn.alone():
-            pass
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows for no gradient, in one pass: float32 ``ids.shape + (dim,)``."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.process.spans import span
 from embedrock.table.batches import Feature, may_be_side_by_side
 from embedrock.table.group import Group
 from embedrock.torch.training.backward import as_it_is
@@ -16,7 +17,6 @@ from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostGradients, host_floats
 from embedrock.torch.training.lookup import refuse_second_derivative
 from embedrock.torch.training.side import RowSide
-from embedrock.torch.training.spans import span, waited
 
 
 class Asked(NamedTuple):
@@ -73,15 +73,13 @@ class JointReading:
 
     def __init__(self, group: Group, asked: Sequence[Asked], side_by_side: bool) -> None:
         self._group, self.asked = group, asked
-        with span("plan"):
-            self._batch = group.plan([one.feature for one in asked])
+        self._batch = group.plan([one.feature for one in asked])
         alike = len({(one.handle.device, one.dtype) for one in asked}) == 1 and not any(map(_weights_train, asked))
         self.side_by_side = side_by_side and alike and may_be_side_by_side(self._batch)
         self._found: Any = None
 
     def read(self, for_weights: bool) -> list[Tensor]:
         """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
-        waited(self.asked[0].side)
         with span("read"):
             self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
@@ -99,14 +97,13 @@ class JointReading:
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         """Return the gradients of the rows of each table that some came back to, in float32 arrays by output."""
-        with span("sum"):
-            if self.side_by_side:
-                found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-                handles = {one.handle for one in self.asked if one.trains}
-            else:
-                found = self._group.sum(self._found, grads)
-                parts = zip(self.asked, grads, strict=True)
-                handles = {one.handle for one, own in parts if one.trains and own is not None}
+        if self.side_by_side:
+            found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            handles = {one.handle for one in self.asked if one.trains}
+        else:
+            found = self._group.sum(self._found, grads)
+            parts = zip(self.asked, grads, strict=True)
+            handles = {one.handle for one, own in parts if one.trains and own is not None}
         summed = {part.table: part.grads for part in found}
         return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 

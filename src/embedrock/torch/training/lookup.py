@@ -11,11 +11,11 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, in_array, told
 from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.process.spans import span
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.side import RowSide
-from embedrock.torch.training.spans import span, waited
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -127,16 +127,13 @@ class Reading(NamedTuple):
 
     def read(self) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
-        waited(self.side)
         with span("read"):
             return self.side.read(self.plan).to(self.handle.device, self.options.dtype)
 
     def receive(self, grads: Tensor, node: Any) -> Tensor:
         """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
         options = self.options
-        with span("sum"):
-            grads = grads.resolve_neg()
-            of_rows = self.side.sum(self.plan, grads, options.padding_idx, options.scale_grad_by_freq)
+        of_rows = self.side.sum(self.plan, grads.resolve_neg(), options.padding_idx, options.scale_grad_by_freq)
         return self.handle.receive(of_rows, node)
 
 

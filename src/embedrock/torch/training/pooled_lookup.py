@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embedrock.process.spans import span
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import Options, refuse_second_derivative
 from embedrock.torch.training.side import RowSide
-from embedrock.torch.training.spans import span, waited
 
 
 class PooledReading:
@@ -35,7 +35,6 @@ class PooledReading:
             weights: of the positions.
             keeps_rows: `weight_grads` will be asked for.
         """
-        waited(self.side)
         with span("read"):
             rows = self.side.read_rows(self.bags.plan)
             out, self._trace = self.side.pool(rows, weights, self.bags)
@@ -44,9 +43,8 @@ class PooledReading:
 
     def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
         """Sum the gradients of the bags by row, for the handle: see `Handle.receive`."""
-        with span("sum"):
-            by_frequency = self.options.scale_grad_by_freq
-            of_rows = self.side.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
+        by_frequency = self.options.scale_grad_by_freq
+        of_rows = self.side.unpool(grads.resolve_neg(), weights, self.bags, self._trace, by_frequency)
         return self.handle.receive(of_rows, node)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:

@@ -82,10 +82,6 @@ class RowSide(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """Wait for the steps that are being made, as whatever reads rows does."""
-        ...
-
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows for no gradient: float32 ``ids.shape + (dim,)``."""
         ...

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from embedrock.process.interrupts import held_back
+from embedrock.process.spans import span
 from embedrock.rules import Rule
 from embedrock.torch.training.side import RowSide
-from embedrock.torch.training.spans import span
 
 
 class DueStep(NamedTuple):
