@@ -10,7 +10,6 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, check_count, partition, plan_parts
 from embedrock.machine.buffers import buffers
-from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, bounds_of, check_count, partition, plan_parts
 from embedrock.process.spans import spanned
 
 WORKER_IDS = 1 << 13  # fewest ids that are worth a thread
@@ -43,9 +42,8 @@ def joined_ids(ids: Sequence[np.ndarray]) -> Int64Array:
     return np.concatenate([each.reshape(-1) for each in ids], out=out) if ids else out
 
 
-def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
 @spanned("plan")
-def make_joint_plan(ids: Sequence[Int64Array]) -> JointPlan:
+def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
     """Decide what a batch needs of several tables.
 
     Args:
