@@ -103,3 +103,7 @@ class CacheTooSmallError(MemoryBudgetError):
 
 class WorkerLostError(EmbedrockError, ConnectionError):
     """A process that trains with others failed, is gone, or did not answer in time: the others cannot go on."""
+
+
+class OtherRankError(EmbedrockError, RuntimeError):
+    """Another process that trains with this one refused to go on, or did something else, so that neither can."""

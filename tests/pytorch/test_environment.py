@@ -57,20 +57,6 @@ def test_sharing_memory_is_refused():
         nn.Sequential(ert.Embedding(ROWS, DIM)).share_memory()
 
 
-def test_training_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
-    layer = ert.Embedding(ROWS, DIM)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(er.UnsupportedError, match="several processes"):
-        layer(IDS)
-    assert layer.eval()(IDS).shape == (4, DIM)
-    layer.train().requires_grad_(False)
-    assert layer(IDS).shape == (4, DIM)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    layer.requires_grad_(True)
-    assert layer(IDS).requires_grad
-
-
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")

@@ -13,7 +13,7 @@ import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.shards import stages
-from embedrock.shards.messages import MessageReader, as_stored, pack
+from embedrock.shards.messages import Letter, MessageReader, as_stored, pack
 from embedrock.shards.owners import Shard, owners
 from embedrock.shards.stages import Block
 from embedrock.shards.transport import addressed, taken
@@ -22,7 +22,7 @@ IDS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=30).map(l
 RANKS = st.integers(1, 5)
 
 
-def swapped(messages: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+def swapped(messages: list[list[Letter]]) -> list[list[np.ndarray]]:
     """Carry messages between ranks: to each what each has for it, by what all get of all."""
     everything = np.concatenate([addressed(parts) for parts in messages])
     return [taken(everything, rank, len(messages)) for rank in range(len(messages))]
@@ -83,7 +83,7 @@ def test_owners_fold_blocks_as_one_process_adds_them_one_after_the_other(
         alone = alone.merge(RowGradients.sum(make_plan(block.ids), block.values))
     rows = dict(zip(alone.plan.ids.tolist(), alone.values, strict=True))
     shard, seen = Shard(0, ranks), 0
-    parts = [stages.bring(block, shard.split(block.ids)) for block in blocks]
+    parts = [stages.bring(block, shard) for block in blocks]
     for rank in range(ranks):
         folded = stages.fold([part[rank] for part in parts])
         for row, values in zip(folded.plan.ids.tolist(), folded.values, strict=True):

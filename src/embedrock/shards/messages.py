@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 WORD = np.int32
+Letter = list[np.ndarray]  # what becomes a message
 
 
 def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -44,7 +45,7 @@ class MessageReader:
         """Return the next rows of a table of `dtype` that `as_stored` made smaller, float32 (count, dim)."""
         if dtype == "float32":
             return self.rows(count, dim)
-        halves = self.words((count * dim + 1) // 2).view(np.uint16)[: count * dim].reshape(count, dim)
+        halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
         if dtype == "float16":
             return halves.view(np.float16).astype(np.float32)
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -53,6 +54,11 @@ class MessageReader:
         """Return the next `count` words, int32."""
         start, self._at = self._at, self._at + count
         return self._words[start : self._at].copy()  # aligned, whatever came before
+
+
+def words_of(weights: int, dtype: str) -> int:
+    """Return how many words weights of a table take in a message."""
+    return weights if dtype == "float32" else (weights + 1) // 2
 
 
 def as_stored(rows: np.ndarray, dtype: str) -> np.ndarray:

@@ -12,7 +12,7 @@ of hashes into ranges, so that those of any two numbers of ranks nest or overlap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,9 +74,41 @@ class Shard(NamedTuple):
         """Return of ids, int64 (n,), which rows are here."""
         return self.owners(ids) == self.rank
 
+    def destinations(self, ids: np.ndarray) -> Sequence[Any]:
+        """Return for each rank which positions of ids, int64 (n,), go to it: an index."""
+        split = self.split(ids)
+        return np.split(split.order, split.bounds[1:-1])
+
+    def total(self, squares: np.ndarray) -> float:
+        """Return the square norm of all rows, of those that each rank has: float64 (ranks,)."""
+        return float(sum(squares.tolist()))  # in the order of the ranks
+
     def split(self, ids: np.ndarray) -> Split:
         """Return the positions of ids, int64 (n,), by owner."""
         of = self.owners(ids)
         bounds = np.zeros(self.ranks + 1, np.int64)
         np.cumsum(np.bincount(of, minlength=self.ranks), out=bounds[1:])
         return Split(np.argsort(of, kind="stable"), bounds)
+
+
+class Replica(NamedTuple):
+    """All rows of a table, which each rank has: its copy is that of the others, byte for byte.
+
+    Attributes:
+        rank: whose copy it is.
+        ranks: how many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    def destinations(self, ids: np.ndarray) -> Sequence[Any]:
+        """Return for each rank which positions of ids go to it: all of them."""
+        return [slice(None)] * self.ranks
+
+    def total(self, squares: np.ndarray) -> float:
+        """Return the square norm of all rows, which each rank has."""
+        return float(squares[self.rank])
+
+
+Placement = Shard | Replica

@@ -14,8 +14,8 @@ import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.shards.messages import MessageReader, as_stored, pack
-from embedrock.shards.owners import Split
+from embedrock.shards.messages import Letter, MessageReader, as_stored, words_of
+from embedrock.shards.owners import Placement, Split
 from embedrock.table.table import Table
 
 
@@ -29,19 +29,15 @@ class Block(NamedTuple):
 # ---------------------------------------------------------------- lookups
 
 
-def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[np.ndarray]:
-    """Return for each rank a message with the ids, of each of some tables, whose rows are wanted from it.
+def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
+    """Return for each rank a letter with the ids, of each of some tables, whose rows are wanted from it.
 
     Args:
         wanted: unique ids by table.
         splits: of them, by owner.
     """
     by_table = [split.parts(ids) for ids, split in zip(wanted, splits, strict=True)]
-    return [_packed_ids(parts) for parts in zip(*by_table, strict=True)]
-
-
-def _packed_ids(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return pack([np.array([len(ids) for ids in parts], np.int64), *parts])
+    return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
 
 
 def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
@@ -50,10 +46,20 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(message: np.ndarray, tables: Sequence[Table]) -> np.ndarray:
-    """Return a message with the rows that another one asks for."""
+def serve(message: np.ndarray, tables: Sequence[Table]) -> Letter:
+    """Return a letter with the rows that a message asks for."""
     parts = zip(asked(message, len(tables)), tables, strict=True)
-    return pack([as_stored(table.lookup(ids), table.spec.dtype) for ids, table in parts])
+    return [as_stored(table.lookup(ids), table.spec.dtype) for ids, table in parts]
+
+
+def served_words(counts: Sequence[int], tables: Sequence[Table]) -> int:
+    """Return how long a letter of `serve` is, in words, by how many rows of each table it has."""
+    return sum(words_of(count * table.dim, table.spec.dtype) for count, table in zip(counts, tables, strict=True))
+
+
+def asked_words(message: np.ndarray, tables: Sequence[Table]) -> int:
+    """Return how long the letter is that serves a message."""
+    return served_words(MessageReader(message).ints(len(tables)).tolist(), tables)
 
 
 def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], tables: Sequence[Table]) -> list[np.ndarray]:
@@ -70,9 +76,9 @@ def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], tables: Seq
 # ---------------------------------------------------------------- gradients
 
 
-def bring(block: Block, split: Split) -> list[Block]:
+def bring(block: Block, placement: Placement) -> list[Block]:
     """Return the parts of a block that go to each rank."""
-    return list(map(Block, split.parts(block.ids), split.parts(block.values)))
+    return [Block(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
 
 
 def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:

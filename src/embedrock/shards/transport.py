@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from embedrock.shards.messages import MessageReader, pack
+from embedrock.shards.messages import Letter, MessageReader, pack
 
 
 class Transport(Protocol):
@@ -24,8 +24,16 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Give each rank its message, int32 (words,); return what each has for this one."""
+    def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Give each rank its message, int32 (words,); return what each has for this one.
+
+        Args:
+            parts: the messages.
+            sizes: how long those of the others are, in words, where that is known.
+
+        Raises:
+            WorkerLostError: a rank is gone, or did not answer in time.
+        """
         ...
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
@@ -33,8 +41,9 @@ class Transport(Protocol):
         ...
 
 
-def addressed(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return messages to each rank as one that all get, from which each takes its own by `taken`."""
+def addressed(letters: Sequence[Letter]) -> np.ndarray:
+    """Return letters to each rank as one message that all get, from which each takes its own by `taken`."""
+    parts = [pack(letter) for letter in letters]
     return pack([np.array([len(part) for part in parts], np.int64), *parts])
 
 

@@ -95,9 +95,10 @@ def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
 def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:
     """Return the error of a step by gradients with NaN or Inf."""
     bad = grads.nonfinite_ids()
+    where = f"{len(bad)} of {counted(len(grads.values), 'row')}, first ids {bad[:8].tolist()}"
     return NonFiniteGradientError(
-        f"gradients of {subject} must be finite: got NaN or Inf in {len(bad)} of {counted(len(grads.values), 'row')}, "
-        f"first ids {bad[:8].tolist()}. The step was refused, nothing has changed. Lower the learning rate, clip "
+        f"gradients of {subject} must be finite: got NaN or Inf in {where if len(bad) else 'rows of other processes'}. "
+        "The step was refused, nothing has changed. Lower the learning rate, clip "
         'or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
         len(bad),
         bad[:8],

@@ -149,6 +149,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if handle.requires_grad or may_bind(handle.table, rule, taker._replace(resets_state=False)):
                 bind_rule(handle.table, rule, taker)
             handle.vigil.bind(self, model)
+            handle.sharing  # noqa: B018  # from now on known to other processes, whether batches here use it or not
 
     def _described(self, handle: Handle) -> RuleTaker:
         own = type(handle.table.rule)

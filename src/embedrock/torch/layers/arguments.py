@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.table.group import Group
@@ -18,6 +18,8 @@ from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
+from embedrock.torch.training.ranks import group_of
+from embedrock.torch.training.sharing import Sharded, check_sharded
 from embedrock.wording import not_one_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,6 +40,7 @@ class PretrainedOptions(LayerOptions, total=False):
     """Options of the table of a layer with pretrained rows, besides dtype."""
 
     name: Annotated[str | None, Option(9, None)]
+    sharded: Annotated[Sharded, Option(17, False)]
 
 
 class RowOptions(PretrainedOptions, total=False):
@@ -80,13 +83,24 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
+def check_placed(layer: str, sharded: Sharded, path: Any) -> None:
+    """Raise an error unless rows can be shared with other processes as `sharded` says."""
+    check_sharded(layer, sharded)
+    if path is not None and group_of(sharded) is not None:
+        raise UnsupportedError(
+            f"`path` of {layer}: tables on disk are not shared by several processes yet. Leave it out, and keep the "
+            "rows in RAM: sharded=True shares them out over all ranks, sharded='rank 0' gives all to one."
+        )
+
+
 def table_of(
     layer: str, rows: int | Table | None, dim: int | None, padding_idx: int | None, options: RowOptions
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
-    group = given.pop("group")
+    group, sharded = given.pop("group"), given.pop("sharded")
+    check_placed(layer, sharded, given["path"])
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
@@ -98,7 +112,8 @@ def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
-    known = declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()
+    known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | {"sharded"}
+    check_placed(layer, options.get("sharded", False), options.get("path"))
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
@@ -119,4 +134,5 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
-    return make_table(rows, dim, {**options, **made_of}, first_values(options.get("seed")))
+    of_table = {name: value for name, value in options.items() if name != "sharded"}
+    return make_table(rows, dim, {**of_table, **made_of}, first_values(options.get("seed")))

@@ -36,8 +36,8 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, init, seed, dtype, name, rule, directory, on_nonfinite, device_memory: as in
-            `Embedding`.
+        path, memory, policy, keep, init, seed, dtype, name, sharded, rule, directory, on_nonfinite, device_memory: as
+            in `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -72,7 +72,7 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options.get("sharded", False))
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -95,6 +95,7 @@ class EmbeddingBag(RowLayer):
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
+        layer.handle.share_by(options.get("sharded", False))
         layer.requires_grad_(not freeze)
         return layer
 

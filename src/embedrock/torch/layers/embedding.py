@@ -49,6 +49,9 @@ class Embedding(RowLayer):
             ``state_dict()``; a table that is there at `path` keeps its own.
         dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
         name: of the table, for error messages and for pickling by reference.
+        sharded: who has the rows where several processes of torch.distributed train together: True, each those that
+            it owns by a hash of their ids; "rank 0", that one has all; a ProcessGroup, its ranks share them out;
+            False, each has all of them, and copies stay equal. See docs/shards.md.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
 
     Raises:
@@ -81,7 +84,7 @@ class Embedding(RowLayer):
     ) -> None:
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options.get("sharded", False))
 
     @classmethod
     @shows(PretrainedOptions)
@@ -117,6 +120,7 @@ class Embedding(RowLayer):
         """
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        layer.handle.share_by(options.get("sharded", False))
         layer.requires_grad_(not freeze)
         return layer
 

@@ -24,6 +24,7 @@ from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, ro
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
+from embedrock.torch.training.sharing import Sharded
 from embedrock.torch.training.side import RowSide
 
 IMPORT_ROWS = 65_536
@@ -52,6 +53,7 @@ class RowLayer(nn.Module):
     Args:
         table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
+        sharded: as in `Embedding`.
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
@@ -66,6 +68,7 @@ class RowLayer(nn.Module):
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
+        sharded: Sharded = False,
     ) -> None:
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
@@ -75,6 +78,8 @@ class RowLayer(nn.Module):
         self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
+        if sharded is not False:  # layers on a table that is shared need not say so again
+            self.handle.share_by(sharded)
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
@@ -182,7 +187,6 @@ class RowLayer(nn.Module):
         """Check that gradients of rows that come back will be applied."""
         if self.training:
             handle.vigil.check(handle.label)
-            _refuse_several_processes(handle)
 
     @property
     def joined_by(self) -> Group | None:
@@ -332,6 +336,8 @@ class RowLayer(nn.Module):
         self.name_in_model(prefix)
         self.handle.check_untouched()
         average = self.handle.average
+        if average is None:
+            self.handle.check_whole("put in a state dict")
         tensors = row_tensors(self._table) if average is None else averaged_tensors(average, self.handle.label)
         destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
@@ -362,12 +368,3 @@ def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Ten
     """Return a weight as batches of (first row, rows float32 on the CPU)."""
     for start in range(0, len(weight), size):
         yield start, weight[start : start + size].detach().to("cpu", torch.float32)
-
-
-def _refuse_several_processes(handle: Handle) -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UnsupportedError(
-            f"{handle.label} cannot be trained by several processes yet: each would train rows of its own. "
-            "Train in one process, or freeze it by requires_grad_(False)."
-        )

@@ -171,6 +171,7 @@ class AveragedHandle(Handle):
     @staticmethod
     def of(handle: Handle, decay: float | None) -> AveragedHandle:
         """Average the rows of a handle from now on."""
+        handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
         made.pending.side = made._host = _AveragedSide(average)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
+from embedrock.shards.owners import Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
-from embedrock.torch.training.host_side import HostSide
+from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
+from embedrock.torch.training.sharing import Sharded, Sharing, known_as, sharing_of
 from embedrock.torch.training.side import Gradients, RowSide, device_side, indexed
 from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 
@@ -53,6 +55,8 @@ class Handle(nn.Parameter):
         pending: gradients of the rows since the last zeroing.
         vigil: sees to it that the gradients are applied.
         followers: told of each step before it is made.
+        sharded: how the rows are shared with other processes, as in `Embedding`.
+        known_as: what the table is called among processes that share it.
         average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
         is_applied: the pending gradients have made a step.
@@ -66,6 +70,9 @@ class Handle(nn.Parameter):
     is_applied: bool
     followers: weakref.WeakSet[Follower]
     average: Any = None
+    sharded: Sharded
+    known_as: str
+    _sharing: Sharing | None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
     _placed_on: torch.device | None  # where `place` put the rows; None: where the handle is
@@ -84,7 +91,8 @@ class Handle(nn.Parameter):
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
-        self.followers = weakref.WeakSet()
+        self.followers, self.sharded, self._sharing = weakref.WeakSet(), False, None
+        self.known_as = known_as(table)
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -134,8 +142,20 @@ class Handle(nn.Parameter):
             return
         self.is_applied = False
         self._check_origin(grad)
-        shows = self.pending.add(brought, grad)
-        if shows is not grad:
+        sharing = self._sharing  # as the forward found it
+        if sharing is None:
+            self._show(self.pending.add(brought, grad))
+        else:
+            self.pending.follow(grad)  # before DistributedDataParallel averages it
+            sharing.arrive(cast(HostGradients, brought))  # the CPU uses rows that processes share
+
+    def show(self, grads: Gradients) -> None:
+        """Let the handle's gradient stand for what all processes have brought."""
+        number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
+        self._show(self.pending.show(grads, number))
+
+    def _show(self, shows: Tensor) -> None:
+        if shows is not self.grad:
             self.grad = shows
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
         norm = self.pending.shown
@@ -266,6 +286,7 @@ class Handle(nn.Parameter):
         self.forget()
         self.table = table
         self.pending.side = self._host = HostSide(table)
+        self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
 
@@ -300,6 +321,34 @@ class Handle(nn.Parameter):
                 "where the rows were used. Call the optimizer's step() or zero_grad() first."
             )
 
+    # ------------------------------------------------------------ rows that processes share
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How the processes of a group share the rows; None: this one trains alone."""
+        self._sharing = sharing_of(self, self._sharing)
+        return self._sharing
+
+    def share_by(self, sharded: Sharded) -> None:
+        """Share the rows with other processes as a layer's `sharded` says."""
+        if self._sharing is not None and sharded is not self.sharded:
+            raise ArgumentError(
+                f"the rows of {self.label} are shared with other processes by sharded={self.sharded!r} already: got "
+                f"{sharded!r}. Say so in the first layer on a table."
+            )
+        self.sharded = sharded
+
+    def check_whole(self, done: str) -> None:
+        """Raise `UnsupportedError` where something needs all rows, and this process has only some of them."""
+        sharing = self.sharing
+        if sharing is not None and isinstance(sharing.placement, Shard):
+            raise UnsupportedError(
+                f"the rows of {self.label} cannot be {done}: they are shared out over {sharing.placement.ranks} "
+                f"processes, and this one, rank {sharing.placement.rank}, has its own only. On each rank, "
+                "layer.table.export() returns those, and layer.table.state() saves them with the optimizer's state; "
+                "with sharded=False each rank has all rows."
+            )
+
     # ------------------------------------------------------------ rows on a GPU
 
     @property
@@ -322,6 +371,8 @@ class Handle(nn.Parameter):
                 a GPU that they have to leave.
         """
         device = self.rows_on
+        if self.sharing is not None:
+            return self._host_side()  # other processes' rows come by the CPU
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
             return self._host_side()
         side = device_side(self.table, device)
@@ -332,11 +383,12 @@ class Handle(nn.Parameter):
         return side
 
     def _host_side(self) -> HostSide:
-        if self.pending.side is not self._host:
+        host = self._host if self._sharing is None else self._sharing.side
+        if self.pending.side is not host:
             self._check_nothing_pends(torch.device("cpu"))
-            self.pending.side = self._host
+            self.pending.side = host
             rows_of(self.table).leave_side()
-        return self._host
+        return host
 
     def leave_side(self) -> None:
         """Bring rows back from a GPU, until they are used next.
@@ -355,6 +407,7 @@ class Handle(nn.Parameter):
             ForgottenGradientsError: something wrote to the handle.
         """
         self.check_untouched()
+        self.check_whole("frozen")
         return self.table.lookup(ids)
 
     def side_of_gradients(self) -> RowSide:
@@ -366,7 +419,7 @@ class Handle(nn.Parameter):
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
-            made._placed_on = self._placed_on
+            made._placed_on, made.sharded = self._placed_on, self.sharded
             made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
             rows_of(made.table).name_by(self.label)
             self.check_untouched()

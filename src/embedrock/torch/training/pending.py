@@ -48,6 +48,12 @@ class Pending:
         elif self.grads is not None:
             self.grads = None if shown is None else self.grads.seen_as(shown)
 
+    def show(self, grads: Gradients, number: Tensor) -> HandleGradient:
+        """Let a number stand for gradients that take the place of those that there are; return it."""
+        with self._lock:
+            self.grads = grads
+            return HandleGradient.show(grads, number, self)
+
     def add(self, grads: Gradients, shown: Tensor) -> HandleGradient:
         """Add gradients to those that a number stands for, and return it, which stands for the sum from then on."""
         with self._lock:

@@ -1,0 +1,271 @@
+"""`Exchange`: what ranks that share tables tell each other, so that all go on, or none does."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from embedrock.batch.gradients import RowGradients
+from embedrock.errors import OtherRankError
+from embedrock.shards import stages
+from embedrock.shards.messages import WORD, Letter, MessageReader, pack
+from embedrock.shards.owners import Placement, Shard
+from embedrock.shards.stages import Block
+from embedrock.shards.transport import Transport
+from embedrock.table.table import Table
+
+REFUSED = "refused "
+HEAD = 4  # words: a mark of what is done, and whether it is refused
+
+Result = TypeVar("Result")
+
+
+class Member(Protocol):
+    """A table that ranks share, as one of them has it."""
+
+    @property
+    def key(self) -> int:
+        """The same on all ranks, and that of no other table."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What error messages call it."""
+        ...
+
+    @property
+    def table(self) -> Table:
+        """The rows that are here."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Which those are."""
+        ...
+
+    def fold(self, blocks: Sequence[Block]) -> RowGradients:
+        """Return the sum of what waits and of blocks, in the order of the ranks; raise what its step would raise."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """What all ranks know of a table's gradients after an exchange.
+
+    Attributes:
+        grads: of the rows that are here.
+        square_norm: of all rows on all ranks, in float64.
+    """
+
+    grads: RowGradients
+    square_norm: float
+
+
+class Sizes(NamedTuple):
+    """How long messages are, in words, by rank, where both ends know it; then a refusal is as long.
+
+    Attributes:
+        come: from each rank; None: not known.
+        go: to each.
+    """
+
+    come: Sequence[int] | None
+    go: Sequence[int]
+
+
+class Exchange:
+    """What ranks that share tables tell each other. All must do the same, in the same order.
+
+    With each message goes a mark of what is done, so that ranks which are out of step hear of it, and what one refuses
+    is refused on all: each raises an error, and nothing has changed on any.
+
+    Args:
+        transport: carries the messages.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._count, self._lock = 0, threading.RLock()
+
+    # ---------------------------------------------------------------- lookups
+
+    def rows(self, members: Sequence[Member], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each."""
+        what, tables = _looking_up(members), [member.table for member in members]
+        splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
+        counts = [np.diff(split.bounds) for split in splits]
+        sizes = [stages.served_words(of_rank, tables) for of_rank in np.transpose(counts).tolist()]
+        with self._lock:
+            asked = self._swap(what, lambda: stages.ask(wanted, splits))
+            known = Sizes(sizes, [stages.asked_words(one, tables) for one in asked])
+            served = self._swap(f"{what}, rows", lambda: [stages.serve(one, tables) for one in asked], known)
+        return stages.receive(served, splits, tables)
+
+    def refuse(self, members: Sequence[Member], error: Exception) -> None:
+        """Tell the other ranks that this one does not look up rows, because of an error that the caller raises."""
+        with self._lock:
+            self._count += 1
+            self._carry(_looking_up(members), None, error)
+
+    # ---------------------------------------------------------------- gradients
+
+    def share(
+        self, brought: Mapping[int, tuple[Member, Block]], known: Callable[[int], Member | None]
+    ) -> list[tuple[Member, Verdict]]:
+        """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
+
+        Args:
+            brought: by key.
+            known: finds a table by its key.
+        """
+        with self._lock:
+            messages = self._swap("gradients", lambda: _letters(brought, self.transport.ranks))
+            blocks = _by_key(messages)
+            members = {key: known(key) for key in blocks}
+            folded: list[tuple[Member, RowGradients]] = []
+
+            def facts() -> np.ndarray:
+                for key, member in members.items():
+                    if member is None:
+                        raise OtherRankError(_unknown(key, brought))
+                    folded.append((member, member.fold(blocks[key])))
+                return np.array([[grads.square_norm, member.table.steps] for member, grads in folded], np.float64)
+
+            theirs = self._gather("gradients, sums", facts, (len(blocks), 2))
+        verdicts = []
+        for place, (member, grads) in enumerate(folded):
+            _check_steps(member, theirs[:, place, 1])
+            verdicts.append((member, Verdict(grads, member.placement.total(theirs[:, place, 0]))))
+        return verdicts
+
+    def numbers(self, what: str, number: float) -> np.ndarray:
+        """Return the number that each rank has: float64 (ranks,)."""
+        with self._lock:
+            messages = self._swap(what, lambda: [[np.array([number])]] * self.transport.ranks)
+        return np.concatenate([message.view(np.float64) for message in messages])
+
+    # ---------------------------------------------------------------- messages
+
+    def _swap(self, what: str, make: Callable[[], Sequence[Letter]], known: Sizes | None = None) -> list[np.ndarray]:
+        """Give each rank its letter; return what each has for this one, int32 (words,).
+
+        Args:
+            what: is done.
+            make: returns the letters.
+            known: sizes that all ranks know.
+        """
+        self._count += 1
+        letters, error = _tried(make)
+        found = self._carry(what, letters, error, known)
+        if error is not None:
+            raise error
+        return found
+
+    def _carry(
+        self,
+        what: str,
+        letters: Sequence[Letter] | None,
+        error: Exception | None,
+        known: Sizes | None = None,
+    ) -> list[np.ndarray]:
+        sizes = Sizes(None, [0] * self.transport.ranks) if known is None else known
+        sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
+        head = np.array([zlib.crc32(f"{self._count} {what}".encode()), error is not None], np.int64)
+        ours = [pack([head, *letter]) for letter in sent]
+        theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
+        heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
+        if heads[:, 1].any() or (heads[:, 0] != head[0]).any():
+            self._tell(what, error)
+        return [message[HEAD:] for message in theirs]
+
+    def _gather(self, what: str, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the facts that each rank has: float64 (ranks, *shape)."""
+        facts, error = _tried(make)
+        ours = np.zeros(int(np.prod(shape)) + 1)
+        ours[:-1] = 0.0 if facts is None else facts.reshape(-1)
+        ours[-1] = error is not None
+        theirs = np.stack(self.transport.gather(ours))
+        if theirs[:, -1].any():
+            self._tell(what, error)
+        if error is not None:
+            raise error
+        return theirs[:, :-1].reshape(-1, *shape)
+
+    def _tell(self, what: str, error: Exception | None) -> None:
+        """Tell all ranks what each does, and raise an error, but where this rank has one of its own."""
+        said = f"is at {what} (exchange {self._count})" if error is None else f"{REFUSED}{what}: {error}"
+        words = pack([np.frombuffer(said.encode().ljust(-(-len(said.encode()) // 4) * 4), np.uint8)])
+        theirs = self.transport.swap([words] * self.transport.ranks)
+        if error is not None:
+            return
+        raise _told([one.tobytes().decode().rstrip() for one in theirs])
+
+
+def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        return None, error
+
+
+def _told(said: Sequence[str]) -> OtherRankError:
+    """Return the error of ranks of which some refuse what they are at, or which are not at the same."""
+    each = [f"rank {rank} {one.rstrip('.')}" for rank, one in enumerate(said)]
+    if refusals := [told for told, one in zip(each, said, strict=True) if one.startswith(REFUSED)]:
+        return OtherRankError(f"{'; '.join(refusals)}. So no other does it, and nothing has changed.")
+    return OtherRankError(
+        f"ranks that train together must do the same: got {'; '.join(each)}. Nothing has changed. All ranks must make "
+        "the same tables, by the same seed= or torch.manual_seed, and look up and train the same ones in the same "
+        "order, by empty ids if a batch has none."
+    )
+
+
+def _looking_up(members: Sequence[Member]) -> str:
+    return f"a lookup in {', '.join(f'{member.label} [{member.key:x}]' for member in members)}"
+
+
+def _shard_of(member: Member) -> Shard:
+    assert isinstance(member.placement, Shard)  # replicas are looked up at home
+    return member.placement
+
+
+# ---------------------------------------------------------------- letters of gradients
+
+
+def _letters(brought: Mapping[int, tuple[Member, Block]], ranks: int) -> list[Letter]:
+    """Return for each rank a letter with the blocks of its rows: each table's key, rows and width, then all of them."""
+    parts = [(key, stages.bring(block, member.placement)) for key, (member, block) in brought.items()]
+    letters = []
+    for rank in range(ranks):
+        blocks = [(key, of_ranks[rank]) for key, of_ranks in parts]
+        heads = [[key, *block.values.shape] for key, block in blocks]
+        head = np.array([len(blocks), *(number for each in heads for number in each)], np.int64)
+        letters.append([head, *(array for _, block in blocks for array in block)])
+    return letters
+
+
+def _by_key(messages: Sequence[np.ndarray]) -> dict[int, list[Block]]:
+    """Return the blocks of each table, in the order of the ranks; tables by their keys, in the same order on all."""
+    found: dict[int, list[Block]] = {}
+    for message in messages:
+        reader = MessageReader(message)
+        heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
+        for key, count, dim in heads:
+            found.setdefault(key, []).append(Block(reader.ints(count), reader.rows(count, dim)))
+    return dict(sorted(found.items()))
+
+
+def _unknown(key: int, brought: Mapping[int, tuple[Member, Block]]) -> str:
+    own = ", ".join(f"{member.label} [{key:x}]" for key, (member, _) in brought.items())
+    return f"another rank brings gradients of a table [{key:x}] that this one does not have; its own are {own}"
+
+
+def _check_steps(member: Member, steps: np.ndarray) -> None:
+    if len(set(steps.tolist())) > 1:
+        raise OtherRankError(
+            f"{member.label} must have made the same steps on all ranks: got {steps.astype(int).tolist()}, by rank. A "
+            "step was refused on some of them, or not all call step(). Load the last checkpoint on all ranks."
+        )

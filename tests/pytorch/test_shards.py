@@ -1,0 +1,352 @@
+"""Rows that several real processes share, under stock DistributedDataParallel: the bits of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.shards.owners import owners
+
+STEPS, BLOCK, DIM = 6, 32, 8
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
+    yield started
+    for ranks in started:
+        ranks.close()
+
+
+@pytest.fixture
+def pair(pairs: list[Ranks]) -> Ranks:
+    """Two processes, that of other tests unless one is gone."""
+    if not (pairs and pairs[-1].are_well):
+        pairs.append(Ranks(2))
+    return pairs[-1]
+
+
+# ---------------------------------------------------------------- what each process trains
+
+
+class Model(nn.Module):
+    """Two tables, one of them looked up twice, and bags of a third."""
+
+    def __init__(self, sharded: Sequence[Any], dense: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        init = er.Normal(std=0.1)
+        self.users = ert.Embedding(None, DIM, init=init, seed=1, sharded=sharded[0])
+        self.items = ert.Embedding(10**6, DIM, init=init, seed=2, sharded=sharded[1])
+        self.tags = ert.EmbeddingBag(10**6, DIM, mode="sum", init=init, seed=3, sharded=sharded[2])
+        self.head = nn.Linear(DIM, 1) if dense else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        both = self.users(ids[:, 0]) * (self.items(ids[:, 1]) - self.items(ids[:, 2])) + self.tags(ids[:, 1:])
+        return both.sum(1) if self.head is None else self.head(both).squeeze(1)
+
+    @property
+    def tables(self) -> list[er.Table]:
+        return [self.users.table, self.items.table, self.tags.table]
+
+
+def ids_of(step: int, block: int) -> torch.Tensor:
+    draw = np.random.default_rng([step, block])
+    return torch.from_numpy(draw.zipf(1.2, (BLOCK, 3)).clip(max=10**6 - 1).astype(np.int64))
+
+
+def trained(net: Any, model: Model, blocks: Sequence[int], of: int, clip: float) -> dict[str, Any]:
+    """Train by some blocks of each batch, one after the other, with all that PyTorch does to gradients."""
+    weights = ert.dense_parameters(model)
+    rows = ert.Adam(model, lr=0.05)
+    optimizers = [rows, *([torch.optim.SGD(weights, lr=0.05)] if weights else [])]
+    scaler, norms = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    for step in range(STEPS):
+        for k, block in enumerate(blocks):
+            waits = k < len(blocks) - 1 and net is not model
+            with net.no_sync() if waits else contextlib.nullcontext():
+                loss = nn.functional.softplus(net(ids_of(step, block))).sum() / of
+                scaler.scale(loss * (math.inf if (step, block) == (2, 1) else 1.0)).backward()  # on one rank only
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_([*weights, *ert.handles(model)], clip)))
+        for optimizer in optimizers:
+            scaler.step(optimizer)  # none in step 2
+            optimizer.zero_grad()
+        scaler.update()
+    facts = [*norms, scaler.get_scale(), *(table.steps for table in model.tables)]
+    return {"facts": facts, "rows": [table.export() for table in model.tables], "dense": [w.detach() for w in weights]}
+
+
+def one_of_two(rank: int, sharded: Sequence[Any], dense: bool, clip: float, ddp: dict[str, Any]) -> dict[str, Any]:
+    model = Model(sharded, dense)
+    net = DistributedDataParallel(model, **ddp)
+    found = trained(net, model, [rank, 2 + rank], 2, clip)
+    model.eval()
+    with torch.no_grad():
+        found["seen"] = [layer(torch.arange(50)[:, None]) for layer in (model.users, model.items, model.tags)]
+    return found
+
+
+@functools.cache
+def alone(dense: bool, clip: float) -> dict[str, Any]:
+    """One process, which adds the gradients of the same blocks one after the other."""
+    model = Model([False] * 3, dense)
+    found = trained(model, model, range(4), 4, clip)
+    model.eval()
+    with torch.no_grad():
+        found["seen"] = [layer(torch.arange(50)[:, None]) for layer in (model.users, model.items, model.tags)]
+    return found
+
+
+def check(found: list[dict[str, Any]], expected: dict[str, Any], sharded: Sequence[Any]) -> None:
+    """Check that processes have what one has, to the bit, each row where it should be."""
+    for mine in found:
+        np.testing.assert_array_equal(mine["facts"], expected["facts"])
+        for ours, theirs in zip(mine["seen"], expected["seen"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for place, kind in enumerate(sharded):
+        ids, rows = expected["rows"][place]
+        here = {True: owners(ids, 2), "rank 1": np.ones(len(ids), int)}.get(kind)
+        for rank, mine in enumerate(found):
+            own = np.ones(len(ids), bool) if here is None else here == rank
+            np.testing.assert_array_equal(mine["rows"][place][0], ids[own])
+            np.testing.assert_array_equal(mine["rows"][place][1], rows[own])
+
+
+KINDS = [(True, True, True), (True, False, "rank 1"), (False, "rank 1", True)]
+
+
+@pytest.mark.parametrize(("sharded", "clip"), [(KINDS[0], math.inf), (KINDS[0], 0.5), (KINDS[1], 0.5), (KINDS[2], 0.5)])
+def test_two_processes_train_rows_to_the_bits_of_one(pair: Ranks, sharded: Sequence[Any], clip: float) -> None:
+    check(pair.run(one_of_two, sharded, False, clip, {}), alone(False, clip), sharded)
+
+
+@pytest.mark.parametrize("ddp", ["gradient_as_bucket_view", "find_unused_parameters"])
+def test_dense_layers_train_beside_as_ddp_does_it(pair: Ranks, ddp: str) -> None:
+    found, expected = pair.run(one_of_two, KINDS[1], True, 0.5, {ddp: True}), alone(True, 0.5)
+    for mine in found:
+        np.testing.assert_array_equal(mine["facts"], found[0]["facts"])
+        np.testing.assert_allclose(mine["facts"], expected["facts"], rtol=1e-5)
+        for ours, theirs in zip(mine["seen"], expected["seen"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------- what composes
+
+
+def one_layer(sharded: Any = True, **options: Any) -> ert.Embedding:
+    return ert.Embedding(100, 4, init=er.Normal(std=0.1), seed=7, sharded=sharded, **options)
+
+
+def norms_of(rank: int, sharded: Any) -> list[float]:
+    """Gradients of rows as PyTorch's utilities see them, on each rank."""
+    layer = one_layer(sharded)
+    optimizer = ert.SGD(layer, lr=1.0)
+    layer(torch.arange(10) * (rank + 1)).sum().backward()
+    handle: Any = layer.handle
+    found = [float(nn.utils.get_total_norm([handle.grad], order)) for order in (1.0, 2.0, math.inf)]
+    nn.utils.clip_grad_value_([handle], 0.75)
+    found.append(handle.grad.item())
+    before = layer(torch.arange(20)).detach()
+    optimizer.step()
+    moved = before - layer(torch.arange(20)).detach()
+    return [*found, moved.abs().sum().item(), moved.abs().max().item()]
+
+
+@pytest.mark.parametrize("sharded", [True, False, "rank 0"])
+def test_norms_and_clamps_are_those_of_the_mean_over_ranks(pair: Ranks, sharded: Any) -> None:
+    # Rows 0, 2, 4, 6 and 8 come from both ranks, five others from rank 0 and five from rank 1: means of 1 and 0.5.
+    each = np.repeat([1.0] * 5 + [0.5] * 10, 4)
+    clamped = np.minimum(each, 0.75)
+    expected = [each.sum(), np.sqrt((each**2).sum()), 1.0, np.sqrt((clamped**2).sum()), clamped.sum(), 0.75]
+    for found in pair.run(norms_of, sharded):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def uses_its_own_table(rank: int) -> list[Any]:
+    """Replicas of two tables, of which each rank uses one."""
+    layers = one_layer(False), one_layer(False)
+    optimizer = ert.SGD(layers, lr=1.0)
+    layers[rank](torch.tensor([3, 3 + rank])).sum().backward()
+    optimizer.step()
+    return [layer.table.export() for layer in layers]
+
+
+def test_replicas_of_a_table_that_some_ranks_do_not_use_stay_equal(pair: Ranks) -> None:
+    ours, theirs = pair.run(uses_its_own_table)
+    for (ids, rows), (other_ids, other_rows) in zip(ours, theirs, strict=True):
+        assert len(ids)
+        np.testing.assert_array_equal(ids, other_ids)
+        np.testing.assert_array_equal(rows, other_rows)
+
+
+def halves(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    shared = one_layer(True, dtype=dtype)
+    optimizer = ert.SGD(shared, lr=1.0)
+    shared(torch.arange(rank, 40)).sum().backward()
+    optimizer.step()
+    alone = er.Table(100, 4, rule=er.SGD(lr=1.0), init=er.Normal(std=0.1), seed=7, dtype=str(dtype)[6:])
+    alone.update(np.arange(40), np.full((40, 4), np.array([0.5] + [1.0] * 39)[:, None]))
+    return shared(torch.arange(50)).detach().float(), torch.from_numpy(alone.lookup(np.arange(50)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_16_bits_are_shared(pair: Ranks, dtype: torch.dtype) -> None:
+    for shared, alone in pair.run(halves, dtype):
+        torch.testing.assert_close(shared, alone, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- what is refused, on all ranks
+
+
+def refused(rank: int, which: str) -> tuple[str, str, torch.Tensor]:
+    """Do something wrong on rank 1; then go on."""
+    kind = said = "nothing"
+    layer, other = one_layer(), one_layer()
+    bad = {"id": 100, "nan": 1}.get(which, 1) if rank else 1
+    try:
+        if which == "order" and rank:
+            other(torch.tensor([1]))
+        else:
+            loss = layer(torch.tensor([bad, 2])).sum()
+            if which == "nan":
+                optimizer = ert.SGD(layer, lr=1.0)
+                (loss * (math.nan if rank else 1.0)).backward()
+                optimizer.step()
+    except Exception as error:
+        kind, said = type(error).__name__, str(error)
+    return kind, said, layer(torch.tensor([1, 2, 3])).detach()
+
+
+@pytest.mark.parametrize(
+    ("which", "kinds", "said"),
+    [
+        (
+            "id",
+            ("OtherRankError", "IdError"),
+            r"rank 1 refused a lookup in .* must lie in \[0, 100\).* So no other does",
+        ),
+        (
+            "order",
+            ("OtherRankError", "OtherRankError"),
+            r"must do the same: got rank 0 is at .*; rank 1 is at .* train the same",
+        ),
+        ("nan", ("NonFiniteGradientError", "NonFiniteGradientError"), r"finite: got NaN or Inf in .*row"),
+    ],
+)
+def test_what_one_rank_refuses_is_refused_on_all_and_they_go_on(
+    pair: Ranks, which: str, kinds: tuple[str, str], said: str
+) -> None:
+    found = pair.run(refused, which)
+    first = er.Table(100, 4, init=er.Normal(std=0.1), seed=7).lookup([1, 2, 3])
+    assert tuple(kind for kind, _, _ in found) == kinds
+    assert re.search(said, found[0][1]), found[0][1]
+    for _, _, rows in found:
+        np.testing.assert_array_equal(rows, first)
+
+
+def half_of_a_table(rank: int) -> list[str]:
+    layer, said = one_layer(), []
+    layer(torch.tensor([1]))
+    for verb in (layer.state_dict, lambda: ert.freeze(layer), lambda: ert.average(layer)):
+        try:
+            verb()
+        except er.UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_needs_all_rows_is_refused_where_there_are_only_some(pair: Ranks) -> None:
+    for said in pair.run(half_of_a_table):
+        assert len(said) == 3
+        assert all("are shared out over 2 processes" in one for one in said)
+
+
+def loses_the_other(rank: int) -> tuple[str, str]:
+    layer, first = one_layer(), ""
+    layer(torch.tensor([1]))
+    if rank == 1:
+        os._exit(1)
+    try:
+        layer(torch.tensor([1]))
+    except er.WorkerLostError as error:
+        first = str(error)
+    try:
+        layer(torch.tensor([1]))
+    except er.WorkerLostError as error:
+        return first, str(error)
+    raise AssertionError
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_at_once(pair: Ranks) -> None:
+    pair.start(loses_the_other)
+    (first, again), gone = pair.results()
+    assert gone is None
+    assert "rank 0 of 2 waited for another one that failed, is gone" in first
+    assert "start all again, as torchrun --max-restarts does" in first
+    assert first == again
+
+
+# ---------------------------------------------------------------- the page's script
+
+
+def script() -> str:
+    page = Path(__file__).parents[2] / "docs/shards.md"
+    found = re.search(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def runs_script(rank: int, lines: str) -> tuple[np.ndarray, torch.Tensor]:
+    made: dict[str, Any] = {}
+    started, dist.init_process_group = dist.init_process_group, lambda *args: None
+    ended, dist.destroy_process_group = dist.destroy_process_group, lambda *args: None
+    try:
+        exec(lines, made)
+    finally:
+        dist.init_process_group, dist.destroy_process_group = started, ended
+    return made["model"][0].table.export()[0], made["model"][1].weight.detach()
+
+
+def test_the_script_of_the_page_trains_in_two_processes(pair: Ranks) -> None:
+    (ours, one), (theirs, other) = pair.run(runs_script, script())
+    assert min(len(ours), len(theirs)) > 4000
+    assert not np.intersect1d(ours, theirs).size
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("sharded", ["rank", "rank x", 3, None])
+def test_what_sharded_may_be_is_told(sharded: Any) -> None:
+    with pytest.raises(er.ArgumentError, match=r"`sharded` of ert.Embedding must be True .*'rank 0'.*got"):
+        ert.Embedding(10, 2, sharded=sharded)
+
+
+@pytest.mark.parametrize("sharded", [True, "rank 0"])
+def test_one_process_alone_trains_as_ever(sharded: Any) -> None:
+    layer = one_layer(sharded)
+    optimizer = ert.SGD(layer, lr=1.0)
+    layer(torch.tensor([3, 3])).sum().backward()
+    optimizer.step()
+    table = er.Table(100, 4, rule=er.SGD(lr=1.0), init=er.Normal(std=0.1), seed=7)
+    table.update([3, 3], np.ones((2, 4)))
+    np.testing.assert_array_equal(layer.table.lookup([3]), table.lookup([3]))
