@@ -105,7 +105,7 @@ class Exchange:
         return stages.receive(served, splits, tables)
 
     def refuse(self, members: Sequence[Member], error: Exception) -> None:
-        """Tell the other ranks that this one does not look up rows, because of an error that the caller raises."""
+        """Refuse a lookup on the other ranks, as this one does, because of an error that the caller raises."""
         with self._lock:
             self._count += 1
             self._carry(_looking_up(members), None, error)
@@ -195,7 +195,7 @@ class Exchange:
         return theirs[:, :-1].reshape(-1, *shape)
 
     def _tell(self, what: str, error: Exception | None) -> None:
-        """Tell all ranks what each does, and raise an error, but where this rank has one of its own."""
+        """Find out what each rank does, and raise an error of it, but where this one has its own."""
         said = f"is at {what} (exchange {self._count})" if error is None else f"{REFUSED}{what}: {error}"
         words = pack([np.frombuffer(said.encode().ljust(-(-len(said.encode()) // 4) * 4), np.uint8)])
         theirs = self.transport.swap([words] * self.transport.ranks)

@@ -143,7 +143,7 @@ class Sharing:
         return self._crew.exchange.rows([self], [plan.ids])[0]
 
     def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that there will be no lookup here."""
+        """Refuse a lookup on the other ranks, as here."""
         self._crew.exchange.refuse([self], error)
 
     # ------------------------------------------------------------ gradients
