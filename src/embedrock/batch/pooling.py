@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,27 @@ from embedrock.machine.buffers import buffers
 from embedrock.process.spans import spanned
 
 
+class Places:
+    """Which rows of pooled rows, and of their gradients, bags are.
+
+    Args:
+        of_bags: int32 (bags,).
+        offsets: int64 (bags + 1,), where the positions of each bag begin.
+    """
+
+    def __init__(self, of_bags: np.ndarray, offsets: np.ndarray) -> None:
+        self.of_bags, self._offsets = of_bags, offsets
+
+    @functools.cached_property
+    def of_positions(self) -> np.ndarray:
+        """Where the bag of each position is: int32 (n,)."""
+        return np.repeat(self.of_bags, np.diff(self._offsets))
+
+    def part(self, start: int, stop: int) -> Places:
+        """Return those of the bags from `start` to `stop`."""
+        return Places(self.of_bags[start:stop], self._offsets[start : stop + 1])
+
+
 class Bags(NamedTuple):
     """A batch of bags.
 
@@ -21,23 +43,23 @@ class Bags(NamedTuple):
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
         skip: index in ``plan.ids`` of the id that counts in no bag, -1 for none.
         mode: "sum", "mean" or "max".
-        places: int32 (bags,), the row of each bag among pooled rows, and among their gradients; None: in order.
+        places: where the bags are among pooled rows, and among their gradients; None: in order.
     """
 
     plan: Segments
     offsets: np.ndarray
     skip: int
     mode: str
-    places: np.ndarray | None = None
+    places: Places | None = None
 
     @property
     def place_of_bag(self) -> np.ndarray:
         """Where each bag is among pooled rows: int32 (bags,)."""
-        return np.arange(len(self.offsets) - 1, dtype=np.int32) if self.places is None else self.places
+        return np.arange(len(self.offsets) - 1, dtype=np.int32) if self.places is None else self.places.of_bags
 
     def place_of_position(self) -> np.ndarray:
         """Return where the bag of each position is among pooled rows: int32 (n,)."""
-        return np.repeat(self.place_of_bag, np.diff(self.offsets))
+        return (self.places or Places(self.place_of_bag, self.offsets)).of_positions
 
 
 class Source(NamedTuple):

@@ -17,7 +17,7 @@ from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import as_ids, check_ids, check_range
 from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
 from embedrock.batch.plan import bounds_of
-from embedrock.batch.pooling import Bags, Source
+from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.machine.buffers import buffers
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
@@ -131,7 +131,7 @@ class Route:
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         even = all(feature.offsets is None for feature in features)
-        return Layout(shapes if even else [], positions, positions[self.own], bags, offsets)
+        return Layout(shapes if even else [], self.numbers, positions, positions[self.own], bags, offsets)
 
 
 @dataclass(eq=False)
@@ -140,6 +140,7 @@ class Layout:
 
     Attributes:
         shapes: of the ids, if they tell all; else none.
+        numbers: of the features.
         positions: int64 (features + 1,), where the positions of each feature begin.
         tables: int64 (tables + 1,), where those of each table begin.
         bags: int64 (features + 1,), where its bags begin; empty where there are none.
@@ -147,15 +148,23 @@ class Layout:
     """
 
     shapes: list[tuple[int, ...]]
+    numbers: list[int]
     positions: np.ndarray
     tables: np.ndarray
     bags: np.ndarray
     offsets: np.ndarray
 
     @functools.cached_property
-    def places(self) -> np.ndarray:
-        """Which row of pooled rows each bag is: int32 (bags,)."""
-        return np.arange(len(self.offsets) - 1, dtype=np.int32)
+    def in_order(self) -> Places:
+        """The places of bags, feature after feature."""
+        return Places(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
+
+    @functools.cached_property
+    def side_by_side(self) -> Places:
+        """The places of bags, as many of each feature, where those of a sample are together."""
+        columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
+        samples = np.arange(count // len(columns)) * len(columns)
+        return Places((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
 
 
 @dataclass(eq=False)
@@ -216,7 +225,7 @@ class Reading:
     Attributes:
         batch: its plan.
         arrays: what was read of each share, float32 (positions, dim) or (bags, dim).
-        places: int32 (bags,), which row there each bag of a share is; None for shares of no bags.
+        places: of each share's bags there; None for shares of no bags.
         traces: what `pooling.unpool` needs, of each share.
         values: the rows of each share, float32 (unique, dim), where weights get gradients.
         side_by_side: the bags of a sample are one after the other in the only array.
@@ -224,7 +233,7 @@ class Reading:
 
     batch: GroupPlan
     arrays: list[np.ndarray] = field(default_factory=list)
-    places: list[np.ndarray | None] = field(default_factory=list)
+    places: list[Places | None] = field(default_factory=list)
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
@@ -241,8 +250,8 @@ class Reading:
                     )
                 continue
             for number, start, stop in share.spans(share.layout.bags):
-                rows = slice(places[start], None, len(share.route.numbers)) if self.side_by_side else slice(start, stop)
-                found[number] = array[rows]
+                first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
+                found[number] = array[first : None if self.side_by_side else stop : step]
         return [found[number] for number in range(len(found))]
 
 
@@ -436,7 +445,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
         if share.route.kind == "rows":
             found = _positions_of(share, values)
         else:
-            places = _places(share, side_by_side)
+            places = share.layout.side_by_side if side_by_side else share.layout.in_order
             found, trace = _pooled(share, _source(share) if values is None else Source.of(values), places)
         reading.arrays.append(found)
         reading.places.append(places)
@@ -503,25 +512,15 @@ def _source(share: Share) -> Source:
     return Source(share.route.pool.tier.records.weights, *_fresh(share, _located(share)))
 
 
-def _pooled(share: Share, source: Source, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pooled(share: Share, source: Source, places: Places) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
-    out, trace = pooling.pooled_like(len(places), share.route.pool.dim, share.route.kind)
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, share.route.kind)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()
-        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places[start:stop])
+        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places.part(start, stop))
         pooling.pool_into(source, share.weights, bags, out, trace)
     return out, trace
-
-
-def _places(share: Share, side_by_side: bool) -> np.ndarray:
-    """Return where each bag of a share is among pooled rows: int32 (bags,)."""
-    count = len(share.layout.places)
-    if not side_by_side or not count:
-        return share.layout.places
-    features = len(share.route.numbers)
-    columns = np.argsort(share.route.numbers).argsort()
-    return (np.arange(count // features) * features + columns[:, None]).astype(np.int32).ravel()
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
@@ -602,7 +601,7 @@ def _joined_grads(reading: Reading, number: int, grads: Sequence[np.ndarray | No
     if not reading.side_by_side or places is None:
         return joined
     placed = np.empty_like(joined)
-    placed[places] = joined
+    placed[places.of_bags] = joined
     return placed
 
 

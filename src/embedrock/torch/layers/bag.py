@@ -161,10 +161,15 @@ class EmbeddingBag(RowLayer):
     def asked(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Asked:
         """Return what the layer asks of a lookup together with others: see `forward`."""
         handle = self._usable_handle()
-        flat, bounds = self._flat(ids, offsets, handle)
-        weights = self._flat_weights(ids, weights, len(flat))
+        bounds = None
+        if offsets is None and not is_jagged(ids) and getattr(ids, "ndim", None) == 2:  # each bag has as many ids
+            array = host_ids(ids, handle.label)
+        else:
+            flat, cuts = self._flat(ids, offsets, handle)
+            array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()
+        weights = self._flat_weights(ids, weights, array.size)
         values = host_weights(weights)
-        feature = Feature(self.table, flat.cpu().numpy(), bounds.cpu().numpy(), values, self.mode, self.padding_idx)
+        feature = Feature(self.table, array, bounds, values, self.mode, self.padding_idx)
         return Asked(handle, handle.side(), feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -119,7 +119,14 @@ class Collection(nn.Module, Generic[Given]):
 
     def layer_of(self, feature: str) -> Any:
         """Return the layer that a feature's ids are looked up in."""
-        return getattr(self, self.container)[self._name_of[feature]]
+        return self._layers[self._name_of[feature]]
+
+    @property
+    def _layers(self) -> Mapping[str, Any]:
+        """The layers by name. (To ask `nn.Module` for an attribute takes a microsecond, of each of many features.)"""
+        layers = self._modules[self.container]
+        assert layers is not None  # the container is always there
+        return layers._modules
 
     def extra_repr(self) -> str:
         """Return which features are looked up in which layers, where they are called otherwise."""
@@ -140,7 +147,7 @@ class Collection(nn.Module, Generic[Given]):
                 f"{type(features).__name__}."
             )
         check_names(list(features), self.features, self._label)
-        return [self._told(feature, self._of_value, features[feature]) for feature in self.features]
+        return self._all_told(lambda feature: self._of_value(features[feature]), self.features)
 
     def _of_parts(self, features: Keyed) -> list[Given]:
         raise NotImplementedError
@@ -183,8 +190,9 @@ class Collection(nn.Module, Generic[Given]):
     def _groups(self, given: Sequence[Given]) -> dict[Group, list[tuple[str, Given]]]:
         """Return the features whose tables are in a group, and what is given of them, by group."""
         groups: dict[Group, list[tuple[str, Given]]] = {}
-        for feature, one in zip(self.features, given, strict=True):
-            group = self._group_of(self.layer_of(feature))
+        layers, names = self._layers, self._name_of
+        for feature, one in zip(names, given, strict=True):
+            group = self._group_of(layers[names[feature]])
             if group is not None:
                 groups.setdefault(group, []).append((feature, one))
         return groups
@@ -192,7 +200,8 @@ class Collection(nn.Module, Generic[Given]):
     def _asked_of(
         self, group: Group, parts: Sequence[tuple[str, Given]], call: Callable[[Group, Sequence[Asked]], Result]
     ) -> Result:
-        asked = [self._told(feature, self._asked, self.layer_of(feature), one) for feature, one in parts]
+        given, layers, names = dict(parts), self._layers, self._name_of
+        asked = self._all_told(lambda feature: self._asked(layers[names[feature]], given[feature]), given)
         try:
             return call(group, asked)
         except IdError as error:
@@ -200,7 +209,7 @@ class Collection(nn.Module, Generic[Given]):
 
     def _group_of(self, layer: Any) -> Group | None:
         is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
-        has_hooks = any(getattr(layer, name) for name in HOOKS)
+        has_hooks = any(map(vars(layer).get, HOOKS))
         return layer.joined_by if is_own and not has_hooks else None
 
     def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
@@ -212,17 +221,21 @@ class Collection(nn.Module, Generic[Given]):
         return error
 
     def _called(self, feature: str, given: Given) -> Tensor:
-        return self._told(feature, self._call, self.layer_of(feature), given)
+        (output,) = self._all_told(lambda each: self._call(self.layer_of(each), given), [feature])
+        return output
 
     @staticmethod
-    def _told(feature: str, call: Callable[..., Result], *args: Any) -> Result:
-        """Return what a call returns for a feature; its errors tell which feature it was."""
+    def _all_told(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
+        """Return what a call returns for each feature; its errors tell which feature it was."""
         if torch.compiler.is_compiling():
-            return call(*args)
-        try:
-            return call(*args)
-        except (ArgumentError, IdError, IdTypeError) as error:
-            raise type(error)(f"feature {feature!r}: {error}") from error
+            return [call(feature) for feature in features]
+        found: list[Result] = []
+        for feature in features:
+            try:
+                found.append(call(feature))
+            except (ArgumentError, IdError, IdTypeError) as error:
+                raise type(error)(f"feature {feature!r}: {error}") from error
+        return found
 
 
 class EmbeddingBagCollection(Collection[BagInput]):

@@ -370,6 +370,8 @@ class Handle(nn.Parameter):
             UnsupportedError: GPU memory was asked for, and the rows cannot be used there; or gradients of them wait on
                 a GPU that they have to leave.
         """
+        if self._placed_on is None and not self.is_cuda and self.pending.side is self._host:
+            return self._host
         device = self.rows_on
         if self.sharing is not None:
             return self._host_side()  # other processes' rows come by the CPU
