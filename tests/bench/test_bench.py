@@ -27,7 +27,7 @@ from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.comparison import Step, Timing, format_times, report_of
 from embedrock.bench.harness.contenders import Footprint, Unavailable
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.machine import machine_facts, peak_rss_bytes, rss_bytes
+from embedrock.bench.harness.machine import machine_facts
 from embedrock.bench.harness.processes import Child, ChildError, child_environment
 from embedrock.bench.harness.report import Report, spread
 from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
@@ -35,7 +35,7 @@ from embedrock.bench.harness.targets import Race, Target, Verdict, faster, forma
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
 from embedrock.bench.step import benches, contenders
 from embedrock.bench.step.contenders import StepContender
-from embedrock.machine.ram import available_bytes, memory_limit
+from embedrock.machine.ram import available_bytes, memory_limit, peak_rss_bytes, rss_bytes
 from embedrock.terminal.arguments import count
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)

@@ -33,6 +33,7 @@ from embedrock.bench.harness.processes import ChildError, child_environment
 from embedrock.bench.harness.runner import Racer, Result
 from embedrock.bench.harness.targets import judge
 from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.machine.probe import write_rate
 from embedrock.terminal.arguments import size
 
 MIB = 1 << 20
@@ -181,7 +182,7 @@ def test_probe_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_write_rate_leaves_nothing(tmp_path: Path):
-    assert raw.write_rate(tmp_path / "file", 3 * MIB) > 0
+    assert write_rate(tmp_path / "file", 3 * MIB) > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
-    from embedrock.cli import curves, tables, vocabularies
+    from embedrock.cli import curves, machines, tables, vocabularies
     from embedrock.demo import command as demo
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_parsers(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
+    machines.add_parser(subparsers)
     _add_help(subparsers, parser)
     parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: nothing was asked for, and nothing failed
     return parser

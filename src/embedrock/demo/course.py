@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from embedrock.bench.harness.machine import rss_bytes
 from embedrock.demo.data.examples import Source
 from embedrock.demo.meter import DiskMeter
 from embedrock.demo.metrics import auc
@@ -16,6 +15,7 @@ from embedrock.demo.options import SourceOptions
 from embedrock.demo.training import Learner, Training
 from embedrock.demo.training_folder import TrainingFolder
 from embedrock.errors import MemoryBudgetError
+from embedrock.machine.ram import rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.table.files import UncommittedWarning
 from embedrock.table.table import Table

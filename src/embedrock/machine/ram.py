@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -31,6 +32,20 @@ def available_bytes(root: Path = ROOT) -> int:
     What is left on the machine, in this process's cgroup, and in every cgroup above it, whichever is least.
     """
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
+
+
+def rss_bytes() -> int:
+    """Return the RAM that this process holds now (where the system does not tell: the most it ever held)."""
+    text = read_text(ROOT / "proc/self/statm")
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """Return the most RAM that this process ever held."""
+    # Not getrusage where there is better: it starts from what the parent held when it made this process.
+    if (kilobytes := named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
+        return kilobytes * 1024
+    return platform.peak_rss_bytes()
 
 
 class Headroom:

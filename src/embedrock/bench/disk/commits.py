@@ -17,15 +17,16 @@ import numpy as np
 from embedrock.bench.disk.contenders import RECORD_COLUMNS, TABLE, Job, train
 from embedrock.bench.disk.effort import OPTIONS, WORKLOAD, DiskEffort
 from embedrock.bench.disk.files import scratch_folder
-from embedrock.bench.disk.raw import write_rate
 from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.contenders import LEARNING_RATE
-from embedrock.bench.harness.machine import RamGrowth, rss_bytes
+from embedrock.bench.harness.machine import RamGrowth
 from embedrock.bench.harness.options import several_rows
 from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.bench.harness.report import Report, medians
 from embedrock.bench.harness.targets import Found, Line, Target, each
 from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.machine.probe import write_rate
+from embedrock.machine.ram import rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_lines, format_number, format_whole

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from embedrock.bench.harness.cgroups import outside_bytes
 from embedrock.bench.harness.contenders import LEARNING_RATE, Contender, import_torch
-from embedrock.bench.harness.machine import peak_rss_bytes
 from embedrock.bench.harness.workload import Workload
+from embedrock.machine.ram import peak_rss_bytes
 
 WRITE_ROWS = 16_384  # written at a time, when files are prepared
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam, as in PyTorch

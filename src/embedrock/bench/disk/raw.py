@@ -1,26 +1,21 @@
-"""What the disk gives to a program that wants nothing else: random reads of 4 KiB, and one long write."""
+"""What the disk gives to a program that wants nothing else: random reads of 4 KiB, at each depth."""
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from embedrock.bench.harness.processes import Child, ChildError
-from embedrock.machine.vfs import BLOCK, OS_SYSTEM
+from embedrock.machine.probe import BlockReader
+from embedrock.machine.vfs import BLOCK
 from embedrock.process.platform import O_DIRECT
 
 DEPTHS = (1, 4, 16, 32, 64, 128)  # reads in flight
-REQUESTS = 8192  # of one call of our own reader
-WRITE_BYTES = 8 << 20  # of one call, when writing
 PROBE_S = 2.0
 FIO_CHARACTERS = 4000  # of an option
 TIMEOUT_S = 120.0
@@ -89,51 +84,3 @@ def own(paths: Sequence[Path], depth: int, seconds: float) -> float:
     environment = {"EMBEDROCK_IO_THREADS": str(depth)}
     with Child(BlockReader, list(paths), environment=environment, timeout_s=TIMEOUT_S) as child:
         return child.call("rate", seconds)
-
-
-class BlockReader:
-    """Reads random blocks by `embedrock.machine.vfs`, in a process of its own.
-
-    Args:
-        paths: files to read, each of one block at least.
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._fds = [OS_SYSTEM.open(str(path), os.O_RDONLY | O_DIRECT) for path in paths]
-        self._blocks = [OS_SYSTEM.size(fd) // BLOCK for fd in self._fds]
-        self._random = np.random.default_rng()
-        self._memory = np.frombuffer(mmap.mmap(-1, REQUESTS * BLOCK), np.uint8)
-
-    def rate(self, seconds: float) -> float:
-        """Return the reads/s of calls that take about `seconds` together."""
-        self._read()  # compiles, starts threads
-        start, count = time.perf_counter(), 0
-        while (elapsed := time.perf_counter() - start) < seconds or not count:
-            count += self._read()
-        return count / elapsed
-
-    def _read(self) -> int:
-        chosen = self._random.integers(len(self._fds), size=REQUESTS)
-        offsets = (self._random.random(REQUESTS) * np.array(self._blocks)[chosen]).astype(np.int64) * BLOCK
-        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(REQUESTS, BLOCK)
-        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(REQUESTS) * BLOCK)
-        return REQUESTS
-
-
-def write_rate(path: Path, size: int) -> float:
-    """Write a file of `size` bytes from its beginning to its end, remove it, and return its bytes/s.
-
-    Random bytes, past the page cache where the file system can, and safe on the disk at the end.
-    """
-    with mmap.mmap(-1, WRITE_BYTES) as block:
-        block[:] = np.random.default_rng(0).bytes(WRITE_BYTES)
-        fd = OS_SYSTEM.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | O_DIRECT)
-        try:
-            start, written = time.perf_counter(), 0
-            while written < size:
-                written += os.write(fd, block)
-            OS_SYSTEM.fdatasync(fd)
-            return written / (time.perf_counter() - start)
-        finally:
-            OS_SYSTEM.close(fd)
-            path.unlink()

@@ -20,11 +20,11 @@ from embedrock.bench.disk.effort import DiskEffort
 from embedrock.bench.disk.files import forget_pages, scratch_folder
 from embedrock.bench.disk.raw import Rate
 from embedrock.bench.harness.bench import Bench, Task
-from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.targets import Target, each
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
+from embedrock.machine.ram import peak_rss_bytes, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.progress import say
 

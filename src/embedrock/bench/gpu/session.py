@@ -13,8 +13,8 @@ from embedrock.bench.gpu.contenders import LOOK_AHEAD, GpuContender, Traffic, Tr
 from embedrock.bench.gpu.device import INTERPRETER, Device
 from embedrock.bench.gpu.workloads import GpuWorkload
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.runner import Racer, Result
+from embedrock.machine.ram import peak_rss_bytes, rss_bytes
 from embedrock.process.platform import usable_cores
 
 STARTED_TOGETHER = 4  # processes that make their tables and warm up at a time

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from embedrock.bench.harness.machine import ROOT, rss_bytes
 from embedrock.bench.harness.processes import Child
+from embedrock.machine.ram import ROOT, rss_bytes
 
 REMOVE_S = 5.0  # a group can be removed once the system has noticed that its last process ended
 

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.report import Report, about, base_of, failures, format_results, name_field, spread
 from embedrock.bench.harness.runner import Racer, Result, measure
 from embedrock.bench.harness.targets import Target
 from embedrock.bench.harness.workload import Workload
+from embedrock.machine.ram import peak_rss_bytes, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import Field, format_factor, format_number, format_range
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from importlib import metadata
 
-from embedrock.machine.ram import ROOT, available_bytes, memory_limit, named_number, read_text
+from embedrock.machine.ram import ROOT, available_bytes, memory_limit, read_text, rss_bytes
 from embedrock.process import platform as system
 
 PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
@@ -27,20 +27,6 @@ def machine_facts() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
-
-
-def rss_bytes() -> int:
-    """Return the RAM that this process holds now (where the system does not tell: the most it ever held)."""
-    text = read_text(ROOT / "proc/self/statm")
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else peak_rss_bytes()
-
-
-def peak_rss_bytes() -> int:
-    """Return the most RAM that this process ever held."""
-    # Not getrusage where there is better: it starts from what the parent held when it made this process.
-    if (kilobytes := named_number(ROOT / "proc/self/status", "VmHWM:")) is not None:
-        return kilobytes * 1024
-    return system.peak_rss_bytes()
 
 
 class RamGrowth:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from embedrock.planner.zipf import bounded_zipf
+
 # Knuth's multiplicative hash. The factor is prime, so that it permutes the ids of any table with fewer rows;
 # hot ids end up far apart in memory, as they do in real logs.
 SCATTER = 2_654_435_761
@@ -107,16 +109,3 @@ def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt
         return np.log(values) / np.log(ranks)
     power = 1 - exponent
     return (values**power - 1) / (float(ranks) ** power - 1)
-
-
-def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) -> npt.NDArray[np.int64]:
-    """Turn uniform numbers into ranks in [0, ranks), rank k about as likely as (k + 1) ** -exponent.
-
-    The continuous power law on [1, ranks], by its inverse distribution function, rounded down.
-    """
-    if exponent == 1:
-        value = float(ranks) ** uniform
-    else:
-        power = 1 - exponent
-        value = ((float(ranks) ** power - 1) * uniform + 1) ** (1 / power)
-    return np.minimum(value.astype(np.int64) - 1, ranks - 1)

@@ -22,13 +22,13 @@ from embedrock.bench.disk.files import SPARE_BYTES, scratch_folder
 from embedrock.bench.harness.bench import SIZES, Bench, Task
 from embedrock.bench.harness.contenders import Contender
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.machine import RamGrowth, rss_bytes
+from embedrock.bench.harness.machine import RamGrowth
 from embedrock.bench.harness.report import Report, about, failures, format_results, medians
 from embedrock.bench.harness.runner import Racer, measure
 from embedrock.bench.harness.targets import Target, beside
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, SHARDS, ClickLog, Reading, records
-from embedrock.machine.ram import ROOT, named_number
+from embedrock.machine.ram import ROOT, named_number, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_number, format_whole

@@ -12,11 +12,11 @@ import numpy as np
 
 from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.machine import peak_rss_bytes, rss_bytes
 from embedrock.bench.harness.processes import ChildError, child_environment
 from embedrock.bench.harness.report import Report, medians
 from embedrock.bench.harness.targets import Target, each
 from embedrock.bench.harness.workload import SCATTER, Workload
+from embedrock.machine.ram import peak_rss_bytes, rss_bytes
 from embedrock.terminal.arguments import count
 
 ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5

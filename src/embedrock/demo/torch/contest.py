@@ -12,14 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embedrock.bench.harness.machine import rss_bytes
 from embedrock.bench.harness.processes import Child, ChildError
 from embedrock.demo.data.examples import Examples
 from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.options import DemoOptions
 from embedrock.demo.torch.backends import BACKENDS
 from embedrock.demo.torch.learner import TorchLearner, use_threads, warm_up
-from embedrock.machine.ram import available_bytes
+from embedrock.machine.ram import available_bytes, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import format_table
 

@@ -1,0 +1,274 @@
+"""`Machine`: what this machine can do, measured once and kept in a file of the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import EmbedrockError
+from embedrock.kernels.cpu.machine_code import user_cache_folder
+from embedrock.machine import probe
+from embedrock.machine.ram import memory_limit, rss_bytes
+from embedrock.machine.sizes import format_bytes
+from embedrock.machine.threads import get_threads, set_threads
+from embedrock.planner.cost import Disk, Work, fit
+from embedrock.process import platform
+from embedrock.rules import Adam
+from embedrock.table.table import Table
+
+FORMAT = 1
+FILE = "machine.json"
+READ_BYTES = 192 << 20  # of the file that is read at random
+AT_ONCE = (1, 4, 16, 64, 256, 1024, 4096)
+PROBE_S = 0.25  # for each measurement of the disk
+ROW_BYTES = (64, 256, 1024)
+ROUNDS = 10  # of steps, of which the fastest counts
+RAM_RUNS = ((16, 512), (16, 8192), (16, 65_536), (128, 1024), (128, 16_384))  # dim, batch
+DISK_RUNS = ((16, 1024), (16, 16_384), (128, 1024), (128, 8192))
+TABLE_BYTES = 96 << 20  # of records of the tables that are stepped
+
+Say = Callable[[str], None]
+
+
+class MachineFileError(EmbedrockError, ValueError):
+    """The file of a machine's numbers cannot be read."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured.
+
+    Attributes:
+        time: when, seconds since 1970.
+        load: processes that wanted a core meanwhile; more than there are cores make all numbers too low.
+        cores: that this process may use.
+        ram_bytes: that it may use.
+        base_bytes: RAM of a process without tables: Python, NumPy, Numba and the kernels.
+        copy: bytes/s, from memory to memory, by one thread.
+        rows: rows/s gathered at random, by their bytes.
+        scaling: how many times faster than one thread so many gather rows of 256 bytes.
+        folder: whose disk was measured.
+        disk: what it gives.
+        constants: of `embedrock.planner.cost`.
+    """
+
+    time: float
+    load: float
+    cores: int
+    ram_bytes: int
+    base_bytes: int
+    copy: float
+    rows: dict[int, float]
+    scaling: dict[int, float]
+    folder: str
+    disk: Disk
+    constants: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {"format": FORMAT, **asdict(self), "disk": self.disk._asdict()}
+
+    @classmethod
+    def of_json(cls, told: Any) -> Machine:
+        """Return what `to_json` told.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        if told.pop("format") != FORMAT:
+            raise ValueError("another format")
+        at_once, seconds, append = (told["disk"][name] for name in Disk._fields)
+        told["disk"] = Disk(tuple(map(int, at_once)), tuple(map(float, seconds)), float(append))
+        for name, kind in (("rows", int), ("scaling", int), ("constants", str)):
+            told[name] = {kind(key): float(value) for key, value in told[name].items()}
+        return cls(**told)
+
+
+def cache_file() -> Path:
+    """Return where the numbers are kept."""
+    return user_cache_folder() / FILE
+
+
+def load(path: Path | None = None) -> Machine | None:
+    """Return what was measured before; None where nothing was.
+
+    Raises:
+        MachineFileError: the file is something else.
+    """
+    path = path or cache_file()
+    try:
+        return Machine.of_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise MachineFileError(
+            f"the numbers of this machine in {str(path)!r} cannot be read ({type(error).__name__}: {error}). "
+            "Measure anew: embedrock machine --again."
+        ) from None
+
+
+def save(machine: Machine, path: Path | None = None) -> Path:
+    """Keep what was measured, for the next programs."""
+    path = path or cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(machine.to_json(), file, indent=1)
+    os.replace(file.name, path)
+    return path
+
+
+def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Machine:
+    """Measure this machine, and the disk that a folder lies on: half a minute, 400 MB of RAM and of disk.
+
+    Args:
+        folder: that exists; a folder in it is made, and removed.
+        say: is told what is being measured.
+    """
+    say("memory")
+    rows = {size: probe.row_rate(size) for size in ROW_BYTES}
+    copy, scaling = probe.copy_rate(), _scaling()
+    base, load = _base_bytes(), _load()
+    with tempfile.TemporaryDirectory(prefix="embedrock-machine-", dir=folder) as scratch:
+        say("disk")
+        disk = _disk(Path(scratch) / "probe")
+        runs = [_ram_run(dim, batch, say) for dim, batch in RAM_RUNS]
+        runs += [_disk_run(dim, batch, Path(scratch) / f"{dim}-{batch}.rock", say) for dim, batch in DISK_RUNS]
+    cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
+    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk))
+
+
+def _load() -> float:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _scaling() -> dict[int, float]:
+    """Return how many times faster several threads gather rows than one."""
+    before, rates = get_threads(), dict[int, float]()
+    try:
+        for threads in sorted({1, 2, 4, 8, 16, platform.usable_cores()}):
+            if threads <= platform.usable_cores():
+                set_threads(threads)
+                rates[threads] = probe.row_rate(256)
+    finally:
+        set_threads(before)
+    return {threads: rate / rates[1] for threads, rate in rates.items()}
+
+
+def _base_bytes() -> int:
+    """Return the RAM that a process without tables takes: one that has stepped a table of two rows."""
+    done = subprocess.run([sys.executable, "-c", _EMPTY], capture_output=True, text=True, env=_environment())
+    return int(done.stdout) if done.returncode == 0 else rss_bytes()
+
+
+_EMPTY = """
+import embedrock as er
+from embedrock.machine.ram import rss_bytes
+with er.Table(2, 4, rule=er.Adam()) as table:
+    table.update([0, 1], table.lookup([0, 1]))
+print(rss_bytes())
+"""
+
+
+def _environment() -> dict[str, str]:
+    """Return environment variables by which a process finds the same modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _disk(path: Path) -> Disk:
+    append = probe.write_rate(path, READ_BYTES, keep=True)
+    reader = probe.BlockReader([path])
+    try:
+        seconds = tuple(count / reader.rate(PROBE_S, count) for count in AT_ONCE)
+    finally:
+        reader.close()
+        path.unlink()
+    return Disk(AT_ONCE, seconds, append)
+
+
+def _ram_run(dim: int, batch: int, say: Say) -> tuple[Work, float]:
+    say(f"steps in RAM, {batch} ids of {dim}")
+    with Table(_rows_of(dim), dim, rule=Adam(), seed=0, directory="hashed") as table:
+        return _run(table, batch)
+
+
+def _disk_run(dim: int, batch: int, path: Path, say: Say) -> tuple[Work, float]:
+    say(f"steps on disk, {batch} ids of {dim}")
+    rows = _rows_of(dim)
+    made = Table(rows, dim, rule=Adam(), seed=0, path=path, memory="64MiB")
+    memory = max(made.memory_for(2 * batch), made.memory_for(rows // 8))
+    with made:
+        _fill(made)
+        made.commit()
+    with Table(rows, dim, path=path, memory=memory) as table:
+        found = _run(table, batch)
+        table.commit()
+    return found
+
+
+def _rows_of(dim: int) -> int:
+    return TABLE_BYTES // (3 * 4 * dim)
+
+
+def _fill(table: Table) -> None:
+    ids = np.arange(table.rows or 0)
+    for part in np.array_split(ids, max(1, len(ids) * table.spec.record_bytes // (4 << 20))):
+        table.update(part, np.ones((len(part), table.dim), np.float32))
+
+
+def _run(table: Table, batch: int) -> tuple[Work, float]:
+    """Step a table by uniform ids until its cache is full, and measure some steps more."""
+    random, rows = np.random.default_rng(0), table.rows or 0
+    if not table.is_on_disk:
+        _fill(table)
+    steps = max(2, min(20, 40_000 // batch))
+    grads = np.ones((batch, table.dim), np.float32)
+    unique = 0
+
+    def step() -> None:
+        nonlocal unique
+        ids = random.integers(rows, size=batch)
+        plan = table.plan(ids)
+        unique += len(plan.ids)
+        table.read(plan)
+        table.apply(plan, grads)
+
+    for _ in range(steps * 2 if table.is_on_disk else 2):
+        step()
+    times, unique, before = [], 0, table.stats()
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        table.stats()  # waits for the last one
+        times.append((time.perf_counter() - start) / steps)
+    after, count = table.stats(), steps * ROUNDS
+    reads = (after.get("misses", 0) - before.get("misses", 0)) / count
+    work = Work(batch, unique / count, table.dim, table.spec.record_bytes, table.is_on_disk, reads)
+    return work, min(times)
+
+
+def told(machine: Machine) -> dict[str, str]:
+    """Return what was measured, for people."""
+    threads = ", ".join(f"{n} threads {factor:.1f}x" for n, factor in machine.scaling.items())
+    by_count = zip(machine.disk.at_once, machine.disk.seconds, strict=True)
+    busy = f"; busy, with a load of {machine.load:.1f}: measure again" if machine.load > machine.cores else ""
+    return {
+        "cores": f"{machine.cores}; gathering rows, {threads}{busy}",
+        "RAM": f"{format_bytes(machine.ram_bytes)}; a process without tables takes {format_bytes(machine.base_bytes)}",
+        "copy": f"{machine.copy / 1e9:.1f} GB/s by one thread",
+        "random rows": ", ".join(f"{rate / 1e6:.1f} M/s of {size} bytes" for size, rate in machine.rows.items()),
+        "disk of": machine.folder,
+        "random reads": ", ".join(f"{n / taken:,.0f}/s {n} at once" for n, taken in by_count) + ", of 4 KiB",
+        "append": f"{machine.disk.append / 1e6:,.0f} MB/s",
+        "a step": ", ".join(f"{name} {value:.3g}" for name, value in machine.constants.items()),
+    }

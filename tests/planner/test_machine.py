@@ -1,0 +1,116 @@
+"""What a machine can do: measured, kept, read again; and the model of cost that its numbers are for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedrock.cli import machines as command
+from embedrock.cli.main import main
+from embedrock.planner import machine as machines
+from embedrock.planner.cost import NO_DISK, TERMS, Disk, Work, fit, seconds_of, terms
+from embedrock.planner.machine import Machine, MachineFileError, load, save
+
+DISK = Disk((1, 100), (1e-4, 1e-3), 1e9)
+CONSTANTS = dict(zip(TERMS, (1e-4, 3e-8, 2e-10, 5e-8, 1e-10, 2e-3, 1.2, 3e-6, 2e-9), strict=True))
+MACHINE = Machine(1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS)
+
+
+def works() -> list[Work]:
+    random = np.random.default_rng(0)
+    made = []
+    for k in range(40):
+        n, dim = int(random.integers(512, 65_536)), int(random.integers(4, 256))
+        u = n * random.random()
+        made.append(Work(n, u, dim, 12 * dim, k % 2 == 1, u * random.random() * (k % 2), u * 0.1 * (k % 2)))
+    return made
+
+
+def test_constants_are_found_again_from_what_steps_took():
+    runs = [(work, sum(seconds_of(work, DISK, CONSTANTS).values())) for work in works()]
+    found = fit(runs, DISK)
+    assert found == pytest.approx(CONSTANTS, rel=1e-6)
+
+
+def test_no_constant_is_negative():
+    random = np.random.default_rng(1)
+    found = fit([(work, random.random()) for work in works()], DISK)
+    assert all(value >= 0 for value in found.values())
+    assert any(found.values())
+
+
+def test_terms_of_a_step():
+    work = Work(100, 60, 8, 96)
+    assert dict(zip(TERMS, terms(work, NO_DISK), strict=True)) == {
+        "call": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760,
+        "disk_call": 0, "disk_read": 0, "miss": 0, "miss_byte": 0}  # fmt: skip
+    on_disk = terms(work._replace(on_disk=True, reads=100, new=20), DISK)
+    assert on_disk[5:].tolist() == pytest.approx([1, 1e-3, 120, 120 * 96])
+
+
+def test_seconds_of_reads():
+    assert [DISK.read_seconds(n) for n in (0, 0.5, 1, 10, 100, 1000)] == pytest.approx(
+        [0, 5e-5, 1e-4, 1e-4 * 10**0.5, 1e-3, 1e-2]
+    )
+
+
+def test_what_is_kept_is_what_was_measured(tmp_path: Path):
+    path = save(MACHINE, tmp_path / "sub" / "machine.json")
+    assert load(path) == MACHINE
+    assert [*path.parent.iterdir()] == [path]
+    assert load(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 99, "time": 1}', "\x00"])
+def test_a_file_of_something_else(tmp_path: Path, text: str):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(MachineFileError, match=r"cannot be read .*Measure anew: embedrock machine --again\."):
+        load(path)
+    assert path.read_text() == text
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(machines, "cache_file", lambda: tmp_path / "machine.json")
+    measured = []
+    monkeypatch.setattr(machines, "measure", lambda folder, say: (measured.append(folder), MACHINE)[1])
+    monkeypatch.setattr(command, "_same_disk", lambda where, other: True)
+    return tmp_path / "machine.json"
+
+
+def test_the_command_measures_once(kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert main(["machine", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first == json.loads(json.dumps(MACHINE.to_json()))
+    monkeypatch.setattr(machines, "measure", None)
+    assert main(["machine"]) == 0
+    shown = capsys.readouterr().out
+    assert "10,000/s 1 at once, 100,000/s 100 at once, of 4 KiB" in shown
+    assert shown.endswith(f"{kept}\n")
+
+
+def test_a_busy_machine_is_told():
+    assert "busy" not in machines.told(MACHINE)["cores"]
+    busy = Machine(**{**vars(MACHINE), "load": 4.5})
+    assert machines.told(busy)["cores"].endswith("; busy, with a load of 4.5: measure again")
+
+
+def test_no_folder(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["machine", "/no/such/folder"])
+    assert "must be a folder that exists: got '/no/such/folder'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_measuring_leaves_nothing(tmp_path: Path):
+    said: list[str] = []
+    found = machines.measure(tmp_path, said.append)
+    assert not [*tmp_path.iterdir()]
+    assert said[:2] == ["memory", "disk"]
+    assert set(found.constants) == set(TERMS)
+    assert found.copy > 0 < found.disk.append
+    assert Machine.of_json(json.loads(json.dumps(found.to_json()))) == found
