@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ from embedrock import kernels
 from embedrock.batch.gradients import RowGradients, Segments
 from embedrock.batch.plan import Plan
 from embedrock.machine.buffers import buffers
+from embedrock.process import forks
 from embedrock.process.spans import spanned
 
 
@@ -25,7 +25,7 @@ class Places:
     def __init__(self, of_bags: np.ndarray, offsets: np.ndarray) -> None:
         self.of_bags, self._offsets = of_bags, offsets
 
-    @functools.cached_property
+    @forks.cached_property
     def of_positions(self) -> np.ndarray:
         """Where the bag of each position is: int32 (n,)."""
         return np.repeat(self.of_bags, np.diff(self._offsets))

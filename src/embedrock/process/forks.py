@@ -51,6 +51,7 @@ class Rank(IntEnum):
 _ranks: weakref.WeakKeyDictionary[Lock, Rank] = weakref.WeakKeyDictionary()
 _adding = threading.Lock()  # to them, or going through them
 _forking = threading.RLock()  # held by who forks
+process = os.getpid()  # this one; asked at every use of a table, which takes the system a microsecond on some machines
 _held: list[dict[Lock, None]] = []  # by fork, as one may come inside of a hook of another
 _in_child: list[Callable[[Set[Lock]], None]] = [lambda missed: interrupts.held_back.begin_child()]
 
@@ -158,8 +159,8 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    global _adding
-    _adding = threading.Lock()
+    global _adding, process
+    process, _adding = os.getpid(), threading.Lock()
     if not is_under_way():
         _begin_anew()
     _hold_free(_held[-1])  # which were made, or let go, since

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_o
 from embedrock.batch.plan import bounds_of
 from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.machine.buffers import buffers
+from embedrock.process import forks
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
@@ -154,12 +154,12 @@ class Layout:
     bags: np.ndarray
     offsets: np.ndarray
 
-    @functools.cached_property
+    @forks.cached_property
     def in_order(self) -> Places:
         """The places of bags, feature after feature."""
         return Places(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
 
-    @functools.cached_property
+    @forks.cached_property
     def side_by_side(self) -> Places:
         """The places of bags, as many of each feature, where those of a sample are together."""
         columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
+from embedrock.process import forks
 from embedrock.process.callers import caller
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
@@ -63,7 +63,7 @@ class Rows:
         self._tier: Tier | None = None
         self._closed_at = ""
         self._lease, self._reads = Lease(), Reads()
-        self._process = os.getpid()
+        self._process = forks.process
 
     def install(
         self,
@@ -97,10 +97,10 @@ class Rows:
         """
         if self._tier is None:
             raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.home.reopening}")
-        if self._process != os.getpid():
+        if self._process != forks.process:
             self.check_process()
             self.home.after_fork(self)
-            self._process = os.getpid()
+            self._process = forks.process
         if self.turn.failure is not None:
             raise EmbedrockError(
                 f"step {self.steps} of {self.subject} failed, and some of its rows may have been stepped: "
@@ -116,8 +116,8 @@ class Rows:
         """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
         if self.side is not None and not self.is_of_this_process:
             raise UnsupportedError(
-                f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child {os.getpid()}:"
-                " no GPU is of use after a fork. Look rows up in the parent, or start processes by "
+                f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child "
+                f"{forks.process}: no GPU is of use after a fork. Look rows up in the parent, or start processes by "
                 'multiprocessing.get_context("spawn").'
             )
 
@@ -129,7 +129,7 @@ class Rows:
     @property
     def is_of_this_process(self) -> bool:
         """Whether this is no child of the process that uses the rows."""
-        return self._process == os.getpid()
+        return self._process == forks.process
 
     @property
     def is_closed(self) -> bool:

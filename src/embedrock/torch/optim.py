@@ -230,17 +230,20 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[DueStep]:
         """Return the steps of the tables of a param group that have gradients."""
-        due = []
+        due, rules = [], dict[int, Rule]()  # by the identity of those that tables have, which are few
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
             if handle.table.mode == "r":
                 if (grads := handle.gradients()) is not None:
                     handle.pending.side.prepare(grads)  # raises ReadOnlyTableError
                 continue
-            try:
-                rule = self._rule(group, handle.table.rule)
-            except (ArgumentError, UnknownArgumentError) as error:
-                raise of_step(error, handle.label) from error
+            own = handle.table.rule
+            rule = rules.get(id(own))
+            if rule is None:
+                try:
+                    rule = rules[id(own)] = self._rule(group, own)
+                except (ArgumentError, UnknownArgumentError) as error:
+                    raise of_step(error, handle.label) from error
             self._check_bound(handle, rule)
             handle.check_untouched()
             grads = handle.gradients()
@@ -250,17 +253,17 @@ class RowOptimizer(torch.optim.Optimizer):
         return due
 
     def _check_bound(self, handle: Handle, rule: Rule) -> None:
-        mine = f"ert.{type(self).__name__}"
+        mine = type(self).__name__
         if handle.vigil.owner is not self:
             raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, made after this {mine}. A table has "
+                f"the rows of {handle.label} are held by another optimizer, made after this ert.{mine}. A table has "
                 "one optimizer at a time: step that one, or make this one anew."
             )
-        is_stepped = handle.requires_grad or handle.grad is not None
-        if is_stepped and not rule.same_layout(handle.table.rule):
+        is_laid_out = rule.same_layout(handle.table.rule)
+        if not is_laid_out and (handle.requires_grad or handle.grad is not None):
             raise ArgumentError(
-                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this {mine} steps by {rule}. "
-                f"Make the {mine} anew."
+                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "
+                f"{rule}. Make the ert.{mine} anew."
             )
 
     @as_it_is

@@ -165,8 +165,8 @@ class Handle(nn.Parameter):
     def _check_origin(self, grad: Tensor | None) -> None:
         if type(grad) is HandleGradient:
             self._check_owner(grad)
-        elif grad is not None and grad.device.type == "cpu" and not _in_process_group():
-            self._check_shown(grad.item())  # DistributedDataParallel may put a view of its buffer there
+        elif grad is not None and self.pending.grads is not None:
+            self._check_shown(grad)
 
     def _check_owner(self, grad: HandleGradient) -> None:
         if not grad.belongs_to(self.pending):
@@ -175,9 +175,12 @@ class Handle(nn.Parameter):
                 "they cannot be copied from another model."
             )
 
-    def _check_shown(self, value: float) -> None:
+    def _check_shown(self, grad: Tensor) -> None:
         """Check a number that knows no gradients: what else could stand for the pending ones?"""
-        if self.pending.grads is not None and value not in (0.0, self.pending.shown):
+        if grad.device.type != "cpu" or _in_process_group():
+            return  # DistributedDataParallel may put a view of its buffer there
+        value = grad.item()
+        if value not in (0.0, self.pending.shown):
             raise ArgumentError(
                 f"`handle.grad` of {self.label} is {value}, and was {self.pending.shown}, the norm of the gradients "
                 "that wait for a step: it was set by hand. What is done to the number (multiplying, clamping, zeroing) "
