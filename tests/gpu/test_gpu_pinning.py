@@ -84,7 +84,7 @@ def test_a_device_that_has_other_addresses_is_refused(monkeypatch: pytest.Monkey
 
 def test_without_the_library_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_runtime.torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(cuda_runtime, "_loaded_runtimes", list)
+    monkeypatch.setattr(platform, "loaded_libraries", lambda name: [])
     monkeypatch.setattr(pinned, "cuda_runtime", cuda_runtime.cuda_runtime.__wrapped__)
     with pytest.raises(PinningError, match=r"runtime library \(libcudart\) is not among those that this process has"):
         Pinned(np.zeros(5000, np.uint8), GPU, nothing).cover(1)
@@ -94,10 +94,10 @@ def test_the_library_is_the_one_that_pytorch_has_loaded(monkeypatch: pytest.Monk
     folder, maps = "/opt/with space/lib", tmp_path / "maps"
     names = "libcudart.so.11.0", "libcudart.so.13.0.1", "libcudart_like.so.13", "libtorch.so"
     maps.write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 123    {folder}/{name}\n" for name in names))
-    monkeypatch.setattr(cuda_runtime, "MAPS", maps)
+    monkeypatch.setattr(platform, "_MAPS", maps)
     monkeypatch.setattr(cuda_runtime.torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_runtime.torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(platform, "library", lambda path: path)
     assert cuda_runtime.cuda_runtime.__wrapped__()._library == f"{folder}/libcudart.so.13.0.1"
 
 

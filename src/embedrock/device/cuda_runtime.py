@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from embedrock.errors import UnsupportedError
+from embedrock.process import platform
 
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
-MAPS = Path("/proc/self/maps")
 
 
 class CudaRuntime:
@@ -80,17 +78,10 @@ def cuda_runtime() -> CudaRuntime:
     torch.cuda.init()
     major = (torch.version.cuda or "").partition(".")[0]
     # TensorFlow may have brought another one, or functions of these names that only fail.
-    paths = sorted(_loaded_runtimes(), key=lambda path: f".so.{major}" not in path)
+    paths = sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)
     if not paths:
         raise UnsupportedError(
             "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
             "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
         )
-    return CudaRuntime(ctypes.CDLL(paths[0]))
-
-
-def _loaded_runtimes() -> list[str]:
-    if not MAPS.exists():
-        return []
-    paths = {line.split(maxsplit=5)[5].strip() for line in MAPS.read_text().splitlines() if "libcudart" in line}
-    return sorted(path for path in paths if os.path.basename(path).startswith("libcudart.so"))
+    return CudaRuntime(platform.library(paths[0]))

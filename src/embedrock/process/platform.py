@@ -37,6 +37,7 @@ O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if NAME == "Linux" else 0)
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # what file systems of networks say to it
+_MAPS = Path("/proc/self/maps")  # of Linux: what is in this process's memory
 _NEEDED_BY_FILES = ("pread", "pwrite", "statvfs")
 
 
@@ -280,6 +281,19 @@ def peak_rss_bytes() -> int:
 def usable_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def loaded_libraries(name: str) -> list[str]:
+    """Return the paths of libraries that this process has loaded whose file's name begins so; none, if nobody tells."""
+    if not _MAPS.exists():
+        return []
+    paths = {line.split(maxsplit=5)[5].strip() for line in _MAPS.read_text().splitlines() if f"/{name}" in line}
+    return sorted(path for path in paths if os.path.basename(path).startswith(name))
+
+
+def library(path: str) -> Any:
+    """Return the functions of a library that this process has loaded from a path."""
+    return ctypes.CDLL(path)
 
 
 @functools.cache
