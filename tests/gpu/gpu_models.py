@@ -39,6 +39,11 @@ HOSTED = [
 WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED]
 
 
+def memory_of(near: int | None) -> int:
+    """Return the GPU memory that holds so many rows of a table here (None: all of them) under Adam."""
+    return EVERYTHING if near is None else near and memory_for(er.Table(ROWS, DIM, rule=er.Adam()).spec, near)
+
+
 def by_name(way: Way) -> str:
     return way.name
 

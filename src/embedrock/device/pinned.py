@@ -43,6 +43,7 @@ class Pinned:
         self._parts: list[tuple[int, int]] = []  # addresses and bytes
         # The memory lives as long as it is pinned.
         self._unregister = weakref.finalize(self, _let_go, self._parts, memory, quiet, os.getpid())
+        self._unregister.atexit = False  # a process that ends lets go of all at once
 
     def cover(self, nbytes: int) -> None:
         """Pin at least the first `nbytes`.

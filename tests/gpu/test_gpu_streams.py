@@ -1,0 +1,150 @@
+"""Work on several streams and beside the host: all that has to be done before something else is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fake_cuda
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeGPU
+from gpu_device import INTERPRETED
+from gpu_models import DIM, ROWS, memory_of
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device import side, timeline
+from slow import slow
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its GPU is a fake")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    made = fake_cuda.install(monkeypatch)
+    with made:
+        yield made
+
+
+class Trained:
+    """Some layers on the fake GPU, and the same on the CPU."""
+
+    def __init__(self, near: int | None, count: int = 1, **arguments: Any) -> None:
+        memory = memory_of(near)
+        options = {"init": er.Normal(std=0.5), "seed": 5, **arguments}
+        self.layers = [ert.Embedding(ROWS, DIM, **options, device_memory=memory) for _ in range(count)]
+        self.others = [ert.Embedding(ROWS, DIM, **options) for _ in range(count)]
+        wholes = [torch.nn.ModuleList(layers) for layers in (self.layers, self.others)]
+        self.optimizers = [ert.Adam(whole, lr=0.1) for whole in wholes]
+        ert.place(wholes[0], "cuda")
+
+    def step(self, ids: torch.Tensor) -> None:
+        """Make a step of all, whose ids may be overwritten as soon as this returns."""
+        for layers, optimizer in zip((self.layers, self.others), self.optimizers, strict=True):
+            torch.stack([layer(ids).sum() for layer in layers]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self, gpu: FakeGPU) -> None:
+        """Fail where something was not waited for, or where tables differ."""
+        for mine, other in zip(self.layers, self.others, strict=True):
+            np.testing.assert_array_equal(mine.table.lookup(np.arange(ROWS)), other.table.lookup(np.arange(ROWS)))
+        assert gpu.races == []
+
+
+THERE_AND_BACK = [torch.arange(6 + k) + 20 * (k % 2) for k in range(4)]  # rows that were stepped come back
+
+
+def test_a_buffer_that_is_filled_anew_at_once(gpu: FakeGPU):
+    trained, buffer = Trained(0), torch.empty(6, dtype=torch.int64, pin_memory=True)
+    for k in range(2):
+        buffer.copy_(torch.arange(6) + 4 * k)
+        trained.step(buffer)
+    trained.check(gpu)
+
+
+@pytest.mark.parametrize("near", [17, *slow(None, 0)], ids=str)
+def test_streams_may_change_from_step_to_step(gpu: FakeGPU, near: int | None):
+    trained = Trained(near)
+    streams = [gpu.new_stream() for _ in range(2)]
+    for k in range(3):
+        with gpu.on(streams[k % 2]):
+            streams[k % 2].wait_stream(streams[1 - k % 2])  # the loop's own order: model, loss, gradients
+            trained.step(torch.arange(6 + k) + 4 * k)  # scratch of other sizes
+    trained.check(gpu)
+
+
+def test_a_side_that_is_made_on_one_stream_and_used_on_another(gpu: FakeGPU):
+    trained, other = Trained(17), gpu.new_stream()
+    trained.layers[0].handle.side()
+    with gpu.on(other):
+        trained.step(torch.arange(6))
+    trained.check(gpu)
+
+
+def test_a_table_that_was_read_on_another_stream_meanwhile_is_waited_for(gpu: FakeGPU):
+    trained, other = Trained(0, count=2), gpu.new_stream()
+    torch.stack([layer(torch.arange(5)).sum() for layer in trained.layers]).sum().backward()
+    with gpu.on(other), torch.no_grad():
+        trained.layers[1](torch.tensor([ROWS]))  # which is noted there
+    trained.optimizers[0].step()
+    assert gpu.races == []
+    with pytest.raises(er.IdError, match=r"in an earlier batch, on the GPU\. Steps .* refused \(1 so far\)"):
+        trained.layers[1].table.lookup([0])
+
+
+def test_copies_ahead_are_waited_for(gpu: FakeGPU):
+    trained = Trained(17)
+    for ids in ert.prefetch(THERE_AND_BACK, {trained.layers[0]: lambda ids: ids}):
+        trained.step(ids)
+    assert trained.layers[0].table.stats()["device_fetched"] > 0
+    trained.check(gpu)
+
+
+def test_cuda_is_the_current_gpu(gpu: FakeGPU):
+    trained = Trained(None)
+    assert trained.layers[0].handle.rows_on == torch.device("cuda", 0)
+    before = trained.layers[0].handle.side()
+    trained.layers[0](torch.arange(3)).sum().backward()
+    ert.place(torch.nn.Sequential(), "cuda")
+    trained.layers[0].handle.move(torch.device("cuda"))  # where it is: gradients may wait
+    assert trained.layers[0].handle.side() is before
+
+
+# ---------------------------------------------------------------- the fake finds what it is there for
+
+
+def late_ids(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Take pinned tensors as they are, as `on_device` once did."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+
+def test_pinned_ids_that_are_read_late_are_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(side, "on_device", late_ids)
+    trained, buffer = Trained(0), torch.empty(6, dtype=torch.int64, pin_memory=True)
+    for k in range(2):
+        buffer.copy_(torch.arange(6) + 4 * k)
+        trained.layers[0](buffer)
+    assert any("copy_ on host does not wait for default" in race for race in gpu.races)
+
+
+@pytest.mark.parametrize("name", ["begin", "wait_for_copies", "ordered", "uses"])
+def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, name: str):
+    if name == "ordered":
+        monkeypatch.setattr(timeline.Timeline, "_ordered", lambda self, done: iter([None]))
+    else:
+        monkeypatch.setattr(timeline.Timeline, name, lambda *args: None)
+    layer, streams = ert.Embedding(ROWS, DIM, device_memory=memory_of(17)), [gpu.new_stream() for _ in range(2)]
+    optimizer = ert.SGD(layer, lr=0.1)
+    ert.place(layer, "cuda")
+    layer.handle.side()
+    for k, ids in enumerate(ert.prefetch(THERE_AND_BACK, {layer: lambda ids: ids})):
+        with gpu.on(streams[k % 2]):
+            if name in ("wait_for_copies", "uses"):
+                streams[k % 2].wait_stream(streams[1 - k % 2])
+            layer(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gpu.races
