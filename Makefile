@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-keras test test-all lint format bench clean style
+.PHONY: help demo demo-keras test test-all lint format bench gpu clean style
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ format: $(VENV)/.installed-test ## put the code into shape
 
 bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM
 	@$(BIN)/embedrock bench step $(ARGS)
+
+gpu: ## on a machine with a GPU: all that is to be known of it, in ten minutes; PYTHON has torch, numba and pytest
+	@$(PYTHON) tests/gpu/on_gpu.py $(ARGS)
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache

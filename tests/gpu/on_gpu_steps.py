@@ -1,0 +1,171 @@
+"""The steps of ``on_gpu.py`` that are no programs of their own; an argument names the step."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gpu_device import DEVICE, INTERPRETED
+from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, SOME_NEAR, batches, make, train
+
+import embedrock.torch as ert
+from embedrock.bench.gpu import contenders, workloads
+from embedrock.bench.gpu.device import Device
+from embedrock.device.pinned import Pinned
+from embedrock.device.timeline import Timeline
+from embedrock.machine.arena import Arena
+
+CACHED_STEPS = 20
+DELAY = 20_000_000  # cycles that copies ahead wait: some ms
+PROFILED_STEPS = 3 if INTERPRETED else 30
+
+
+def found(**numbers: Any) -> None:
+    """Tell the report."""
+    print(f"FOUND {json.dumps(numbers)}", flush=True)
+
+
+def facts() -> None:
+    """Tell what there is."""
+    import triton
+
+    gpu: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        free, whole = torch.cuda.mem_get_info()
+        gpu = {
+            "gpu": torch.cuda.get_device_name(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "gpu_bytes": whole,
+            "gpu_free_bytes": free,
+        }
+    tools = {name: shutil.which(name) for name in ("gcc", "nvidia-smi", "compute-sanitizer", "ncu", "nsys")}
+    if tools["nvidia-smi"]:
+        print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
+    there = {name: importlib.util.find_spec(name) is not None for name in ("fbgemm_gpu", "hypothesis", "numba")}
+    found(**gpu, **versions, python=platform.python_version(), cores=os.cpu_count(), tools=tools, there=there)
+
+
+def warm() -> None:
+    """Compile the kernels that everything else uses, in one process."""
+    for way in (SOME_NEAR[1],) if INTERPRETED else (ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2]):
+        start = time.perf_counter()
+        train(make(way), batches(2))
+        found(**{f"warm, {way.name}, s": round(time.perf_counter() - start, 2)})
+
+
+def late() -> None:
+    """Train while the copies ahead are late: the bits must be those of rows that never move."""
+    streams = [None] if INTERPRETED else [None, torch.cuda.Stream()]
+    for stream in streams:
+        aside = Timeline.aside
+        Timeline.aside = _delayed(aside)
+        try:
+            with torch.cuda.stream(stream):  # of None: nothing changes
+                models = [make(way) for way in (SOME_NEAR[1], ALL_NEAR)]
+                for model in models:
+                    ids = ert.prefetch(batches(3 if INTERPRETED else 40), {model.rows: lambda ids: ids})
+                    train(model, ids)
+        finally:
+            Timeline.aside = aside
+        mine, theirs = (model.weights() for model in models)
+        assert (mine == theirs).all(), "rows differ where copies are late"
+    found(late_steps=len(streams) * (3 if INTERPRETED else 40))
+
+
+def _delayed(aside: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def delayed(self: Timeline, *tensors: torch.Tensor) -> Iterator[None]:
+        with aside(self, *tensors):
+            if not INTERPRETED:
+                torch.cuda._sleep(DELAY)
+            yield
+
+    return delayed
+
+
+def cached() -> None:
+    """Make some steps of a cached table, for a tool that watches."""
+    model = make(SOME_NEAR[1])
+    train(model, ert.prefetch(batches(2 if INTERPRETED else CACHED_STEPS), {model.rows: lambda ids: ids}))
+    model.weights()
+
+
+def rates() -> None:
+    """Compare what kernels get from RAM that was registered, as tables have it, and from CUDA's own."""
+    from embedrock.bench.gpu.kernels import touch
+
+    device, width, n = Device(DEVICE), 192, 8 if INTERPRETED else 262_144
+    nbytes = 1 << (16 if INTERPRETED else 32)
+    arena, where = Arena(nbytes, "rates"), torch.device("cpu" if INTERPRETED else "cuda:0")
+    registered = Pinned(arena.memory, where, device.synchronize)
+    registered.cover(nbytes)
+    memories = {
+        "registered": torch.from_numpy(arena.memory).view(torch.float32),
+        "allocated": torch.zeros(nbytes // 4, pin_memory=device.is_gpu),
+    }
+    for (name, memory), writes in itertools.product(memories.items(), (False, True)):
+        records = memory[: len(memory) // width * width].view(-1, width)
+        rows = torch.randperm(len(records))[:n].sort().values.int().to(DEVICE)
+        seconds = device.seconds(lambda records=records, rows=rows, writes=writes: touch(records, rows, writes), 5)
+        best = device.seconds(lambda records=records, rows=rows, writes=writes: touch(records, rows, writes), 10)
+        rate = round(n * width * 4 / min(seconds, best) / 1e9, 2)
+        found(**{f"{name}, {'both ways' if writes else 'read'}, GB/s": rate})
+    registered.close()
+
+
+def profile() -> None:
+    """Tell what a step of the forum's model takes on the host and in kernels, without rows, and with them."""
+    device, workload = Device(DEVICE), workloads.forum(toy=INTERPRETED)
+    for name, near in {"model alone": -1.0, "mode a": None, "mode b": 0.0, "mode c": 0.2}.items():
+        parts = _no_rows(workload, device) if near == -1.0 else contenders.our_parts(workload, device, near)
+        trainer = contenders.Trainer(workload, parts, device)
+        for _ in trainer.run(2 if INTERPRETED else 100, False):
+            pass
+        found(**{name: _profiled(trainer, device)})
+
+
+def _no_rows(workload: Any, device: Device) -> contenders.Parts:
+    rows = [torch.zeros(workload.batch, workload.dim, device=device.name, requires_grad=True) for _ in workload.tables]
+    return contenders.Parts(lambda batch: rows, ())
+
+
+def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
+    device.synchronize()
+    start = time.perf_counter()
+    for _ in trainer.run(PROFILED_STEPS, False):
+        pass
+    host = time.perf_counter() - start
+    device.synchronize()
+    whole = time.perf_counter() - start
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.is_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in trainer.run(PROFILED_STEPS, False):
+            pass
+        device.synchronize()
+    events = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    by = "self_cuda_time_total" if device.is_gpu else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=by, row_limit=25))
+    per_step = {"host_us": host, "step_us": whole, "kernel_us": sum(event.device_time for event in events) / 1e6}
+    return {name: round(s / PROFILED_STEPS * 1e6, 1) for name, s in per_step.items()} | {
+        "launches": len(events) / PROFILED_STEPS
+    }
+
+
+STEPS = {step.__name__: step for step in (facts, warm, late, cached, rates, profile)}
+
+if __name__ == "__main__":
+    STEPS[sys.argv[1]]()
