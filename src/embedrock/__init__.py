@@ -49,6 +49,8 @@ from embedrock.initializers import (
     Zeros,
 )
 from embedrock.machine.threads import get_threads, set_threads
+from embedrock.residents.admission import Admission
+from embedrock.residents.eviction import Eviction
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.spec import Spec
 from embedrock.table.files import UncommittedWarning
@@ -65,6 +67,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Admission",
     "ArgumentError",
     "CacheTooSmallError",
     "ClosedTableError",
@@ -72,6 +75,7 @@ __all__ = [
     "Constant",
     "CorruptTableError",
     "EmbedrockError",
+    "Eviction",
     "FromArray",
     "FromBfloat16",
     "Ftrl",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.process import forks
 from embedrock.wording import check_choice
 
 if TYPE_CHECKING:
     from embedrock.initializers import Initializer
+    from embedrock.residents.admission import Admission
+    from embedrock.residents.eviction import Eviction
     from embedrock.rules import Rule
 
 
@@ -63,9 +65,12 @@ class Spec:
         rule: the sparse optimizer, or None for a table that is only read (or gets its rule later).
         init: gives the first value of a row.
         seed: of first values and of stochastic rounding.
+        admission: which rows get records; None: those that are stepped.
+        eviction: which rows lose them; None: none does.
 
     Raises:
         ArgumentError: a value that cannot work.
+        UnsupportedError: rows come and go under a rule that moves rows which a batch does not touch.
     """
 
     rows: int | None
@@ -74,6 +79,8 @@ class Spec:
     rule: Rule | None
     init: Initializer
     seed: int
+    admission: Admission | None = None
+    eviction: Eviction | None = None
 
     def __post_init__(self) -> None:
         if self.rows is not None:
@@ -83,6 +90,21 @@ class Spec:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
+        if self.has_residents and self.rule is not None and self.rule.history() is not None:
+            raise UnsupportedError(
+                f"rows cannot come and go under {self.rule}, which moves every row in each step, also those without a "
+                "gradient. Leave dense=True out, or admission= and eviction=."
+            )
+
+    @property
+    def policies(self) -> dict[str, Any]:
+        """Admission and eviction, by name."""
+        return {"admission": self.admission, "eviction": self.eviction}
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether some rows that are stepped have no record, or lose it."""
+        return self.admission is not None or self.eviction is not None
 
     @forks.cached_property
     def storage(self) -> Storage:

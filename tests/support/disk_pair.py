@@ -38,6 +38,8 @@ class Case:
     threads: int = 1
     seed: int = 0
     small: bool = True  # many small pieces where there would be a large one
+    admission: er.Admission | None = None
+    eviction: er.Eviction | None = None
 
 
 # ---------------------------------------------------------------- traces
@@ -101,6 +103,8 @@ class Pair:
             "dtype": case.dtype,
             "seed": case.seed,
             "init": er.Uniform(-1, 1),
+            "admission": case.admission,
+            "eviction": case.eviction,
         }
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
@@ -304,7 +308,8 @@ class Company(threading.Thread):
 
 def rows_stay(case: Case) -> bool:
     """Return whether rows that no batch has stay as they are, and two threads have room."""
-    return case.rule not in LAGGING and case.slots >= 6 * BATCH
+    comes_and_goes = case.admission is not None or case.eviction is not None
+    return case.rule not in LAGGING and case.slots >= 6 * BATCH and not comes_and_goes
 
 
 def still(pair: Pair) -> np.ndarray:

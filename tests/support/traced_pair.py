@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,17 +43,34 @@ from embedrock.process import forks
 from embedrock.store import store as stores
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
-from same_tables import RULES, check_same
+from same_tables import LAZY, RULES, check_same
 from table_files import files_of
 
 NAMES = 4  # commits that have a name, at most
 READERS = 2  # snapshots that are open, at most
 
 
+ADMISSIONS = (
+    None,
+    er.Admission(2),
+    er.Admission(3, within=20),
+    er.Admission(2, sketch=256, default="zeros"),
+    er.Admission(3, within=40, sketch="1KiB"),
+)
+EVICTIONS = (
+    None,
+    er.Eviction(max_rows=3 * BATCH),
+    er.Eviction(max_rows=9 * BATCH, by="recency", keep=[3, 5]),
+    er.Eviction(max_bytes=3000, by="age"),
+    er.Eviction(idle=10),
+    er.Eviction(max_rows=5 * BATCH, idle=25, half_life=7),
+)
+
+
 def drawn_case(seed: int) -> Case:
     """Return a table and how it is kept on disk, most often with a tiny cache."""
     rng = random.Random(seed)
-    return Case(
+    case = Case(
         rule=rng.choice(RULES),
         dtype=rng.choice(("float32", "bfloat16", "float16")),
         rows=rng.choice((TOTAL, None)),
@@ -62,6 +80,9 @@ def drawn_case(seed: int) -> Case:
         seed=seed,
         small=rng.random() < 0.8,
     )
+    if case.rule not in LAZY:  # others move rows that a batch does not touch
+        return case
+    return replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
 
 
 # ---------------------------------------------------------------- timing
@@ -203,6 +224,11 @@ class TracedPair(Pair):
             for table in (self.table, self.ram):
                 table.grow(rows)
 
+    def forget(self) -> None:
+        (ids,) = self.batches(self._trace(), 1)
+        assert len({table.forget(ids) for table in (self.table, self.ram)}) == 1
+        np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
+
     def load(self) -> None:
         """Take the state of a table in RAM, row by row, in the place of all that is there."""
         self.table.load_state(self.ram.state())
@@ -240,7 +266,7 @@ class TracedPair(Pair):
         assert table.last_step is None or table.last_step <= max(saved.steps for saved in self.saved.values())
         stats = table.stats()
         assert stats["rows_touched"] == ram.stats()["rows_touched"]
-        assert stats["overlay_rows"] <= stats["rows_touched"]
+        assert stats["overlay_rows"] <= stats["rows_touched"] or files_of(table).store.some_are_gone
 
     # ---- commits
 
@@ -373,6 +399,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "export": TracedPair.export,
     "bring": TracedPair.bring,
     "grow": TracedPair.grow,
+    "forget": TracedPair.forget,
     "load": TracedPair.load,
     "open": lambda pair: pair.grow(to_open=True),
     "refused": TracedPair.refused,

@@ -72,6 +72,12 @@ class Plan:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
             array.flags.writeable = False
 
+    def of_rows(self, rows: Int64Array) -> Plan:
+        """Return what a step needs of some of its rows, positions in `ids`: nothing of who shares them."""
+        none = np.empty(0, np.int32)
+        slots = self.slots[rows]
+        return Plan((0,), self.ids[rows], none, none, none, slots, int(np.count_nonzero(slots < 0)), self.epoch)
+
     def batches(self, rows: np.ndarray) -> Iterator[tuple[Plan, np.ndarray]]:
         """Go through the plans that it was merged of, or itself: each with its part of `rows` (unique, ...)."""
         if not self.parts:

@@ -16,7 +16,7 @@ from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, open_run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
@@ -41,6 +41,7 @@ class Source(NamedTuple):
         first_kept: number of the first run that stays as it is.
         ids: of the rows in logs, ascending; `locations` says where.
         fresh: those of them that are not in the base.
+        gone: ids in the base, ascending, that have no record any more.
         rows: of the table that the new chunks are of, None for open ids.
         is_ahead: no commit has these rows, or some of the records.
     """
@@ -51,13 +52,19 @@ class Source(NamedTuple):
     ids: np.ndarray
     locations: np.ndarray
     fresh: np.ndarray
+    gone: np.ndarray
     rows: int | None
     is_ahead: bool
 
     def count_within(self, lo: int, hi: int) -> int:
         """Return how many ids in ``[lo, hi)`` have records."""
-        part = _between(self.fresh, lo, hi)
-        return self.base.rank(hi) - self.base.rank(lo) + part.stop - part.start
+        fresh, gone = _between(self.fresh, lo, hi), _between(self.gone, lo, hi)
+        return self.base.rank(hi) - self.base.rank(lo) + fresh.stop - fresh.start - (gone.stop - gone.start)
+
+    def is_untouched(self, lo: int, hi: int) -> bool:
+        """Return whether nothing in ``[lo, hi)`` is another than in the base."""
+        parts = self.part(lo, hi), _between(self.gone, lo, hi)
+        return all(part.start == part.stop for part in parts)
 
     def part(self, lo: int, hi: int) -> slice:
         """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
@@ -71,7 +78,10 @@ class Source(NamedTuple):
         locations = np.empty(len(ids), np.int64)
         locations[np.searchsorted(ids, below)] = below_at
         locations[np.searchsorted(ids, self.ids[part])] = self.locations[part]
-        return ids, locations
+        gone = self.gone[_between(self.gone, lo, hi)]
+        kept = np.ones(len(ids), bool)
+        kept[np.searchsorted(ids, gone)] = False
+        return (ids[kept], locations[kept]) if len(gone) else (ids, locations)
 
 
 def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None:
@@ -112,7 +122,7 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
 
 @spanned("compaction")
 def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
-    if not len(source.ids):
+    if not len(source.ids) and not len(source.gone):
         return
     folder = store.free_name(f"base/{store.manifest.commit + 1:010d}")
     retried(store.system.mkdir, folders.join(store.folder, folder))
@@ -147,14 +157,16 @@ def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]]) -> Itera
 def _source(store: Store, first_kept: int, rows: int | None) -> Source:
     with store.lock:
         parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
-        base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count for log in store.logs)
+        base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
         is_ahead |= rows != store.manifest.rows
     nothing = np.empty(0, np.int64)
     ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
     order = np.argsort(ids)
     locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
-    ids = ids[order]
-    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], rows, is_ahead)
+    ids, gone = ids[order], is_gone(locations)
+    gone_ids, ids, locations = ids[gone], ids[~gone], locations[~gone]
+    in_base = gone_ids[base.find(gone_ids) >= 0]
+    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], in_base, rows, is_ahead)
 
 
 def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
@@ -183,8 +195,7 @@ class _Writer:
             for run, chunk in zip(self._source.runs, self._source.base.chunks, strict=True)
         }
         for lo, hi in self._ranges(self._source.rows):
-            part = self._source.part(lo, hi)
-            if part.start == part.stop and (lo, hi) in old:
+            if self._source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
             else:
                 yield self._chunk(lo, hi, *self._source.within(lo, hi))
@@ -264,6 +275,7 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
         store.delta = [run for run in store.delta if run not in folded]
         store.overlay.remove_runs_below(source.first_kept)
+        store.look_for_gone()
         logs = [log for log in store.logs if log.number < source.first_kept]
         store.forget([*folded, *replaced, *logs])  # before a commit is published that no longer names them
 

@@ -17,7 +17,7 @@ from embedrock.machine.vfs import retried
 from embedrock.store import folder as folders
 from embedrock.store.reading import read_records
 from embedrock.store.runs import Log, Run, RunFile, piece_rows
-from embedrock.store.store import Store, locations_of, open_run
+from embedrock.store.store import Store, gone_at, is_gone, locations_of, open_run
 
 FAN = 16  # logs of a size that become one
 LEVEL_BYTES = 64 << 10  # logs of up to so many bytes are of level 0; of the next one up to `FAN` times as many
@@ -75,25 +75,34 @@ def fold(store: Store, most_bytes: int | None, pace: Callable[[], None]) -> bool
 
 def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
     ids, old = _newest(logs)
-    entry = _written(store, ids, old, pace)
+    gone = is_gone(old)
+    gone_ids, ids, old = ids[gone], ids[~gone], old[~gone]
+    entry = _written(store, ids, old, gone_ids, pace)
     try:
         # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
         run = open_run(store.system, store.folder, entry, store.manifest, logs[-1].number)
     except BaseException:
         _remove(store, entry.file)
         raise
-    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count))
+    store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)
 
 
 def _newest(logs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Return all ids of logs, ascending, and where the newest record is that these logs have of each."""
-    ids = np.concatenate([run.index() for run in logs])
-    where = np.concatenate([locations_of(run.number, 0, run.count) for run in logs])
+    parts = [(run, part) for run in logs for part in (run.index(), run.gone_ids())]
+    ids = np.concatenate([part for _, part in parts])
+    where = np.concatenate([_places(run, len(part), k % 2 == 1) for k, (run, part) in enumerate(parts)])
     ids, index = np.unique(ids[::-1], return_index=True)
     return ids, where[::-1][index]
 
 
-def _written(store: Store, ids: np.ndarray, locations: np.ndarray, pace: Callable[[], None]) -> RunFile:
+def _places(run: Run, count: int, are_gone: bool) -> np.ndarray:
+    return np.full(count, gone_at(run.number)) if are_gone else locations_of(run.number, 0, count)
+
+
+def _written(
+    store: Store, ids: np.ndarray, locations: np.ndarray, gone: np.ndarray, pace: Callable[[], None]
+) -> RunFile:
     name, manifest = store.free_name(f"delta/{store.manifest.commit + 1:010d}", ".dlt"), store.manifest
     log = Log.create(store.system, store.folder, name, manifest.uuid, manifest.record_bytes, -1)
     try:
@@ -106,6 +115,7 @@ def _written(store: Store, ids: np.ndarray, locations: np.ndarray, pace: Callabl
             sealed = store.seal(records, slots, part)
             log.append(sealed, part)
             store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)
+        log.gone = gone
         return log.seal()
     except BaseException:
         _remove(store, name)

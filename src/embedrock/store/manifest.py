@@ -10,12 +10,13 @@ from typing import Any
 from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
-from embedrock.store.runs import FORMAT, KINDS, UNMARKED, RunFile, damaged, run_bytes
+from embedrock.store.runs import FORMAT, KINDS, NEWEST, UNMARKED, RunFile, damaged, run_bytes
 from embedrock.wording import counted
 
 MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
 MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
+POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come and go
 _FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
 
 
@@ -74,9 +75,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        body = {"format": self.format} | {field.name: getattr(self, field.name) for field in fields(self)}
         for key in _KINDS:
-            body[key] = [vars(entry) for entry in getattr(self, key)]
+            body[key] = [_described(entry) for entry in getattr(self, key)]
         return publishing.to_bytes(body)
 
     @classmethod
@@ -87,14 +88,22 @@ class Manifest:
             CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
             NewerFormatError: they are of a newer format.
         """
-        version, body = publishing.parse(data, where, range(UNMARKED, FORMAT + 1))
+        version, body = publishing.parse(data, where, range(UNMARKED, NEWEST + 1))
         check_fields(body, _FIELDS, where, "the manifest")
         for key, kind in _KINDS.items():
             checks = _HISTORY if kind is HistoryFile else _UNMARKED_ENTRY if version == UNMARKED else _ENTRY
-            body[key] = tuple(_entry(item, kind, checks, where, key) for item in body[key])
+            checks_of = {True: _LOG_ENTRY, False: checks}
+            is_new = key == "delta" and version == NEWEST
+            body[key] = tuple(_entry(e, kind, checks_of[is_new and _names_gone(e)], where, key) for e in body[key])
         manifest = cls(**body)
         _check_files(manifest, where)
         return manifest
+
+    @property
+    def format(self) -> int:
+        """The oldest format that has all of it."""
+        comes_and_goes = self.spec.keys() & POLICIES or any(entry.gone for entry in self.delta)
+        return NEWEST if comes_and_goes else FORMAT
 
     @property
     def rows(self) -> int | None:
@@ -191,8 +200,17 @@ _UNMARKED_ENTRY = _FILE_FIELDS | {
     "index_crc": whole(0, 2**32),
 }
 _ENTRY = _UNMARKED_ENTRY | {"salt": or_null(whole(0, 2**32))}
+_LOG_ENTRY = _ENTRY | {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # a log that names ids as gone
 _HISTORY = _FILE_FIELDS | {"crc": whole(0, 2**32), "count": whole(0, MAX_COUNT)}
 _KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
+
+
+def _names_gone(values: Any) -> bool:
+    return isinstance(values, dict) and "gone" in values
+
+
+def _described(entry: RunFile | HistoryFile) -> dict[str, Any]:
+    return {name: value for name, value in vars(entry).items() if name != "gone" or value}
 
 
 def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:
@@ -217,8 +235,8 @@ def _check_files(manifest: Manifest, where: str) -> None:
         raise damaged(where, "each file once", f"{len(files) - len(set(files))} again")
     if len(manifest.history) > 1:
         raise damaged(where, "one history or none", len(manifest.history))
-    low = sum(entry.count for entry in manifest.base)
-    high = low + sum(entry.count for entry in manifest.delta)
+    based, gone = sum(entry.count for entry in manifest.base), sum(entry.gone for entry in manifest.delta)
+    low, high = max(0, based - gone), based + sum(entry.count for entry in manifest.delta)
     if not low <= manifest.count <= high:
         raise damaged(where, f"`count` in [{low}, {high}], as its files say", manifest.count)
 
@@ -227,6 +245,8 @@ def _check_entry(entry: RunFile, record_bytes: int, where: str) -> None:
     span, size = entry.hi - entry.lo, run_bytes(record_bytes, entry)
     if span <= 0:
         raise damaged(where, f"lo < hi of {entry.file}", f"{entry.lo}, {entry.hi}")
+    if entry.gone > span:
+        raise damaged(where, f"{entry.file} to name at most {counted(span, 'id')} as gone", entry.gone)
     distinct = entry.index != "ids" or entry.file.startswith("base/")
     if (distinct and entry.count > span) or (entry.index == "full" and entry.count != span):
         raise damaged(where, f"{entry.file} to have records for {counted(span, 'id')}", entry.count)

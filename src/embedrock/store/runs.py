@@ -23,10 +23,12 @@ from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retrie
 from embedrock.wording import counted
 
 FORMAT = 2  # of what is written
+NEWEST = 3  # of commits of tables whose rows come and go, or are forgotten
 UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
 MAGIC = b"EMBROCK1"
 HEADER_BYTES = 4096  # one page, so that records start aligned
 CRC_BYTES = 4
+ID_BYTES = 8
 KINDS = ("full", "bits", "ids")  # of an index; the first that fits and is smallest is taken
 NONCE_BYTES = 8
 _HEADER = struct.Struct(f"<8s4I16s{NONCE_BYTES}s")
@@ -59,6 +61,7 @@ class RunFile:
         hi: at most 2**63.
         index_crc: CRC-32 of the index.
         salt: of the marks of its records, the CRC-32 of its header; None: a file of format 1, without marks.
+        gone: of a log, ids that have no record any more from then on, which its index names at its end.
     """
 
     file: str
@@ -69,6 +72,7 @@ class RunFile:
     hi: int
     index_crc: int
     salt: int | None = None
+    gone: int = 0
 
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:
@@ -84,7 +88,7 @@ def index_bytes(kind: str, count: int, span: int) -> int:
 def run_bytes(record_bytes: int, entry: RunFile) -> int:
     """Return the size that the file of an entry must have."""
     records = entry.count * (record_bytes + CRC_BYTES)
-    return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo)
+    return HEADER_BYTES + records + index_bytes(entry.index, entry.count, entry.hi - entry.lo) + entry.gone * ID_BYTES
 
 
 class Run:
@@ -174,6 +178,17 @@ class Run:
         Raises:
             CorruptTableError: the index is damaged.
         """
+        return self._whole_index()[0]
+
+    def gone_ids(self) -> np.ndarray:
+        """Return the ids int64 (n,), ascending, that have no record from then on: none in it, or in older runs.
+
+        Raises:
+            CorruptTableError: the index is damaged.
+        """
+        return self._whole_index()[1] if self.entry is not None and self.entry.gone else np.empty(0, np.int64)
+
+    def _whole_index(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.entry is not None  # a log has its index once it is sealed
         start = self.first + self.count * self.stride
         data = self.file.read(start, self.entry.size - start)
@@ -182,9 +197,14 @@ class Run:
             raise damaged(
                 self.file.path, f"CRC-32 {self.entry.index_crc:#010x} of the index at {start}", f"{crc:#010x}"
             )
-        index = np.frombuffer(data, "<u8" if self.kind == "bits" else "<i8")
+        end = len(data) - self.entry.gone * ID_BYTES
+        index = np.frombuffer(data[:end], "<u8" if self.kind == "bits" else "<i8")
+        gone = np.frombuffer(data[end:], "<i8")
         self._check_index(index)
-        return index
+        if len(gone) and not (self.lo <= gone[0] and gone[-1] < self.hi and np.all(gone[:-1] < gone[1:])):
+            where = f"the index of {self.file.path}"
+            raise damaged(where, f"ids in [{self.lo}, {self.hi}) that are gone, ascending", "others")
+        return index, gone
 
     def _check_index(self, index: np.ndarray) -> None:
         """Refuse what no writer of ours makes, so that nothing that reads an index has to think of it."""
@@ -197,7 +217,7 @@ class Run:
                     f"{counted(self.count, 'id')} in [{self.lo}, {self.hi})",
                     f"{counted(ones, 'id')}, or ids above",
                 )
-        elif self.kind == "ids":
+        elif self.kind == "ids" and len(index):
             if int(index.min()) < self.lo or int(index.max()) >= self.hi:
                 raise damaged(where, f"ids in [{self.lo}, {self.hi})", f"{index.min()} to {index.max()}")
             if self.path.startswith("base/") and not np.all(index[:-1] < index[1:]):
@@ -212,6 +232,8 @@ class Log(Run):
     """A run that grows until it is sealed. Its records can be read from the start.
 
     Attributes:
+        noted: ids whose records were forgotten while it was the newest run; they may have newer ones by now.
+        gone: those of them that its index is to name, ascending.
         broken: whether a write-back failed, so that nobody can tell what is on the disk, or left bytes behind the end.
             Such a file is never sealed: its records, which can still be read, must be written to another one.
     """
@@ -220,6 +242,7 @@ class Log(Run):
         super().__init__(file, path, record_bytes, number)
         self.broken = False
         self._system, self._ids, self._behind = system, list[np.ndarray](), 0
+        self.noted, self.gone = list[np.ndarray](), np.empty(0, np.int64)
 
     @classmethod
     def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
@@ -273,19 +296,30 @@ class Log(Run):
 
     def seal_as(self, kind: str, lo: int, hi: int) -> RunFile:
         """Seal with an index of that kind over ``[lo, hi)``; bits and full need ascending ids."""
-        assert self.count  # a run without records has no entry
+        assert not self.is_empty  # a run that says nothing has no entry
+        if len(self.gone):
+            ends = int(self.gone[0]), int(self.gone[-1]) + 1
+            lo, hi = (min(lo, ends[0]), max(hi, ends[1])) if self.count else ends
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
         crc = 0
         for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": _joined(self._ids)}[kind]:
             self._append(piece)
             crc = zlib.crc32(piece, crc)
+        if len(self.gone):
+            self._append(self.gone)
+            crc = zlib.crc32(self.gone, crc)
         # Of an append that failed, more may have been written than was since; files are never cut off.
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()
         self.kind, self.lo, self.hi = kind, lo, hi
-        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt)
+        self.entry = RunFile(self.path, self.file.size, self.count, kind, lo, hi, crc, self.salt, len(self.gone))
         self._ids.clear()
         return self.entry
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a commit need not name it."""
+        return not self.count and not len(self.gone)
 
     @property
     def can_grow(self) -> bool:

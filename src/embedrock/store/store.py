@@ -28,6 +28,7 @@ from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run, damaged
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
+GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Store:
         commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
             publishes both.
+        some_are_gone: the index of rows in logs has some that have no record any more.
         broken: why no further commit is taken; None where all is well.
         counts: records and bytes read and written since it was opened.
     """
@@ -167,9 +169,11 @@ class Store:
         overlay = Overlay()
         for run in delta:
             overlay.insert(run.index(), locations_of(run.number, 0, run.count))
+            overlay.insert(gone := run.gone_ids(), np.full(len(gone), gone_at(run.number)))
         history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
         index = base_of(base)
-        self._check_count(manifest, index, overlay)
+        gone = sum(entry.gone for entry in manifest.delta)
+        self._check_count(manifest, index, overlay, gone)
         accept()
         with self.lock:
             self.history = history
@@ -177,14 +181,14 @@ class Store:
             self.base, self.base_runs, self.delta = index, base, delta
             self.logs: list[Log] = []
             self._active: Log | None = None
-            self.base_is_ahead = False
+            self.base_is_ahead, self.some_are_gone = False, gone > 0
 
-    def _check_count(self, manifest: Manifest, base: Base, overlay: Overlay) -> None:
+    def _check_count(self, manifest: Manifest, base: Base, overlay: Overlay, gone: int) -> None:
         """Refuse a commit whose files cannot hold as many rows as it says.
 
         How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
         """
-        low, high = max(base.count, overlay.count), base.count + overlay.count
+        low, high = max(base.count, overlay.count, gone) - gone, base.count + overlay.count
         if not low <= manifest.count <= high:
             where = manifests.path_of(self.folder, manifest.commit)
             raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", manifest.count)
@@ -213,6 +217,8 @@ class Store:
             below = np.flatnonzero(locations < 0)
             if below.size:
                 locations[below] = self.base.find(ids[below])
+            if self.some_are_gone:
+                locations[is_gone(locations)] = -1
             return locations
 
     def located(self, ids: np.ndarray) -> Located:
@@ -259,7 +265,35 @@ class Store:
         """Note where the newest records of ids are, which were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.manifest.record_bytes + CRC_BYTES)
+            if self.some_are_gone and len(ids):  # those that a commit has written, and that went meanwhile
+                now = self.overlay.find(ids)
+                here = ~(is_gone(now) & (now >> INDEX_BITS > locations >> INDEX_BITS))
+                ids, locations = ids[here], locations[here]
             self.overlay.insert(ids, locations)
+
+    def discard(self, ids: np.ndarray) -> None:
+        """Let rows, without repeats, have no records from now on, and from the next commit on in its files."""
+        if not len(ids):
+            return
+        with self.lock:
+            if self._active is None:
+                self._active = self._new_log()
+            self._active.noted.append(ids)
+            self.some_are_gone = True
+            self.overlay.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+
+    def look_for_gone(self) -> None:
+        """Note whether the index of rows in logs still has some without a record."""
+        named = (run.entry.gone for run in self.delta if run.entry is not None)
+        self.some_are_gone = any(named) or any(log.noted for log in self.logs)
+
+    def _name_gone(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Decide which ids logs are to name as gone: those that have no newer record."""
+        for log in self.logs:
+            if log.noted and log.entry is None:
+                ids = np.unique(np.concatenate(log.noted))
+                ids = ids[self.overlay.find(ids) == gone_at(log.number)]
+                log.gone = ids[~have_newer(ids)]
 
     def _new_log(self) -> Log:
         name = self.free_name(f"delta/{self.manifest.commit + 1:010d}", ".dlt")
@@ -298,8 +332,17 @@ class Store:
     def ids_above_base(self) -> np.ndarray:
         """Return the ids that have records in logs only."""
         with self.lock:
-            parts = [ids[self.base.find(ids) < 0] for ids, _ in self.overlay.items(SCAN_ROWS)]
+            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.overlay.items(SCAN_ROWS)]
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def ids_gone_from_base(self) -> np.ndarray:
+        """Return the ids, ascending, whose records in the base are of no account: the rows have none any more."""
+        if not self.some_are_gone:
+            return np.empty(0, np.int64)
+        with self.lock:
+            parts = [ids[is_gone(at)] for ids, at in self.overlay.items(SCAN_ROWS)]
+            ids = np.concatenate([np.empty(0, np.int64), *parts])
+            return np.sort(ids[self.base.find(ids) >= 0])
 
     @property
     def disk_bytes(self) -> int:
@@ -314,10 +357,15 @@ class Store:
 
     # ---------------------------------------------------------------- commits
 
-    def freeze(self) -> Freeze:
-        """Begin a commit: records that are appended from now on belong to the one after it."""
+    def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> Freeze:
+        """Begin a commit: records that are appended from now on belong to the one after it.
+
+        Args:
+            have_newer: tells which ids have records that this commit is going to write, bool (n,).
+        """
         self.check_commits()
         with self.lock:
+            self._name_gone(have_newer)
             if self._active is None:
                 self._new_log()
             self._active = None
@@ -361,11 +409,11 @@ class Store:
                 raise
             freeze, manifest = self._publish_again(freeze, changes)
         with self.lock:
-            self.delta = [*self.delta, *(log for log in freeze.logs if log.count)]
+            self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
             self.logs = [log for log in self.logs if log not in freeze.logs]
             self.manifest, self._frozen = manifest, set()
             self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
-        self._remove([log for log in freeze.logs if not log.count])
+        self._remove([log for log in freeze.logs if log.is_empty])
         self.collect(keep)
 
     def commit_base(self, time: str, keep: int) -> None:
@@ -388,7 +436,7 @@ class Store:
             raise
 
     def _publish(self, freeze: Freeze, changes: dict[str, Any]) -> Manifest:
-        entries = [log.entry or log.seal() for log in freeze.logs if log.count]
+        entries = [log.entry or log.seal() for log in freeze.logs if not log.is_empty]
         manifest = replace(
             self.manifest,
             commit=self.manifest.commit + 1,
@@ -413,7 +461,7 @@ class Store:
     def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
         with self.lock:
-            empty = [log for log in self.logs if not log.count and log is not self._active]
+            empty = [log for log in self.logs if not log.count and not log.noted and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
             if self._active is None and self.logs and self.logs[-1].can_grow:
                 self._active = self.logs[-1]
@@ -472,6 +520,8 @@ class Store:
                 new = self._copied(ids, old, made)
                 newest = self.overlay.find(ids) == old
                 self.overlay.insert(ids[newest], new[newest])
+                made.gone, made.noted = log.gone, [log.gone]
+                self._move_gone(log.gone, log, made)
             except BaseException:
                 self._remove([made])
                 raise
@@ -490,6 +540,10 @@ class Store:
             self.add(bytes_written=sealed.nbytes)
         return locations_of(log.number, 0, len(ids))
 
+    def _move_gone(self, ids: np.ndarray, before: Run, after: Run) -> None:
+        same = ids[self.overlay.find(ids) == gone_at(before.number)]
+        self.overlay.insert(same, np.full(len(same), gone_at(after.number)))
+
     def forget(self, runs: Sequence[Run]) -> None:
         """Remove runs that were folded into others, and were in no commit: what is in one, retention removes."""
         with self.lock:
@@ -498,7 +552,9 @@ class Store:
             self.drop(runs)
             self._unlink([run.path for run in runs if run.path not in self._frozen])
 
-    def replace(self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+    def replace(
+        self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray, gone: np.ndarray
+    ) -> None:
         """Read records from a run in place of those that it was made of, neighbours in `delta`.
 
         Args:
@@ -506,8 +562,11 @@ class Store:
             made: of the number of the last of them.
             ids: without repeats.
             old, new: their locations before and now.
+            gone: ids that it names as gone.
         """
         with self.lock:
+            for run in runs:
+                self._move_gone(gone, run, made)
             newest = self.overlay.find(ids) == old  # others have newer records elsewhere
             self.overlay.insert(ids[newest], new[newest])
             first = self.delta.index(runs[0])
@@ -574,6 +633,16 @@ def open_run(system: System, folder: str, entry: RunFile, manifest: Manifest, nu
 def base_of(runs: Sequence[Run]) -> Base:
     """Return the index of base chunks, whose ids ascend from run to run."""
     return Base([Chunk(r.lo, r.hi, r.kind, r.number, r.count, None if r.kind == "full" else r.index()) for r in runs])
+
+
+def gone_at(number: int) -> int:
+    """Return the location of a row that has had no record since the run of that number was the newest."""
+    return number << INDEX_BITS | GONE
+
+
+def is_gone(locations: np.ndarray) -> np.ndarray:
+    """Return which locations are those of rows without a record, though logs or the base have one: bool (n,)."""
+    return (locations >= 0) & (locations & GONE == GONE)
 
 
 def locations_of(number: int, first: int, count: int) -> np.ndarray:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.initializers import FromArray, Initializer, read_initializer
+from embedrock.residents.admission import Admission
+from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule, describe_rule, read_rule
 from embedrock.spec import Spec
 
-OPEN = ("seed", "init", "rule")  # what may be left to the table
+OPEN = ("seed", "init", "rule", "admission", "eviction")  # what may be left to the table
+POLICIES = ("admission", "eviction")  # of a table whose rows come and go; others do not mention them
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
     """Return a description as JSON's own types."""
+    policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy is not None}
     return {
+        **policies,
         "rows": spec.rows,
         "dim": spec.dim,
         "dtype": spec.dtype,
@@ -42,7 +48,7 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
         rule = rule_of(description["rule"])
         rows, dim, dtype, seed = (description[key] for key in ("rows", "dim", "dtype", "seed"))
         first = _initializer(description["init"], init, where)
-        return Spec(rows, dim, dtype, rule, first, seed)
+        return Spec(rows, dim, dtype, rule, first, seed, **policies_of(description))
     except TableFileError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -70,7 +76,8 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
         expected: what was asked for; None, as a seed, an initializer or a rule, means whatever the table has.
         got: what the table is.
     """
-    different = [key for key, value in expected.items() if value != got[key] and (key not in OPEN or value is not None)]
+    said = {key: value for key, value in expected.items() if key not in OPEN or value is not None}
+    different = [key for key, value in said.items() if value != got.get(key)]
     if different:
         raise TableFileError(
             f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
@@ -95,6 +102,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value.item() if isinstance(value, np.generic) else value
+
+
+def policies_of(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the admission and eviction that `describe_spec` described, by name; None for none."""
+    kinds = {"admission": Admission, "eviction": Eviction}
+    return {name: kind(**description[name]) if description.get(name) else None for name, kind in kinds.items()}
 
 
 def rule_of(description: dict[str, Any] | None) -> Rule | None:

@@ -7,7 +7,8 @@ import os
 import threading
 import uuid as uuids
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
+from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import folder as folders
@@ -34,6 +36,7 @@ from embedrock.store.store import Store
 from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.home import Home, Version
 from embedrock.table.rows import Rows
+from embedrock.table.saved import remembered
 from embedrock.table.upkeep import Upkeep
 from embedrock.tiers.budget import budget_of
 from embedrock.tiers.cache import DIRTY, POLICIES
@@ -224,7 +227,8 @@ class Files(Home):
     def resume(self, rows: Rows, spec: Spec) -> None:
         """Give a table the state of the last commit."""
         manifest, tier = self.store.manifest, self._tier(spec, rows.turn, self.store)
-        rows.install(spec, tier, self.history(spec), manifest.steps, manifest.skipped_steps)
+        history, residents = self.history(spec), self.residents(spec)
+        rows.install(spec, tier, history, manifest.steps, manifest.skipped_steps, residents=residents)
         rows.version.commit()
         self._commit = None  # what became of it has no say about these rows
 
@@ -235,17 +239,34 @@ class Files(Home):
     def history(self, spec: Spec) -> History | None:
         """Return the history of the table's rule as of the last commit."""
         manifest, history = self.store.manifest, None if spec.rule is None else spec.rule.history()
-        if bool(manifest.history) != (history is not None) and (manifest.history or manifest.steps):
-            expected, got = ("one", "none") if history else ("none", "one")
+        is_due = history is not None or spec.has_residents
+        if bool(manifest.history) != is_due and (manifest.history or (manifest.steps and manifest.commit)):
+            expected, got = ("one", "none") if is_due else ("none", "one")
             where = manifests.path_of(self.opening.path, manifest.commit)
             raise damaged(where, f"{expected} `history` after {counted(manifest.steps, 'step')} of {spec.rule}", got)
         if history is not None and manifest.history:
-            try:
-                history.load(self.store.history[0], manifest.steps)
-            except ArgumentError as error:
-                where = f"{self.opening.path}/{manifest.history[0].file}"
-                raise CorruptTableError(f"{where} is damaged: {error}") from error
+            arrays = {name: a for name, a in self.store.history[0].items() if not name.startswith(PREFIX)}
+            with self._reading_history():
+                history.load(arrays, manifest.steps)
         return history
+
+    def residents(self, spec: Spec) -> Residents | None:
+        """Return who has a record as of the last commit."""
+        manifest, made = self.store.manifest, Residents.of(spec, self.subject)
+        if made is not None and manifest.history:
+            with self._reading_history():
+                made.load(self.store.history[0])
+                if made.knows_rows and made.row_count != manifest.count:
+                    raise ArgumentError(f"it names {made.row_count} rows that have records, of {manifest.count}.")
+        return made
+
+    @contextmanager
+    def _reading_history(self) -> Iterator[None]:
+        try:
+            yield
+        except ArgumentError as error:
+            where = f"{self.opening.path}/{self.store.manifest.history[0].file}"
+            raise CorruptTableError(f"{where} is damaged: {error}") from error
 
     # ---------------------------------------------------------------- commits
 
@@ -267,7 +288,7 @@ class Files(Home):
 
     def _begin(self, rows: Rows, tier: Disk, fields: dict[str, Any]) -> Commit:
         """Freeze the rows that changed, and return the commit that will write them."""
-        history = {} if rows.history is None else {key: array.copy() for key, array in rows.history.state().items()}
+        history = {key: array.copy() if array.base is not None else array for key, array in remembered(rows).items()}
         try:
             fields |= {
                 "time": publishing.now(),

@@ -1,9 +1,13 @@
-"""`Growing`: a table that gets more rows, or open ids."""
+"""`Growing`: a table that gets more rows, or open ids, and forgets some."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
+from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.spec import Spec, check_count
@@ -14,7 +18,33 @@ from embedrock.wording import counted
 
 
 class Growing(Facts):
-    """A table that gets more rows."""
+    """A table that gets more rows, and forgets some."""
+
+    @whole
+    def forget(self, ids: npt.ArrayLike) -> int:
+        """Remove rows at once, with all that is known of their ids; return how many of them had records.
+
+        They have their first values again, and their state begins anew when they are stepped. On disk that is durable
+        with the next commit; earlier commits have the rows still. Once these are dropped, and `compact` was called, no
+        byte of the rows is in any file. What a sketch has counted, it keeps.
+
+        Args:
+            ids: integers of any shape; repeats are allowed.
+
+        Raises:
+            IdError, IdTypeError: as for `lookup`.
+            UnsupportedError: the rows are on a GPU.
+            ReadOnlyTableError: the table was opened with ``mode="r"``.
+
+        Example:
+            >>> import embedrock as er
+            >>> import numpy as np
+            >>> table = er.Table(rows=None, dim=2, rule=er.SGD(lr=1.0), init=er.Zeros())
+            >>> table.update([7, 8], np.ones((2, 2), np.float32))
+            >>> table.forget([7, 9]), table.export()[0].tolist()
+            (1, [8])
+        """
+        return forget(self._rows, check_ids(ids, self.rows, self.subject))
 
     @whole
     def grow(self, rows: int | None, init: FromArray | None = None) -> None:
@@ -46,6 +76,18 @@ class Growing(Facts):
             array([[0.5, 0.5]], dtype=float32)
         """
         grow(self._rows, index(rows), init)
+
+
+def forget(rows: Rows, ids: np.ndarray) -> int:
+    """Remove rows at once: see `Growing.forget`."""
+    rows.check()
+    rows.check_commit()
+    if rows.side is not None:
+        raise UnsupportedError(
+            f"{rows.subject} cannot forget rows while they are used {rows.side!r}. Move the model to the CPU, or pass "
+            "device_memory=0 to keep its rows there."
+        )
+    return rows.forget(np.unique(ids))
 
 
 def grow(rows: Rows, count: int | None, init: Initializer | None) -> None:

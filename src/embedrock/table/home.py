@@ -78,7 +78,11 @@ class Home(ABC):
 
     def lay_out(self, rows: Rows, spec: Spec) -> None:
         """Replace the records by those of another layout: weights stay, and optimizer state begins anew."""
-        rows.install(spec, self.replaced(rows, spec, lambda made: rows.laid_out(spec, made)), keeps_rows=True)
+        made = self.replaced(rows, spec, lambda made: rows.laid_out(spec, made))
+        residents = rows.residents
+        if residents is not None:
+            residents.lay_out(spec)
+        rows.install(spec, made, keeps_rows=True, residents=residents)
 
     def be_quiet(self, rows: Rows) -> None:  # noqa: B027
         """Wait for what uses the rows in the background, and let others have the table meanwhile."""

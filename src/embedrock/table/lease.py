@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.batch.plan import MAX_PARTS, Plan
+from embedrock.residents.residents import Ballot
 
 # Of several reads that wait for a step; a single one may take more.
 KEPT_BYTES = 1 << 25
@@ -42,11 +43,13 @@ class Prepared(NamedTuple):
         version: of the table.
         plan: with the slots of then.
         fresh: float32 (missing, dim), first weights of its rows without records.
+        ballot: of a table whose rows come and go: which rows of the batch the plan has.
     """
 
     version: int
     plan: Plan
     fresh: np.ndarray
+    ballot: Ballot | None = None
 
 
 class Lease:

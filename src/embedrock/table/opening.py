@@ -11,12 +11,16 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Initializer, Normal
 from embedrock.process.interrupts import held_back
+from embedrock.residents.admission import Admission
+from embedrock.residents.eviction import Eviction
+from embedrock.residents.residents import Residents
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.description import check_same, describe_spec
+from embedrock.table.description import POLICIES, check_same, describe_spec
 from embedrock.table.files import Files, Opening, open_files, open_or_make_files
 from embedrock.table.opened import open_alone
 from embedrock.table.options import refuse_options_of_files
+from embedrock.table.policies import change_policies
 from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import check_directory
@@ -57,7 +61,7 @@ def make_rows(
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
-    opening, given = _opening(options), {**asked, "rule": None}
+    opening, given = _opening(options), {**asked, "rule": None}  # it, and who has a record, may become another
     files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
     return _as_of_last_commit(files, spec, options), files
 
@@ -75,8 +79,9 @@ def new_spec(
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
     left_out = {name: None for name in FirstValues._fields if options[name] is None}
     drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
-    spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]))
-    return spec, describe_spec(spec) | left_out
+    policies = check_policies(options)
+    spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
+    return spec, describe_spec(spec) | left_out | dict.fromkeys(policies)
 
 
 def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
@@ -107,7 +112,7 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
     refuse_options_of_files(options, subject)
     home = InRam(options["memory"], options["directory"], subject)
     rows = Rows(home, options["on_nonfinite"])
-    rows.install(spec, home.empty_tier(spec))
+    rows.install(spec, home.empty_tier(spec), residents=Residents.of(spec, subject))
     rows.given_rule = spec.rule
     return rows
 
@@ -125,6 +130,7 @@ def _as_of_last_commit(files: Files, spec: Spec, options: Mapping[str, Any]) -> 
         files.resume(rows, spec)
         if rule is not None and files.writes:
             _step_by(rows, rule, files.opening.path)
+        change_policies(rows, check_policies(options), files.writes)
     except BaseException:
         rows.drop()
         files.close_all()
@@ -144,6 +150,18 @@ def _step_by(rows: Rows, rule: Rule, path: str) -> None:
 def check_rule(rule: Any) -> None:
     """Raise `ArgumentError` for what is neither a rule nor None."""
     _check_kind("rule", rule, Rule, "er.Adam()")
+
+
+def check_policies(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return admission and eviction of a table's options.
+
+    Raises:
+        ArgumentError: they are something else.
+    """
+    given = {name: options.get(name) for name in POLICIES}
+    _check_kind("admission", given["admission"], Admission, "er.Admission(min_count=2)")
+    _check_kind("eviction", given["eviction"], Eviction, "er.Eviction(max_rows=10**6)")
+    return given
 
 
 def _check_kind(name: str, value: object, kind: type, example: str, of_names: str = "") -> None:

@@ -17,6 +17,8 @@ from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.residents.admission import Admission
+from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.wording import did_you_mean
 
@@ -56,6 +58,8 @@ class LayerOptions(StorageOptions, total=False):
     seed: Annotated[int | None, Option(3, None)]
     path: Annotated[str | os.PathLike[str] | None, Option(5, None)]
     directory: Annotated[str, Option(7, "auto")]
+    admission: Annotated[Admission | None, Option(16, None)]
+    eviction: Annotated[Eviction | None, Option(17, None)]
 
 
 class OpenOptions(StorageOptions, total=False):

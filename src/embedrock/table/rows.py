@@ -17,6 +17,7 @@ from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.callers import caller
+from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
@@ -48,10 +49,12 @@ class Rows:
         history: what the rule remembers of past steps.
         given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
+        residents: who has a record; None: who was stepped.
     """
 
     spec: Spec
     history: History | None
+    residents: Residents | None
 
     def __init__(self, home: Home, on_nonfinite: str) -> None:
         self.home, self.on_nonfinite, self.subject = home, on_nonfinite, home.subject
@@ -73,9 +76,10 @@ class Rows:
         steps: int = 0,
         skipped_steps: int = 0,
         keeps_rows: bool = False,
+        residents: Residents | None = None,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
-        self.spec, self._tier = spec, tier
+        self.spec, self._tier, self.residents = spec, tier, residents
         self._forget_batches()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -187,6 +191,7 @@ class Rows:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             **tier.stats(),
+            **({} if self.residents is None else self.residents.stats()),
             **({} if self.side is None else self.side.stats()),
             **self.home.stats(),
         }
@@ -223,7 +228,7 @@ class Rows:
         missing = tier.look_up(flat, _positions(flat.size), out) < 0
         if missing.any():
             absent = flat[missing]
-            out[missing] = self.read(make_plan(absent)) if tier.evicts else self.first_values(absent)
+            out[missing] = self.read(make_plan(absent)) if tier.evicts else self.unrecorded(absent)
         return out.reshape(*ids.shape, self.spec.dim)
 
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -273,10 +278,10 @@ class Rows:
             self._lease = Lease(plan)
         return self._lease
 
-    def _take_refreshed(self, plan: Plan, slots: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _take_refreshed(self, plan: Plan, located: Plan) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Return slots, weights and state of rows that reads of this batch, or its parts, brought up to date."""
         taken = []
-        for batch, its_slots in plan.batches(slots):
+        for batch, its_slots in plan.batches(located.slots) if self.history is not None else ():
             kept = self._reads.of(batch, self.version.now)
             if kept is not None:
                 here = kept.had_record
@@ -305,10 +310,16 @@ class Rows:
         """Write the weights of ``ids[positions]``, whose records are in ``slots[positions]``, to `out`."""
         missing, fresh = slots < 0, np.empty((0, self.spec.dim), np.float32)
         if missing.any():
-            fresh = self.first_values(ids[missing])
+            fresh = self.unrecorded(ids[missing])
             slots = slots.copy()
             slots[missing] = -1 - np.arange(len(fresh))
         records.read(slots, positions, fresh, out)
+
+    def unrecorded(self, ids: np.ndarray) -> np.ndarray:
+        """Return float32 (n, dim), what rows without records are read as."""
+        if self.residents is not None and self.residents.reads_zeros:
+            return np.zeros((len(ids), self.spec.dim), np.float32)
+        return self.first_values(ids)
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, but for `History.first_scale`."""
@@ -346,38 +357,53 @@ class Rows:
     # ---------------------------------------------------------------- training
 
     def prepare(self, plan: Plan) -> Plan:
-        """Do all that can fail of a step, and return a plan with slots. Nothing changes.
+        """Do all that can fail of a step, and return a plan of its rows with slots. Nothing changes.
 
         The step of the same batch goes on from there, unless the table has changed in between.
         """
-        return self._prepared(plan).plan
+        return self._prepared(plan, is_step=True).plan
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether `prepare` need neither wait nor move rows for a plan any more."""
-        return self._known(plan) is not None
+        return self._known(plan, is_step=True) is not None
 
-    def _known(self, plan: Plan) -> Prepared | None:
+    def _known(self, plan: Plan, is_step: bool) -> Prepared | None:
         """Return what the last `prepare` found, where it was for this batch and still holds."""
         tier, known = self.tier, self._lease.prepared if self._lease.is_of(plan) else None
         if known is None or known.version != self.version.now or known.plan.epoch != tier.epoch:
             return None
-        return known if tier.has_room(known.plan.missing) else None
+        if known.ballot is not None and known.ballot.counts != is_step:
+            return None
+        return known if tier.has_room(known.plan.missing - _leaving(known.ballot)) else None
 
-    def _prepared(self, plan: Plan) -> Prepared:
-        """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs."""
+    def _prepared(self, plan: Plan, is_step: bool = False) -> Prepared:
+        """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs.
+
+        Args:
+            plan: of the rows.
+            is_step: it is a step of the rule, in which some rows may take no part.
+        """
         self.check_writable()
-        known, tier = self._known(plan), self.tier
+        known, tier = self._known(plan, is_step), self.tier
         if known is None:
+            batch, ballot = plan, None
             plan = self.located(plan)
-            plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots))
+            if self.residents is not None:
+                plan, ballot = self._elected(self.residents, plan, is_step)
+            plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots, _leaving(ballot)))
             new = plan.ids[plan.slots < 0] if plan.missing else plan.ids[:0]
-            known = Prepared(self.version.now, plan, self.first_values(new))
-            self._lease_of(plan).prepared = known
+            known = Prepared(self.version.now, plan, self.first_values(new), ballot)
+            self._lease_of(batch).prepared = known
         slots = known.plan.slots
         tier.preserve(slots[slots >= 0] if known.plan.missing else slots)
         if self.history is not None:
             self.history.make_room()
         return known
+
+    def _elected(self, residents: Residents, plan: Plan, is_step: bool) -> tuple[Plan, Ballot]:
+        """Return the plan of those rows that are to have records."""
+        ballot = residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
+        return (plan if ballot.rows is None else plan.of_rows(np.flatnonzero(ballot.rows))), ballot
 
     def admit(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
@@ -385,30 +411,60 @@ class Rows:
 
     def _admit(self, ready: Prepared) -> np.ndarray:
         slots, tier = ready.plan.slots, self.tier
+        left = self._let_leave(ready.ballot)
         self._lease.prepared = None  # it does not know of the records that are made now
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
         tier.changing(slots)
+        if self.residents is not None and ready.ballot is not None:
+            self.residents.note(ready.ballot, left)
         return slots
+
+    def _let_leave(self, ballot: Ballot | None) -> np.ndarray:
+        """Let the rows go that a batch drives out, and return their ids; slots of others stay as they are."""
+        if self.residents is None or ballot is None:
+            return _NOBODY
+        left = self.residents.victims(ballot)
+        if len(left):
+            self.tier.discard(left)
+        return left
+
+    def forget(self, ids: np.ndarray) -> int:
+        """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
+        self.check_writable()
+        there = ids[self.tier.holds(ids)]
+        if len(there):
+            self.tier.discard(there, is_final=True)
+        if self.residents is not None:
+            self.residents.forget(ids, there)
+        self._forget_batches()
+        self.version.advance()
+        return len(there)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
         """Make one step by gradients that are finite, in the background."""
-        plan = grads.plan
-        ready = self._prepared(plan)
+        ready = self._prepared(grads.plan, is_step=True)
+        plan, values = ready.plan, grads.values
+        if ready.ballot is not None and ready.ballot.rows is not None:
+            values = _rows_of(values, np.flatnonzero(ready.ballot.rows))
         records = self.tier.records
-        refreshed, scratch = self._take_refreshed(plan, ready.plan.slots), records.scratch(len(plan.ids))
+        refreshed, scratch = self._take_refreshed(grads.plan, plan), records.scratch(len(plan.ids))
         draft = self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
-        args = plan.ids, slots, grads.values, numbers, self.steps, scratch, refreshed
+        args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
+        if self.residents is not None:
+            self.residents.tell()
 
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
         slots = self.admit(plan)
         self.tier.records.write(slots, values)
         self.version.advance()
+        if self.residents is not None:
+            self.residents.tell()
 
     def change(self, plan: Plan, function: Callable[[np.ndarray], np.ndarray]) -> None:
         """Replace the weights of rows that the last step stepped, so that none lags behind, by a function of them.
@@ -497,7 +553,16 @@ class Rows:
         self.replace_tier(tier)
 
     def attach(self, side: Side | None) -> None:
-        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer."""
+        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer.
+
+        Raises:
+            UnsupportedError: they come and go.
+        """
+        if side is not None and self.residents is not None:
+            raise UnsupportedError(
+                f"rows of {self.subject} come and go (admission= or eviction=), which they cannot on a GPU. Pass "
+                "device_memory=0 to keep them in RAM, or leave these out."
+            )
         before, self.side = self.side, side
         if before is not None and before is not side:
             before.close()
@@ -517,6 +582,20 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
+
+
+def _leaving(ballot: Ballot | None) -> int:
+    return 0 if ballot is None else ballot.excess
+
+
+def _rows_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return some rows of float32 (n, dim)."""
+    out = buffers.empty((len(rows), values.shape[1]), np.float32)
+    kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, _positions(len(rows)), values[:0], out)
+    return out
+
+
+_NOBODY = np.empty(0, np.int64)
 
 
 def _positions(count: int) -> np.ndarray:

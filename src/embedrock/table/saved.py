@@ -13,8 +13,11 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
 from embedrock.process.interrupts import held_back
+from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import Rule, describe_rule
-from embedrock.table.description import rule_of
+from embedrock.spec import Spec
+from embedrock.table.description import POLICIES, describe_spec, rule_of
+from embedrock.table.rows import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.rows import Rows
 from embedrock.table.rule_changes import lost_state
 from embedrock.tiers.records import wrong_last_steps
@@ -28,6 +31,8 @@ WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
 LOADED_BYTES = 8 << 20  # of records, at a time
 DIGEST = "init_digest"  # of first values that come from an array
+OPTIONAL = {DIGEST, *POLICIES}
+_NOBODY = np.empty(0, np.int64)
 
 
 class Saved(NamedTuple):
@@ -51,8 +56,13 @@ def save(rows: Rows, batch_rows: int) -> Saved:
         UnsupportedError: the table is on disk.
     """
     tier = _tier(rows, "save")
+    return Saved({**_header(rows), "count": tier.count}, remembered(rows), tier.record_batches(batch_rows))
+
+
+def remembered(rows: Rows) -> dict[str, np.ndarray]:
+    """Return what a table has besides records, by name: the history of its rule, and who has a record."""
     history = {} if rows.history is None else rows.history.state()
-    return Saved({**_header(rows), "count": tier.count}, history, tier.record_batches(batch_rows))
+    return {**history, **({} if rows.residents is None else rows.residents.state())}
 
 
 def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
@@ -70,14 +80,15 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
-        history.load(saved.history, steps)
+        history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
+    residents = _residents(rows, spec, saved)
 
     def fill(tier: Tier) -> None:
         tier.history = history
         tier.check_room(header["count"])
         for ids, records in saved.batches:
             check_ids(ids, spec.rows, rows.subject)
-            if len(make_plan(ids).ids) != len(ids) or tier.holds_any(ids):
+            if len(make_plan(ids).ids) != len(ids) or tier.holds(ids).any():
                 raise refuse_repeated(ids)
             if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
                 raise ArgumentError(
@@ -86,7 +97,10 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
                 )
             tier.paste_records(ids, records)
 
-    rows.install(spec, rows.home.replaced(rows, spec, fill), history, steps, int(header["skipped_steps"]))
+    tier = rows.home.replaced(rows, spec, fill)
+    if residents is not None:
+        check_members(residents, tier, rows.subject)
+    rows.install(spec, tier, history, steps, int(header["skipped_steps"]), residents=residents)
     if wanted is None:
         rows.given_rule, rows.is_rule_bound = None, False
         return
@@ -96,10 +110,36 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
     rows.set_rule(wanted)
 
 
+def _residents(rows: Rows, spec: Spec, saved: Saved) -> Residents | None:
+    """Return who has a record, as of a state. The rows of one without an eviction become those of the table's."""
+    made, arrays = Residents.of(spec, rows.subject), {k: a for k, a in saved.history.items() if k.startswith(PREFIX)}
+    if made is not None and arrays:
+        made.load(arrays)
+    return made
+
+
+def check_members(residents: Residents, tier: Tier, subject: str) -> None:
+    """See to it that those who are known to have records are those that have them.
+
+    Raises:
+        ArgumentError: they are others.
+    """
+    if not residents.knows_rows:
+        return
+    if not residents.row_count:
+        residents.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]))
+    batches = tier.id_batches(EXPORT_ROWS)
+    if residents.row_count != tier.count or not all(residents.are_known(ids).all() for ids in batches):
+        raise ArgumentError(
+            f"who has a record in a state for {subject} must be whose records it has: got others. The state is "
+            "damaged: load another one."
+        )
+
+
 def check_header(header: dict[str, Any], rows: Rows) -> None:
     """Raise `ArgumentError` unless a header is that of a table like this one."""
     expected = _header(rows)
-    _check_keys(header, [key for key in expected if key != DIGEST], rows)
+    _check_keys(header, [key for key in expected if key not in OPTIONAL], rows)
     for key in WHOLE_NUMBERS & header.keys():
         _check_number(key, header[key], rows)
     for key in ("format", "rows", "dim", "dtype", "init"):
@@ -108,11 +148,21 @@ def check_header(header: dict[str, Any], rows: Rows) -> None:
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 f"Make the table with the arguments it was saved with.{_how_to_grow(key, header[key], expected[key])}"
             )
+    _check_policies(header, expected, rows)
     digest = header.get(DIGEST, expected[DIGEST])  # older ones have none
     if digest != expected[DIGEST]:
         raise ArgumentError(
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
             f"those of digest {digest}, another array. Make the table with the array it was saved with."
+        )
+
+
+def _check_policies(header: dict[str, Any], expected: dict[str, Any], rows: Rows) -> None:
+    saved, own = header.get("admission"), expected.get("admission")
+    if saved is not None and saved != own:
+        raise ArgumentError(
+            f"a state for {rows.subject} must have counts of its admission, {own}: got those of {saved}. Make the "
+            "table with the admission it was saved with."
         )
 
 
@@ -139,7 +189,9 @@ def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: Rows) -> None
 
 def _header(rows: Rows) -> dict[str, Any]:
     spec = rows.spec
+    policies = {name: value for name, value in describe_spec(spec).items() if name in POLICIES}
     return {
+        **policies,
         "format": STATE_FORMAT,
         "rows": spec.rows,
         "dim": spec.dim,
@@ -174,8 +226,7 @@ def _copied(array: np.ndarray) -> np.ndarray:
 def state(rows: Rows, verb: str = "state") -> dict[str, Any]:
     """Return what `snapshot` returns, where possible as views of rows. The caller, for error messages, is `verb`."""
     ids, records = _tier(rows, verb).snapshot()
-    history = {} if rows.history is None else rows.history.state()
-    arrays = {f"{HISTORY}{name}": array for name, array in history.items()}
+    arrays = {f"{HISTORY}{name}": array for name, array in remembered(rows).items()}
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 
 
@@ -203,7 +254,7 @@ def _load_rows(rows: Rows, source: Rows) -> None:
     for each in (rows, source):
         each.turn.settle()
         each.check()
-    header, history = _header(source), {} if source.history is None else source.history.state()
+    header, history = _header(source), remembered(source)
     _check_state(rows, header)
     batches = source.tier.record_batches(_loaded_rows(source.spec.record_bytes))
     load(rows, Saved({**header, "count": source.tier.count}, history, batches), lambda ids: _repeated(rows, ids))

@@ -58,6 +58,7 @@ class Table(Growing):
         device_memory: the most GPU memory that its rows may take once a model that has it is on a GPU, in bytes,
             "2GiB" or "25%": all rows if they fit, else a cache of those in use. 0: none, rows are used in RAM. None:
             half of what is free then.
+        admission, eviction: which rows get a record, and which lose it; None: those that are stepped, and none.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of tables on disk without `path`.
@@ -403,7 +404,7 @@ class Table(Growing):
         rows, spec = self._checked_rows(), self.spec
         with rows.turn.alone():  # the state has views of rows
             state = saved.state(rows, "copy.deepcopy")
-            own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init}
+            own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init} | spec.policies
             made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
             made.load_state(state)
             made._rows.given_rule, made._rows.is_rule_bound = rows.given_rule, rows.is_rule_bound

@@ -352,7 +352,7 @@ class Whole:
     """
 
     def __init__(self, rows: int) -> None:
-        self.capacity, self._rows = rows, _Rows(rows)
+        self.capacity, self._rows = rows, Direct(rows)
         self.flags = reserve(rows, "the directory of a cache", scattered=True)
 
     @staticmethod
@@ -437,15 +437,6 @@ class Whole:
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Go through all (ids, slots), at most `size` at a time."""
         return self._rows.batches(size)
-
-
-class _Rows(Direct):
-    """A direct directory whose rows may leave."""
-
-    def remove(self, slots: np.ndarray) -> None:
-        """Free the slots of rows that have one."""
-        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self._present, slots)
-        self.count -= len(slots)
 
 
 def _policy(policy: str | Policy) -> Policy:

@@ -90,7 +90,7 @@ class Commit:
 
     def __init__(self, tier: Disk, changes: dict[str, Any], keep: int, after: Callable[[Disk], None]) -> None:
         self._tier, self._changes, self._keep, self._after = tier, changes, keep, after
-        self._freeze = tier.store.freeze()
+        self._freeze = tier.store.freeze(lambda ids: tier.cache.find(ids) >= 0)
         self.number = tier.store.manifest.commit + 1
         self._writing, self._awaited = threading.Lock(), threading.Event()
         self._ending, self._is_over = threading.Lock(), False
@@ -290,7 +290,8 @@ class Commit:
     def _let_go(self, piece: _Piece, more: int = 0) -> None:
         with self._tier.turn.ahead():
             flags = self._tier.cache.flags
-            flags[piece.slots] = flags[piece.slots] & ~np.uint8(WRITING) | np.uint8(more)
+            slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
+            flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
 
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""

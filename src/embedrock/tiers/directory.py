@@ -40,6 +40,10 @@ class Directory(ABC):
         """Give slots to all ids whose slot is -1, and write them to `slots`. Ids do not repeat. All, or none."""
 
     @abstractmethod
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget ids, without repeats, that have slots. All others keep theirs, and new ids get those that are free."""
+
+    @abstractmethod
     def bytes_with(self, more: int) -> int:
         """Return the most RAM that it takes while `more` ids are inserted."""
 
@@ -74,6 +78,10 @@ class Direct(Directory):
         kernels.cpu.launch(kernels.cpu.directory.insert_direct, self._present, ids, slots)
         self.count += more
 
+    def remove(self, ids: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self._present, ids)
+        self.count -= len(ids)
+
     def bytes_with(self, more: int) -> int:
         return self._present.nbytes
 
@@ -97,10 +105,15 @@ class Direct(Directory):
 
 
 class Hashed(Directory):
-    """A hash table of the ids touched; slots are given in order of arrival, so records lie densely."""
+    """A hash table of the ids touched; slots are given in order of arrival, so records lie densely.
+
+    Attributes:
+        used: slots that were given, from the first on; those of ids that were removed are given again first.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.count = 0
+        self.count = self.used = 0
+        self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
         self._entries = new_entries(FIRST_ENTRIES)
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
 
@@ -119,21 +132,47 @@ class Hashed(Directory):
         return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
-        return self.count + np.arange(len(ids))
+        free = self._next_free(len(ids))
+        return np.concatenate([free, self.used + np.arange(len(ids) - len(free))])
+
+    def _next_free(self, most: int) -> np.ndarray:
+        return self._free[max(0, self._free_count - most) : self._free_count][::-1]
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> None:
         cpu = kernels.cpu
         needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
         if needed > len(self._entries):
             self._entries = rehashed(self._entries, needed)
-        args = self._entries, ids, slots, self.count, self._slot_ids
-        self.count = cpu.launch(cpu.directory.insert_hashed, *args)
+        if self._free_count:
+            self._insert_free(ids, slots)
+        args = self._entries, ids, slots, self.used, self._slot_ids
+        self.used = cpu.launch(cpu.directory.insert_hashed, *args)
+        self.count = self.used - self._free_count
+
+    def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        missing = np.flatnonzero(slots < 0)[: self._free_count]
+        given = np.ascontiguousarray(self._next_free(len(missing)))
+        kernels.cpu.launch(kernels.cpu.cache.enter, self._entries, ids[missing], given, self._slot_ids)
+        slots[missing] = given
+        self._free_count -= len(given)
+
+    def remove(self, ids: np.ndarray) -> None:
+        count, slots = self._free_count + len(ids), self.find(ids)
+        if count > len(self._free):
+            self._free = np.concatenate([self._free[: self._free_count], np.empty(count, np.int64)])
+        kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
+        self._free[self._free_count : count] = slots
+        self._free_count, self.count = count, self.used - count
+
+    def slots_with(self, more: int) -> int:
+        """Return how many slots are given once `more` ids are inserted."""
+        return max(self.used, self.count + more)
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
         entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
-        self._entries, self.count = entries, 0  # which nothing after it can fail
+        self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # which nothing after it can fail
         self.insert(kept, slots)
 
     @staticmethod
@@ -144,12 +183,17 @@ class Hashed(Directory):
     def bytes_with(self, more: int) -> int:
         entries = self.entries_for(self.count + more)
         growing = len(self._entries) if entries > len(self._entries) else 0
-        return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + (self.count + more) * ID_BYTES
+        return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + self.slots_with(more) * ID_BYTES
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, self.count, size):
-            slots = np.arange(start, min(start + size, self.count))
-            yield self._slot_ids[slots], slots
+        is_free = np.zeros(self.used if self._free_count else 0, bool)
+        is_free[self._free[: self._free_count]] = True
+        for start in range(0, self.used, size):
+            slots = np.arange(start, min(start + size, self.used))
+            if len(is_free):
+                slots = slots[~is_free[slots]]
+            if len(slots):
+                yield self._slot_ids[slots], slots
 
 
 def new_entries(count: int) -> np.ndarray:

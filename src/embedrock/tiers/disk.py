@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
@@ -21,7 +22,7 @@ from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
 from embedrock.tiers.budget import Budget
-from embedrock.tiers.cache import DIRTY, Cache, Whole
+from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
@@ -89,6 +90,7 @@ class Disk(Tier):
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0
+        self._tickets = weakref.WeakSet[_Pins]()
         self._count = store.manifest.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = 0
@@ -194,7 +196,7 @@ class Disk(Tier):
             self.new_epoch()
             raise
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
         slots = self.bring(ids, slots)
         while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
             slots = self.bring(ids, self.cache.find(ids))
@@ -225,11 +227,13 @@ class Disk(Tier):
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
             resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
             base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
-        if base.count + len(rest) != self._count:  # those who go through them have made room for so many
-            raise damaged(self.subject, f"`count` {base.count + len(rest)}, as its files say", self._count)
+            gone = self.store.ids_gone_from_base()
+        there = base.count + len(rest) - len(gone)
+        if there != self._count:  # those who go through them have made room for so many
+            raise damaged(self.subject, f"`count` {there}, as its files say", self._count)
         rest.sort()  # the same order every time, and that of the files
         below = (
-            base.ids_of(number, start, start + size)
+            _without(base.ids_of(number, start, start + size), gone)
             for number, chunk in enumerate(base.chunks)
             for start in range(0, chunk.count, size)
         )
@@ -246,8 +250,24 @@ class Disk(Tier):
         known[here], known[below] = np.arange(len(here)), np.arange(len(here), len(copies.bytes))
         return copies, known
 
-    def holds_any(self, ids: np.ndarray) -> bool:
-        return bool((self.cache.find(ids) >= 0).any() or (self.store.locate(ids) >= 0).any())
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return (self.cache.find(ids) >= 0) | (self.store.locate(ids) >= 0)
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        slots = self.cache.find(ids)
+        here = slots >= 0
+        own = slots[here]
+        self.preserve(own)
+        is_stored = self.store.locate(ids) >= 0
+        is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # it will be, by the commit under way
+        self.store.discard(ids[is_stored])
+        if is_final:
+            self.records.bytes[own] = 0
+        for ticket in list(self._tickets):
+            ticket.let_go(own)
+        self.cache.remove(own)
+        self.new_epoch()
+        self._count -= len(ids)
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
         while len(ids):
@@ -460,6 +480,8 @@ class Disk(Tier):
         is read again.
         """
         ticket = _Pins(self)
+        with self.turn.lock:
+            self._tickets.add(ticket)
         try:
             ids = make_plan(ids).ids
             while ids.size:
@@ -506,6 +528,10 @@ class Disk(Tier):
             held.clear()
 
 
+def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return ids[~np.isin(ids, others)] if len(others) else ids
+
+
 class _Pins(Ticket):
     """Rows that stay in the cache until it is released; where that is made anew, they may have to be brought again."""
 
@@ -518,6 +544,13 @@ class _Pins(Ticket):
         if slots.size:
             self._tier.cache.pin(slots)
             self._held.append((self._tier.cache, slots))
+
+    def let_go(self, slots: np.ndarray) -> None:
+        """Let rows go that are about to leave, wherever they are held. The caller has the table."""
+        for number, (cache, held) in enumerate(self._held):
+            if cache is self._tier.cache and (leaving := np.isin(held, slots)).any():
+                cache.unpin(held[leaving])
+                self._held[number] = cache, held[~leaving]
 
     def release(self) -> None:
         self._tier.release(self._held)

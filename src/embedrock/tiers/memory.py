@@ -104,15 +104,15 @@ class Memory(Tier):
 
     @property
     def used_slots(self) -> int:
-        return self.placement.slots if self.placement.direct else self.directory.count
+        return self.placement.slots if self.placement.direct else self._hashed.used
 
     @property
     def bytes_used(self) -> int:
-        return self.record_bytes_in(self.count) + self.directory.bytes_with(0)
+        return self.record_bytes_in(self.used_slots) + self.directory.bytes_with(0)
 
     def bytes_with(self, more: int) -> int:
         """Return the most RAM that it takes while `more` records are made. A direct table is counted whole."""
-        rows = self.spec.rows if self.placement.direct else self.directory.count + more
+        rows = self.spec.rows if self.placement.direct else self._hashed.slots_with(more)
         return (rows or 0) * self.spec.record_bytes + self.directory.bytes_with(more)
 
     @property
@@ -130,7 +130,8 @@ class Memory(Tier):
 
     def bytes_for(self, more: int) -> int:
         """Return the RAM that `more` new records take, and what finds them."""
-        return more * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
+        slots = more if self.is_direct else self._hashed.slots_with(more) - self._hashed.used
+        return slots * self.spec.record_bytes + self.directory.bytes_with(more) - self.directory.bytes_with(0)
 
     def _check_budget(self, more: int) -> None:
         if not self.has_room(more):
@@ -146,7 +147,7 @@ class Memory(Tier):
         return f"{self.subject} has {rows} in RAM and this batch touches {counted(more, 'new one')}"
 
     def has_room(self, rows: int) -> bool:
-        return not rows or self.bytes_with(rows) <= self.placement.budget_bytes
+        return rows <= 0 or self.bytes_with(rows) <= self.placement.budget_bytes
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.directory.look_up(ids, self.records.weights, positions, out)
@@ -186,7 +187,8 @@ class Memory(Tier):
         )
         where = np.concatenate([np.empty(0, np.int64), *slots])
         records = self.records.bytes
-        records = records[where] if self.placement.direct else records[: len(where)]
+        is_dense = not self.placement.direct and self._hashed.used == len(where)
+        records = records[: len(where)] if is_dense else records[where]
         return np.concatenate([np.empty(0, np.int64), *ids]), records
 
     def grown(self, spec: Spec, placement: Placement) -> Memory:
@@ -230,8 +232,14 @@ class Memory(Tier):
         assert isinstance(self.directory, Hashed)  # pools see to it
         return self.directory
 
-    def holds_any(self, ids: np.ndarray) -> bool:
-        return bool((self.find(ids) >= 0).any())
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return self.find(ids) >= 0
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        if is_final:
+            self.records.bytes[self.find(ids)] = 0
+        self.directory.remove(ids)
+        self.new_epoch()
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
         slots = np.full(len(ids), -1, np.int64)

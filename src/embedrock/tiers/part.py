@@ -166,8 +166,12 @@ class Part(Tier):
         self.pool.tier.paste_records(self.keys(ids), records)
         self.count += len(ids)
 
-    def holds_any(self, ids: np.ndarray) -> bool:
-        return self.pool.tier.holds_any(self.keys(ids))
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return self.pool.tier.holds(self.keys(ids))
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        self.pool.tier.remove(self.keys(ids))
+        self.count -= len(ids)
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the keys of all rows that have records, at most `size` at a time."""

@@ -116,13 +116,15 @@ class Tier(ABC):
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write the weights of `ids`, which may repeat, to `out`, and return their slots; -1 where `out` has zeros."""
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
         """See to it that a step of `ids` cannot fail for lack of room, and return their slots.
+
+        So many others are `leaving` before it.
 
         Raises:
             MemoryBudgetError: the new records do not fit.
         """
-        self.check_room(int(np.count_nonzero(slots < 0)))
+        self.check_room(max(0, int(np.count_nonzero(slots < 0)) - leaving))
         return slots
 
     @abstractmethod
@@ -177,8 +179,17 @@ class Tier(ABC):
         """Raise `MemoryBudgetError` unless `more` new records fit the budget."""
 
     @abstractmethod
-    def holds_any(self, ids: np.ndarray) -> bool:
-        """Return whether one of the ids has a record."""
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids have a record, wherever it is: bool (n,)."""
+
+    @abstractmethod
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
+        """Forget the records of `ids` (without repeats), all of which have one. Slots of others stay as they are.
+
+        Args:
+            ids: whose rows have their first values again.
+            is_final: leave no byte of their records in RAM.
+        """
 
     @abstractmethod
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:

@@ -1,0 +1,62 @@
+"""Sightings of ids, on the CPU: see ``kernels/reference/residents.py`` for what each does."""
+
+import numpy as np
+
+from embedrock.kernels.arguments import SKETCH_DEPTH as DEPTH
+from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
+from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
+from embedrock.kernels.cpu.runtime import kernel
+
+
+@kernel()
+def _line(lines, h):
+    return np.int64(((h >> np.uint64(32)) * np.uint64(lines)) >> np.uint64(32))
+
+
+@kernel()
+def _least(line, bits, h):
+    # Cells are powers of two in number, so that the lowest of 9 bits tell one.
+    mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)
+    least = most
+    for j in range(DEPTH):
+        at = (np.int64((h >> np.uint64(9 * j)) & np.uint64(511)) & mask) * bits
+        least = min(least, (np.int64(line[at >> 3]) >> (at & 7)) & most)
+    return least
+
+
+@kernel(over="ids", reads=("sketch", "ids"), grain=2048)
+def count_seen(sketch, bits, key, ids, counts, lo, hi):
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            prefetch(sketch, _line(sketch.shape[0], mix(np.uint64(ids[i + AHEAD]) ^ key)), LINE_BYTES)
+        h = mix(np.uint64(ids[i]) ^ key)
+        counts[i] = _least(sketch[_line(sketch.shape[0], h)], bits, mix(h))
+
+
+@kernel(reads=("ids",))
+def see(sketch, bits, key, ids):
+    mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(sketch, _line(sketch.shape[0], mix(np.uint64(ids[i + AHEAD]) ^ key)), LINE_BYTES)
+        h = mix(np.uint64(ids[i]) ^ key)
+        line, h = sketch[_line(sketch.shape[0], h)], mix(h)
+        least = _least(line, bits, h)
+        if least == most:
+            continue
+        for j in range(DEPTH):
+            at = (np.int64((h >> np.uint64(9 * j)) & np.uint64(511)) & mask) * bits
+            if (np.int64(line[at >> 3]) >> (at & 7)) & most == least:
+                line[at >> 3] = np.uint8(np.int64(line[at >> 3]) + (np.int64(1) << (at & 7)))
+
+
+@kernel(reads=("ids", "values"))
+def set_values(entries, ids, values):
+    bits = _bits(entries.shape[0])
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+        position = _entry(entries, ids[i], bits)
+        entries[position, 0] = ids[i]
+        entries[position, 1] = values[i] + 1

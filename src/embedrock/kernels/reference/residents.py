@@ -1,0 +1,49 @@
+"""Sightings of ids, id by id: the specification of ``kernels/cpu/residents.py``.
+
+A *sketch* (Cormode and Muthukrishnan, 2005, with conservative update) is lines of 64 bytes, each cut into cells of
+1, 2, 4 or 8 bits. An id has one line, and `SKETCH_DEPTH` cells in it. Its count is the least of these, and at most what
+a cell can hold: never less than it was seen, up to that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedrock.kernels.arguments import SKETCH_DEPTH as DEPTH
+from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
+from embedrock.kernels.reference.directory import _entry, mix
+
+
+def _cells(lines: int, bits: int, key: int, row: int) -> tuple[int, list[int]]:
+    h = mix(row ^ key)
+    count, line = LINE_BYTES * 8 // bits, ((h >> 32) * lines) >> 32
+    h = mix(h)
+    return line, [(h >> (9 * j)) % count for j in range(DEPTH)]
+
+
+def _get(line: np.ndarray, bits: int, cell: int) -> int:
+    return int(line[cell * bits // 8]) >> (cell * bits % 8) & ((1 << bits) - 1)
+
+
+def count_seen(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray, counts: np.ndarray) -> None:
+    """Write how often each id was seen, int64, as ``sketch`` (lines, 64) uint8 tells."""
+    for i, row in enumerate(ids.tolist()):
+        line, cells = _cells(len(sketch), bits, int(key), row)
+        counts[i] = min(_get(sketch[line], bits, cell) for cell in cells)
+
+
+def see(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
+    """Count each id once more, one after the other."""
+    for row in ids.tolist():
+        line, cells = _cells(len(sketch), bits, int(key), row)
+        least = min(_get(sketch[line], bits, cell) for cell in cells)
+        if least < (1 << bits) - 1:
+            for cell in cells:
+                if _get(sketch[line], bits, cell) == least:
+                    sketch[line, cell * bits // 8] += 1 << (cell * bits % 8)
+
+
+def set_values(entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+    """Write the value of each id, without repeats, to a hash table as of ``directory.find_hashed``, which finds it."""
+    for row, value in zip(ids.tolist(), values.tolist(), strict=True):
+        entries[_entry(entries, row)] = row, value + 1

@@ -1,0 +1,258 @@
+"""`Residents`: who has a record in a table. It is asked at one place of a step; a table without it pays nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+from embedrock.residents.sightings import Arrays, Sightings, damaged, sightings
+from embedrock.residents.uses import Uses
+from embedrock.wording import counted
+
+if TYPE_CHECKING:
+    from embedrock.spec import Spec
+
+PREFIX = "residents_"  # of its arrays, among those of a rule's history
+COUNTS = ("admitted", "evicted", "forgotten", "gradients_dropped")
+
+
+class Ballot(NamedTuple):
+    """What is decided of a batch before its step. Nothing has changed yet.
+
+    Attributes:
+        step: number of the step.
+        rows: bool (n,), which of the batch's rows are stepped; None: all.
+        turned_away: ids of the others.
+        ids: of the rows that are stepped.
+        new: ids of those that have no record yet.
+        excess: how many rows must leave.
+        counts: it is a step, whose ids are seen.
+    """
+
+    step: int
+    rows: np.ndarray | None
+    turned_away: np.ndarray
+    ids: np.ndarray
+    new: np.ndarray
+    excess: int
+    counts: bool
+
+
+class Residents:
+    """Who has a record, by the policies of a table's `Spec`.
+
+    Args:
+        spec: of the table.
+        subject: the table, for error messages.
+
+    Attributes:
+        steps: that it has seen, of whatever rule.
+        counts: what happened so far, by the names in `COUNTS`.
+    """
+
+    def __init__(self, spec: Spec, subject: str) -> None:
+        self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
+        self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
+        self._uses = None if self.eviction is None else Uses(self.eviction)
+        self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.steps, self._left = 0, np.empty(0, np.int64)
+
+    @classmethod
+    def of(cls, spec: Spec, subject: str) -> Residents | None:
+        """Return those of a new table; None where every row that is stepped has a record, and keeps it."""
+        return None if spec.admission is None and spec.eviction is None else cls(spec, subject)
+
+    def _nothing_seen(self) -> Sightings | None:
+        return None if self.admission is None else sightings(self.admission, self._key)
+
+    @property
+    def reads_zeros(self) -> bool:
+        """Whether rows without a record are read as zeros."""
+        return self.admission is not None and self.admission.default == "zeros"
+
+    # ---------------------------------------------------------------- a step
+
+    def vote(self, ids: np.ndarray, missing: np.ndarray, count: int, counts: bool) -> Ballot:
+        """Decide which rows of a batch are stepped, and how many others have to leave for it.
+
+        Args:
+            ids: of the batch, without repeats.
+            missing: bool (n,), which have no record.
+            count: how many rows of the table have one.
+            counts: whether it is a step of the rule; else all ids get a record.
+
+        Raises:
+            ArgumentError: the batch has more rows than the table may have.
+        """
+        rows, new, nobody, step = None, ids[missing], ids[:0], self.steps + int(counts)
+        turned_away = nobody
+        if counts and len(new) and (enough := self._seen_enough(new, step)) is not None and not enough.all():
+            rows = np.ones(len(ids), bool)
+            rows[missing] = enough
+            ids, new, turned_away = ids[rows], new[enough], new[~enough]
+        excess = 0
+        if self._most is not None:
+            excess = count + len(new) - self._most
+            self._check_room(len(ids))
+        return Ballot(step, rows, turned_away, ids, new, max(0, excess), counts)
+
+    def _check_room(self, batch_rows: int) -> None:
+        if self._most is not None and batch_rows > self._most:
+            raise ArgumentError(
+                f"{self.subject} may have {counted(self._most, 'row')} ({self.eviction}), and this batch needs "
+                f"{batch_rows} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
+            )
+
+    def _seen_enough(self, ids: np.ndarray, step: int) -> np.ndarray | None:
+        """Return which ids this step sees for the last time that is needed, bool (n,)."""
+        if self.admission is None or self._now is None or self._before is None or self.admission.min_count == 1:
+            return None
+        self._begin_period(step)
+        return self._now.of(ids) + self._before.of(ids) + 1 >= self.admission.min_count
+
+    def _begin_period(self, step: int) -> None:
+        """Drop counts that are too old. It depends on the number of the step only, so it may be done early."""
+        length = 0 if self.admission is None else self.admission.period
+        period = (step - 1) // length if length else 0
+        if period != self._period:
+            self._before = self._now if period == self._period + 1 else self._nothing_seen()
+            self._now, self._period = self._nothing_seen(), period
+
+    def victims(self, ballot: Ballot) -> np.ndarray:
+        """Return the ids of the rows that leave for a batch. Nothing changes.
+
+        Raises:
+            ArgumentError: the rows to keep leave no room for the batch.
+        """
+        if self._uses is None:
+            return ballot.ids[:0]
+        self._uses.make_room(len(ballot.new))
+        chosen = self._uses.victims(ballot.ids, ballot.excess, ballot.step)
+        if len(chosen) < ballot.excess:
+            raise ArgumentError(
+                f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
+                f"{len(ballot.ids)} at once beside those to `keep`. Raise max_rows= or max_bytes=, or keep fewer."
+            )
+        return chosen
+
+    def note(self, ballot: Ballot, left: np.ndarray) -> None:
+        """Note what has been done for a batch: rows `left`, and others came or were used."""
+        counts, self._left, self.steps = self.counts, left, ballot.step
+        if self._uses is not None:
+            self._uses.pass_by(ballot.excess, left)
+            self._uses.use(ballot.ids, ballot.step)
+        if ballot.counts and self._now is not None and self._before is not None:
+            self._now.see(ballot.turned_away)
+            for seen in (self._now, self._before):
+                seen.drop(ballot.new)
+        counts["admitted"] += len(ballot.new)
+        counts["evicted"] += len(left)
+        counts["gradients_dropped"] += len(ballot.turned_away)
+
+    def tell(self) -> None:
+        """Tell whoever wants to know of the rows that have left."""
+        left, self._left = self._left, self._left[:0]
+        told = None if self.eviction is None or not len(left) else self.eviction.evicted
+        if callable(told):
+            told(left)
+        elif told is not None:
+            with open(os.fspath(told), "ab") as file:
+                file.write(np.ascontiguousarray(left, "<i8").tobytes())
+
+    # ---------------------------------------------------------------- rows that are forgotten
+
+    def forget(self, ids: np.ndarray, removed: np.ndarray) -> None:
+        """Forget all that is known of ids, `removed` of which had records."""
+        if self._uses is not None:
+            self._uses.remove(removed)
+        for seen in (self._now, self._before):
+            if seen is not None:
+                seen.drop(ids)
+        self.counts["forgotten"] += len(removed)
+
+    # ---------------------------------------------------------------- saved, and shown
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether ids were seen that have no record yet."""
+        return self.counts["gradients_dropped"] > 0
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what `load` needs, as arrays of int64 of their own."""
+        before = self._before if self.admission and self.admission.period else None
+        parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
+        arrays = {f"{name}_{key}": array for name, part in parts.items() if part for key, array in part.state().items()}
+        numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
+        return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
+
+    def take_over(self, other: Residents, keeps_counts: bool) -> None:
+        """Go on from another one of the same rows, by the policies of this one."""
+        arrays = other.state()
+        kept = {name: array for name, array in arrays.items() if keeps_counts or not _is_of_counts(name)}
+        self.load(kept)
+
+    def load(self, arrays: Arrays) -> None:
+        """Take over what `state` returned, into one that is empty.
+
+        Raises:
+            ArgumentError: it cannot be.
+        """
+        numbers = np.asarray(arrays.get(f"{PREFIX}numbers", np.empty(0)))
+        if numbers.dtype != np.int64 or numbers.shape != (2 + len(COUNTS),) or (numbers < 0).any():
+            raise damaged(f"`numbers` as int64 ({2 + len(COUNTS)},), none below 0")
+        self.steps, self._period, *counts = numbers.tolist()
+        self.counts = dict(zip(COUNTS, counts, strict=True))
+        for name, part in (("now", self._now), ("before", self._before)):
+            own = _own(arrays, f"{PREFIX}{name}_")
+            if part is not None and own:
+                part.load(own)
+        if self._uses is not None:
+            self._uses.load(_own(arrays, f"{PREFIX}uses_"), self.steps)
+
+    @property
+    def knows_rows(self) -> bool:
+        """Whether it knows which rows have records: it need not, where none ever leaves."""
+        return self._uses is not None
+
+    @property
+    def row_count(self) -> int:
+        """How many rows it knows to have records."""
+        return 0 if self._uses is None else self._uses.count
+
+    def are_known(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids it knows to have records, bool (n,)."""
+        assert self._uses is not None  # the caller has asked
+        return self._uses.are_known(ids)
+
+    def adopt(self, ids: np.ndarray) -> None:
+        """Begin with rows that have records already, as if the last step had used them."""
+        if self._uses is not None:
+            self._uses.adopt(ids, self.steps)
+
+    def lay_out(self, spec: Spec) -> None:
+        """Go on with the same rows in records of another layout."""
+        self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about it."""
+        made: dict[str, float] = {**self.counts}
+        parts = [part for part in (self._now, self._before, self._uses) if part is not None]
+        made["residents_bytes"] = sum(part.nbytes for part in parts)
+        if self.admission is not None and self._now is not None:
+            made["pending"] = self._now.pending
+            needed = self.admission.min_count - 1
+            made["sketch_error"] = self._now.share_of(needed) if needed else 0.0
+        return made
+
+
+def _is_of_counts(name: str) -> bool:
+    return name.startswith((f"{PREFIX}now_", f"{PREFIX}before_"))
+
+
+def _own(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -1,0 +1,156 @@
+"""`Sightings`: how often ids without a record were seen, by exact counts or by a sketch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import ArgumentError
+from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
+from embedrock.machine.arena import reserve
+from embedrock.residents.admission import Admission
+from embedrock.residents.pairs import Pairs
+
+Arrays = Mapping[str, np.ndarray]
+SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
+
+
+class Sightings(ABC):
+    """How often ids were seen in one period, or for ever."""
+
+    @abstractmethod
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """Return how often each id was seen, int64; ids do not repeat."""
+
+    @abstractmethod
+    def see(self, ids: np.ndarray) -> None:
+        """Count each id once more."""
+
+    def drop(self, ids: np.ndarray) -> None:  # noqa: B027  # a sketch cannot
+        """Forget ids."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of RAM that it takes."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """How many ids it knows; -1 where that is not known."""
+
+    def share_of(self, count: int) -> float:
+        """Return how probable it is that an id which was never seen seems to have been seen so often."""
+        return 0.0
+
+    @abstractmethod
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what `load` needs, as arrays of int64 of their own."""
+
+    @abstractmethod
+    def load(self, arrays: Arrays) -> None:
+        """Take over what `state` returned, into one that is empty.
+
+        Raises:
+            ArgumentError: it cannot be.
+        """
+
+
+class Exact(Sightings):
+    """Counts of ids in a hash table."""
+
+    def __init__(self) -> None:
+        self._counts = Pairs()
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        return np.maximum(self._counts.find(ids), 0)
+
+    def see(self, ids: np.ndarray) -> None:
+        counts = self._counts.find(ids)
+        known = counts >= 0
+        self._counts.set(ids[known], counts[known] + 1)
+        self._counts.put(ids[~known], np.ones(len(ids) - int(np.count_nonzero(known)), np.int64))
+
+    def drop(self, ids: np.ndarray) -> None:
+        self._counts.remove(ids[self._counts.find(ids) >= 0])
+
+    @property
+    def nbytes(self) -> int:
+        return self._counts.nbytes
+
+    @property
+    def pending(self) -> int:
+        return self._counts.count
+
+    def state(self) -> dict[str, np.ndarray]:
+        ids, counts = self._counts.items()
+        return {"ids": ids, "counts": counts}
+
+    def load(self, arrays: Arrays) -> None:
+        ids, counts = (_int64(arrays, name) for name in ("ids", "counts"))
+        if len(ids) != len(counts) or (np.diff(ids) <= 0).any() or (counts < 1).any():
+            raise damaged("ids that ascend, each with a count")
+        self._counts.put(ids, counts)
+
+
+class Sketch(Sightings):
+    """Counts in a sketch of fixed size: see ``kernels/reference/residents.py``."""
+
+    def __init__(self, admission: Admission, key: np.uint64) -> None:
+        self._bits, self._key = admission.cell_bits, key
+        nbytes = admission.lines * SKETCH_LINE_BYTES
+        self._lines = reserve(nbytes, "the sketch of a table's admission").reshape(-1, SKETCH_LINE_BYTES)
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        counts = np.empty(len(ids), np.int64)
+        kernels.cpu.launch(kernels.cpu.residents.count_seen, self._lines, self._bits, self._key, ids, counts)
+        return counts
+
+    def see(self, ids: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._bits, self._key, ids)
+
+    @property
+    def nbytes(self) -> int:
+        return self._lines.nbytes
+
+    @property
+    def pending(self) -> int:
+        return -1
+
+    def share_of(self, count: int) -> float:
+        cells, full = self._lines.size * 8 // self._bits, 0
+        flat = self._lines.reshape(-1)
+        for start in range(0, len(flat), SCANNED_BYTES):
+            part = flat[start : start + SCANNED_BYTES]
+            for shift in range(0, 8, self._bits):
+                full += int(np.count_nonzero((part >> shift & ((1 << self._bits) - 1)) >= count))
+        return (full / cells) ** SKETCH_DEPTH
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"sketch": self._lines.reshape(-1).view(np.int64).copy()}
+
+    def load(self, arrays: Arrays) -> None:
+        words = _int64(arrays, "sketch")
+        if words.nbytes != self._lines.nbytes:
+            raise damaged(f"a sketch of {self._lines.nbytes} bytes, as its admission says")
+        self._lines.reshape(-1).view(np.int64)[:] = words
+
+
+def sightings(admission: Admission, key: np.uint64) -> Sightings:
+    """Return a count of nothing yet; `key` is the table's seed."""
+    return Exact() if admission.sketch is None else Sketch(admission, key)
+
+
+def _int64(arrays: Arrays, name: str) -> np.ndarray:
+    array = np.asarray(arrays.get(name, np.empty(0, np.int64)))
+    if array.dtype != np.int64 or array.ndim != 1:
+        raise damaged(f"`{name}` as int64 (n,)")
+    return np.ascontiguousarray(array)
+
+
+def damaged(expected: str) -> ArgumentError:
+    """Return the error of a saved state that says something else of who has a record."""
+    return ArgumentError(f"what is saved of a table's admission and eviction must be {expected}: it is damaged.")

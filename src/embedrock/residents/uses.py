@@ -1,0 +1,222 @@
+"""`Uses`: which rows have records, how they were used, and which of them leave."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from embedrock.residents.eviction import Eviction
+from embedrock.residents.pairs import Pairs
+from embedrock.residents.sightings import Arrays, _int64, damaged
+
+ONE_USE = 256  # as a count that fades, which is halved
+MOST_USES = 1 << 22
+SAMPLED = 4  # rows looked at for each that has to leave
+ROUNDS = 8  # of the hand, while a row is idle for so long as it may be
+LEAST_LOOK = 64  # rows that the hand passes in a step, where rows may be idle
+STEPS_OF_A_ROUND = 256  # of the hand, where that is a time
+TICKS = 64  # notes of the time, while a row is idle for so long as it may be
+LAST_BITS = 41
+FIRST_ROWS = 1024
+
+
+class Uses:
+    """The rows that have records, in an order that depends on the steps that were made and on nothing else.
+
+    Args:
+        eviction: says what is to be known of them.
+        clock: returns the time in seconds.
+
+    Attributes:
+        count: of the rows.
+    """
+
+    def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.time) -> None:
+        self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
+        self._numbers, self._kept = Pairs(), eviction.kept()
+        self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
+        self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
+        self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
+        self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that it takes."""
+        return self._numbers.nbytes + sum(a.nbytes for a in (self._ids, self._last, self._marks, self._stays))
+
+    def are_known(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids have records, bool (n,)."""
+        return self._numbers.find(ids) >= 0
+
+    # ---------------------------------------------------------------- rows that come and are used
+
+    def use(self, ids: np.ndarray, step: int) -> None:
+        """Note that a step uses rows, without repeats; those that have no record yet get one in it, in their order."""
+        numbers = self._numbers.find(ids)
+        new = numbers < 0
+        self._touch(numbers[~new], step)
+        self._add(ids[new], step)
+        self._tick(step)
+
+    def _touch(self, numbers: np.ndarray, step: int) -> None:
+        if self._eviction.by == "use":
+            faded = self._faded(numbers, step) + ONE_USE
+            self._marks[numbers] = np.minimum(faded, MOST_USES)
+        self._last[numbers] = step
+
+    def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
+        """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
+        half_life = self._eviction.half_life
+        halvings = step // half_life - self._last[numbers] // half_life
+        return self._marks[numbers] >> np.minimum(halvings, 62)
+
+    def _add(self, ids: np.ndarray, step: int) -> None:
+        self.make_room(len(ids))
+        new = slice(self.count, self.count + len(ids))
+        self._numbers.put(ids, np.arange(new.start, new.stop))
+        self._ids[new], self._last[new] = ids, step
+        self._marks[new] = step if self._eviction.by == "age" else ONE_USE
+        self._stays[new] = np.isin(ids, self._kept) if len(self._kept) else False
+        self.count += len(ids)
+
+    def make_room(self, more: int) -> None:
+        """See to it that `use` cannot fail for so many new rows."""
+        self._numbers.make_room(more)
+        size = len(self._ids)
+        if self.count + more > size:
+            size = max(self.count + more, size + size // 2)
+            names = ("_ids", "_last", "_marks", "_stays")
+            made = [np.resize(getattr(self, name)[: self.count], size) for name in names]
+            for name, array in zip(names, made, strict=True):
+                setattr(self, name, array)
+            self._busy = np.zeros(size, bool)
+
+    def _tick(self, step: int) -> None:
+        seconds = self._eviction.idle_seconds()
+        if not seconds:
+            return
+        now = self._clock()
+        if not len(self._ticks) or now - self._ticks[-1, 1] >= seconds / TICKS:
+            expired = np.flatnonzero(self._ticks[:, 1] <= now - seconds)
+            first = int(expired[-1]) if expired.size else 0
+            self._ticks = np.concatenate([self._ticks[first:], np.array([[step, math.ceil(now)]], np.int64)])
+
+    # ---------------------------------------------------------------- rows that leave
+
+    def victims(self, busy_ids: np.ndarray, excess: int, step: int) -> np.ndarray:
+        """Return the ids of the rows that leave in a step; nothing changes.
+
+        Args:
+            busy_ids: those of the batch, which stay.
+            excess: how many must leave.
+            step: its number.
+
+        Returns:
+            int64 (n,): at least `excess`, or fewer where no more may leave.
+        """
+        excess = max(0, excess)
+        look = min(self.count, max(SAMPLED * excess, self._look()))
+        if not look:
+            return np.empty(0, np.int64)
+        numbers = self._numbers.find(busy_ids)
+        numbers = numbers[numbers >= 0]
+        self._busy[numbers] = True
+        try:
+            return self._ids[self._chosen(excess, look, step)]
+        finally:
+            self._busy[numbers] = False
+
+    def _chosen(self, excess: int, look: int, step: int) -> np.ndarray:
+        while True:
+            window = (self._hand + np.arange(look)) % self.count
+            window = window[~(self._busy[window] | self._stays[window])]
+            is_idle = self._last[window] < self._idle_before(step)
+            idle, rest = window[is_idle], window[~is_idle]
+            missing = excess - len(idle)
+            if missing <= 0:
+                return idle
+            if missing <= len(rest) or look == self.count:
+                return np.concatenate([idle, rest[self._least(rest, missing, step)]])
+            look = min(self.count, 2 * look)
+
+    def _least(self, numbers: np.ndarray, count: int, step: int) -> np.ndarray:
+        """Return which of some rows are worth least; of equal ones, the first."""
+        if count >= len(numbers):
+            return np.arange(len(numbers))
+        last = self._last[numbers]
+        worth = last
+        if self._eviction.by != "recency":
+            marks = self._marks[numbers] if self._eviction.by == "age" else self._faded(numbers, step)
+            worth = marks if self._eviction.by == "age" else (marks << LAST_BITS) | np.minimum(last, (1 << 41) - 1)
+        limit = np.partition(worth, count - 1)[count - 1]
+        below, equal = np.flatnonzero(worth < limit), np.flatnonzero(worth == limit)
+        return np.concatenate([below, equal[: count - len(below)]])
+
+    def _look(self) -> int:
+        """Return how many rows the hand passes in a step, where rows may be idle."""
+        idle = self._eviction.idle
+        if idle is None:
+            return 0
+        steps = STEPS_OF_A_ROUND if isinstance(idle, str) else max(1, idle // ROUNDS)
+        return max(LEAST_LOOK, -(-self.count // steps))
+
+    def _idle_before(self, step: int) -> int:
+        """Return the step before which rows were used last that have been idle for too long."""
+        idle = self._eviction.idle
+        if idle is None:
+            return -1
+        if not isinstance(idle, str):
+            return step - idle
+        expired = np.flatnonzero(self._ticks[:, 1] <= self._clock() - self._eviction.idle_seconds())
+        return int(self._ticks[expired[-1], 0]) + 1 if expired.size else -1
+
+    def pass_by(self, excess: int, removed: np.ndarray) -> None:
+        """Forget rows that leave in a step, and let the hand go on."""
+        look = min(self.count, max(SAMPLED * max(0, excess), self._look()))
+        self.remove(removed)
+        self._hand = (self._hand + look) % self.count if self.count else 0
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget rows, without repeats, that have records; the last ones take their places."""
+        numbers = self._numbers.find(ids)
+        count = self.count - len(numbers)
+        left = np.ones(len(numbers), bool)  # of the places from `count` on, whose rows are to move
+        left[numbers[numbers >= count] - count] = False
+        holes, moved = numbers[numbers < count], count + np.flatnonzero(left)
+        self._numbers.remove(ids)
+        for array in (self._ids, self._last, self._marks, self._stays):
+            array[holes] = array[moved]
+        self._numbers.set(self._ids[holes], holes)
+        self.count = count
+        self._hand = self._hand % count if count else 0
+
+    # ---------------------------------------------------------------- saved
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what `load` needs, as arrays of int64 of their own."""
+        now = slice(0, self.count)
+        made = {"ids": self._ids[now].copy(), "last": self._last[now].copy(), "marks": self._marks[now].copy()}
+        return {**made, "hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
+
+    def load(self, arrays: Arrays, step: int) -> None:
+        """Take over what `state` returned, into one that is empty; `step` is the number of steps made.
+
+        Raises:
+            ArgumentError: it cannot be.
+        """
+        ids, last, marks, hand, ticks = (_int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
+        fits = len(ids) == len(last) == len(marks) and len(hand) <= 1 and len(ticks) % 2 == 0
+        hand_now = int(hand[0]) if len(hand) else 0
+        in_range = ((last >= 0) & (last <= step) & (marks >= 0)).all() and 0 <= hand_now < max(1, len(ids))
+        if not (fits and in_range and len(np.unique(ids)) == len(ids)):
+            raise damaged("ids that do not repeat, each with the step that used it last and a count")
+        self._add(ids, 0)
+        self._last[: len(ids)], self._marks[: len(ids)], self._hand = last, marks, hand_now
+        self._ticks = ticks.reshape(-1, 2).copy()
+
+    def adopt(self, ids: np.ndarray, step: int) -> None:
+        """Begin with rows that have records already, as if the last step had used them."""
+        self._add(np.sort(ids), step)
