@@ -35,6 +35,10 @@ def entry(file: str, index: str, count: int, lo: int, hi: int) -> RunFile:
     return replace(made, size=run_bytes(WIDTH, made))
 
 
+def plain_of(entry: RunFile) -> dict[str, Any]:
+    return {name: value for name, value in asdict(entry).items() if name != "gone"}
+
+
 MANIFEST = Manifest(
     uuid="0123456789abcdef" * 2,
     commit=42,
@@ -92,7 +96,31 @@ def test_a_manifest_is_two_lines_of_plain_text():
     plain = json.loads(line)
     assert list(plain) == sorted(plain)
     assert plain.pop("format") == 2
-    assert plain == json.loads(json.dumps(asdict(MANIFEST)))
+    expected = json.loads(json.dumps(asdict(MANIFEST)))
+    for entry in (*expected["base"], *expected["delta"]):
+        del entry["gone"]  # there are none
+    assert plain == expected
+
+
+def test_a_log_may_name_ids_that_are_gone():
+    last = MANIFEST.delta[-1]
+    gone = replace(last, count=0, gone=2, size=4096 + 2 * 8, lo=5, hi=9)
+    manifest = replace(MANIFEST, delta=(*MANIFEST.delta[:-1], gone), count=202)
+    line = json.loads(manifest.to_bytes().split(b"\n")[0])
+    assert line["format"] == 3
+    assert line["delta"][-1]["gone"] == 2
+    assert Manifest.parse(manifest.to_bytes(), WHERE) == manifest
+    for wrong in (0, -1, 5, 2.0, None, 2**40):  # of 4 ids
+        refused(signed({**line, "delta": [*line["delta"][:-1], {**line["delta"][-1], "gone": wrong}]}))
+    refused(signed({**line, "format": 2}), "an entry of `delta` with")
+    for kind in ("base", "history"):
+        refused(signed({**line, kind: [{**entry, "gone": 1} for entry in line[kind]]}), f"an entry of `{kind}` with")
+
+
+def test_a_table_whose_rows_come_and_go_is_of_a_format_that_older_releases_refuse():
+    for policy in ("admission", "eviction"):
+        assert replace(MANIFEST, spec={policy: {}}).format == 3
+    assert MANIFEST.format == 2
 
 
 def test_a_manifest_of_format_1_has_no_salts():
@@ -210,7 +238,7 @@ def test_keys_are_those_of_the_format(where: tuple[Any, ...]):
 @pytest.mark.parametrize("kind", ["full", "bits"])
 def test_a_log_has_an_index_of_ids(kind: str):
     plain, changed = body(), entry("delta/1", kind, 64, 0, 64)
-    plain["delta"][0] = asdict(changed)
+    plain["delta"][0] = plain_of(changed)
     refused(signed(plain), f"expected an index of ids of delta/1, as every log has, got '{kind}'")
 
 
@@ -229,7 +257,7 @@ def test_files_must_lie_below_the_folder_of_their_kind():
 
 def test_ranges_may_not_overlap_or_run_backwards():
     def base(*ranges: tuple[int, int]) -> bytes:
-        made = [asdict(entry(f"base/{k}", "ids", 1, lo, hi)) for k, (lo, hi) in enumerate(ranges)]
+        made = [plain_of(entry(f"base/{k}", "ids", 1, lo, hi)) for k, (lo, hi) in enumerate(ranges)]
         return signed(body() | {"base": made, "delta": [], "count": len(made)})
 
     assert Manifest.parse(base((-BEYOND, 0), (0, 1), (1, BEYOND)), WHERE).count == 3
@@ -241,10 +269,10 @@ def test_ranges_may_not_overlap_or_run_backwards():
 
 def test_more_records_than_ids_are_refused():
     plain = body()
-    plain["base"][0] = asdict(entry("base/1", "ids", 4, -3, 0))
+    plain["base"][0] = plain_of(entry("base/1", "ids", 4, -3, 0))
     refused(signed(plain), "records for 3 ids")
     plain = body()
-    plain["delta"][0] = asdict(entry("delta/1", "ids", 50, -3, 0))  # later records win
+    plain["delta"][0] = plain_of(entry("delta/1", "ids", 50, -3, 0))  # later records win
     assert Manifest.parse(signed(plain), WHERE).delta[0].count == 50
 
 
@@ -309,8 +337,8 @@ def test_a_spec_may_have_some_levels():
 
 
 def test_a_newer_format_says_so():
-    for version in (3, 10**6):
-        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 2. Install"):
+    for version in (4, 10**6):
+        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 3. Install"):
             Manifest.parse(signed({"format": version, "shards": []}), WHERE)
 
 

@@ -41,6 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "adam": {"rows": ROWS, "rule": RULES[0]},
     "dense": {"rows": ROWS, "rule": er.Adam(lr=0.1, dense=True)},  # has a history
     "open": {"rows": None, "rule": RULES[1], "dtype": "bfloat16"},
+    "come and go": {
+        "rows": None,
+        "rule": RULES[0],
+        "admission": er.Admission(2, within=20),
+        "eviction": er.Eviction(max_rows=2 * BATCH, idle=15),
+    },
 }
 AGAIN = 8  # one state in so many also loses power while it recovers ...
 RECOVERIES = 4  # ... in so many ways
@@ -62,6 +68,8 @@ class Content(NamedTuple):
 def content_of(table: er.Table) -> Content:
     (ids, records), history = records_of(table), rows_of(table).history
     kept = {} if history is None else history.state()
+    if (residents := rows_of(table).residents) is not None:
+        kept = {**kept, **residents.state()}
     arrays = b"".join(name.encode() + array.tobytes() for name, array in sorted(kept.items()))
     weights = table.lookup(np.arange(ROWS)).tobytes()
     return Content(table.rows, table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
@@ -72,6 +80,8 @@ def train(table: er.Table, number: int) -> None:
     rng = np.random.default_rng(number)
     hot, any_row = rng.integers(0, BATCH, BATCH), rng.integers(0, ROWS, BATCH)
     ids = np.where(rng.random(BATCH) < 0.3, hot, any_row)
+    if table.spec.has_residents and number % 3 == 0:
+        table.forget(any_row)
     table.update(ids, rng.standard_normal((BATCH, DIM)).astype(np.float32))
 
 

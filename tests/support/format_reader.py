@@ -23,12 +23,14 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] in (1, 2), f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2, 3), f"{name} is of format {manifest['format']}"
     return manifest
 
 
-def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids int64 (count,) and records uint8 (count, record_bytes) of a base chunk or log."""
+def read_run(
+    folder: Path, entry: dict[str, Any], manifest: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ids int64 (count,) and records uint8 (count, record_bytes) of a base chunk or log, and ids gone."""
     data, width = (folder / entry["file"]).read_bytes(), manifest["record_bytes"]
     assert len(data) == entry["size"], f"{entry['file']} has {len(data)} bytes"
     salt = check_header(data, width, entry["file"], manifest)
@@ -37,6 +39,7 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
     stored = np.frombuffer(data[4096:end], np.uint8).reshape(entry["count"], width + 4)
     index, (lo, hi) = data[end:], (entry["lo"], entry["hi"])
     assert zlib.crc32(index) == entry["index_crc"], f"the index of {entry['file']} is damaged"
+    index, gone = index[: len(index) - 8 * entry.get("gone", 0)], index[len(index) - 8 * entry.get("gone", 0) :]
     ids = np.frombuffer(index, "<i8")
     if entry["index"] == "full":
         ids = np.array(range(lo, hi), np.int64)
@@ -47,7 +50,7 @@ def read_run(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> t
         mark = 0 if salt is None else (salt + place * 0x9E3779B1) % 2**32
         seal = zlib.crc32(struct.pack("<q", row) + record[:-4].tobytes()) ^ mark
         assert struct.pack("<I", seal) == record[-4:].tobytes(), f"row {row} in {entry['file']} is damaged"
-    return ids, stored[:, :-4]
+    return ids, stored[:, :-4], np.frombuffer(gone, "<i8")
 
 
 def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -> int | None:
@@ -65,8 +68,10 @@ def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any],
     """Return a commit, and the record of each row that has one."""
     manifest, records = read_manifest(folder, commit), {}
     for entry in (*manifest["base"], *manifest["delta"]):
-        ids, stored = read_run(folder, entry, manifest)
+        ids, stored, gone = read_run(folder, entry, manifest)
         records |= zip(ids.tolist(), map(bytes, stored), strict=True)
+        for row in gone.tolist():
+            records.pop(row, None)
     assert len(records) == manifest["count"]
     return manifest, records
 

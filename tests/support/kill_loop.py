@@ -47,9 +47,19 @@ class Kind(NamedTuple):
     rules: tuple[er.Rule, ...]
     dtype: str
     rows: int | None
+    policies: tuple[Any, Any] = (None, None)
 
     def arguments(self, seed: int) -> dict[str, Any]:
-        return {"rows": self.rows, "dim": DIM, "rule": self.rules[0], "dtype": self.dtype, "seed": seed}
+        admission, eviction = self.policies
+        return {
+            "admission": admission,
+            "eviction": eviction,
+            "rows": self.rows,
+            "dim": DIM,
+            "rule": self.rules[0],
+            "dtype": self.dtype,
+            "seed": seed,
+        }
 
     def rule_of(self, step: int) -> er.Rule:
         return self.rules[step // LAYOUT_STEPS % len(self.rules)]
@@ -59,6 +69,12 @@ KINDS = {
     "adam": Kind((er.Adam(lr=0.1), er.SGD(lr=0.1), er.Momentum(lr=0.1)), "float32", ROWS),
     "dense": Kind((er.Adam(lr=0.1, dense=True), er.Momentum(lr=0.1, dense=True)), "bfloat16", ROWS),
     "open": Kind((er.Adagrad(lr=0.1), er.Adam(lr=0.1)), "float16", None),
+    "come and go": Kind(
+        (er.Adagrad(lr=0.1), er.Adam(lr=0.1)),
+        "float32",
+        None,
+        (er.Admission(2, within=60, sketch=1024), er.Eviction(max_rows=5 * BATCH, idle=70, half_life=20)),
+    ),
 }
 
 
@@ -67,6 +83,8 @@ def train(table: er.Table, kind: str, seed: int, step: int) -> None:
     ids, grads = batch(seed, step)
     if step % LAYOUT_STEPS == 0:
         table.set_rule(KINDS[kind].rule_of(step), reset_state=True)
+    if kind == "come and go" and step % 9 == 0:
+        table.forget(ids[:4])
     table.update(ids, grads)
 
 

@@ -11,6 +11,7 @@ import embedrock as er
 from embedrock.table.options import LayerOptions, OpenOptions, StorageOptions, TableOptions, declared, defaults
 
 IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep lock mode system device_memory"
+IN_ORDER += " admission eviction"
 
 
 def test_options_come_in_the_order_of_their_documentation():

@@ -42,12 +42,20 @@ class Case(NamedTuple):
 
     rule: er.Rule
     rows: int | None = ROWS
+    admission: er.Admission | None = None
+    eviction: er.Eviction | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of its table."""
+        return {**self._asdict(), "dim": DIM, "seed": 1}
 
 
 CASES = {
     "adam": Case(er.Adam(lr=0.1)),
     "dense adam": Case(er.Adam(lr=0.1, dense=True)),  # has a history
     "open ids": Case(er.Momentum(lr=0.1), None),
+    "come and go": Case(er.SGD(lr=0.1), None, er.Admission(2), er.Eviction(max_rows=3 * BATCH, by="recency")),
 }
 
 
@@ -73,7 +81,7 @@ class Oracle:
     """What the table must be now, and what each of its commits may be."""
 
     def __init__(self, case: Case) -> None:
-        self.now = er.Table(case.rows, DIM, rule=case.rule, seed=1)
+        self.now = er.Table(**case.arguments)
         self.acknowledged = -1
         self._allowed: dict[int, dict[Snapshot, er.Table]] = {}
 
@@ -159,10 +167,7 @@ class Workload:
     def create(self) -> None:
         """Make the table; a second attempt may find that the first one got far enough."""
         self.table = er.Table(
-            self.case.rows,
-            DIM,
-            rule=self.case.rule,
-            seed=1,
+            **self.case.arguments,
             path=PATH,
             memory=self._memory,
             keep=KEEP,
@@ -181,6 +186,15 @@ class Workload:
                 self.oracle.now.update(ids, grads)
 
             self.attempt(step)
+        if self.case.eviction is not None:
+            self.forget(self._rng.integers(0, ROWS, BATCH))
+
+    def forget(self, ids: np.ndarray) -> None:
+        def forget() -> None:
+            self.table.forget(ids)
+            self.oracle.now.forget(ids)
+
+        self.attempt(forget)
 
     def commit(self, wait: bool = True, name: str | None = None) -> None:
         def commit() -> None:

@@ -700,7 +700,7 @@ def test_a_step_that_was_checked_looks_for_its_rows_once(monkeypatch: pytest.Mon
     tier, asked = rows_of(table).tier, list[int]()
     find, make_room = tier.find, tier.make_room
     monkeypatch.setattr(tier, "find", lambda ids: asked.append(len(ids)) or find(ids))
-    monkeypatch.setattr(tier, "make_room", lambda ids, slots: asked.append(-len(ids)) or make_room(ids, slots))
+    monkeypatch.setattr(tier, "make_room", lambda ids, *rest: asked.append(-len(ids)) or make_room(ids, *rest))
     grads = table.sum(table.plan([1, 2, 1]), np.ones((3, DIM)))
     assert asked == [2]
     table.check_step(grads)

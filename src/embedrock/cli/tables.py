@@ -1,4 +1,4 @@
-"""Commands on tables on disk: ``embedrock info | verify | commits | rollback | compact | export | import``."""
+"""Commands on tables on disk: ``embedrock info | verify | commits | rollback | compact | forget | export | import``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import embedrock as er
 from embedrock.cli import exports, imports
+from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
@@ -25,10 +26,11 @@ from embedrock.store import publishing
 from embedrock.store.nearby import check_table
 from embedrock.store.store import Store
 from embedrock.store.verify import Verification, verify
-from embedrock.table.description import describe_spec
+from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 
+RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "sketch_error")
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
 
@@ -42,6 +44,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser = _add(subparsers, "rollback", _rollback, "make the content of an earlier commit the newest")
     parser.add_argument("commit", type=_commit, help="its number")
     parser = _add(subparsers, "compact", _compact, "fold the changes of past commits into the base of the table")
+    _add_memory(parser)
+    text = "forget rows, and leave no byte of them in files that no kept commit needs"
+    parser = _add(subparsers, "forget", _forget, text)
+    parser.add_argument("ids", type=file, metavar="FILE", help="of ids: one in each line, or a .npy file")
+    help_text = "newest commits that stay; those with a name do, too (default: 1)"
+    parser.add_argument("--keep", type=count, default=1, metavar="N", help=help_text)
     _add_memory(parser)
     _add_export(subparsers)
     _add_import(subparsers)
@@ -126,17 +134,22 @@ def _described(path: str, at: int | None) -> dict[str, Any] | None:
         if table.last_commit not in commits:
             return None
         stats = table.stats()
-        return describe_spec(table.spec) | {
-            "path": table.path,
-            "uuid": table.uuid,
-            "record_bytes": table.spec.record_bytes,
-            "rows_touched": stats["rows_touched"],
-            "steps": table.steps,
-            "skipped_steps": stats["skipped_steps"],
-            "commit": commits[table.last_commit],
-            "commits": len(commits),
-            "bytes": _bytes_by_kind(path),
-        }
+        residents = {name: stats[name] for name in RESIDENTS if name in stats}
+        return (
+            describe_spec(table.spec)
+            | residents
+            | {
+                "path": table.path,
+                "uuid": table.uuid,
+                "record_bytes": table.spec.record_bytes,
+                "rows_touched": stats["rows_touched"],
+                "steps": table.steps,
+                "skipped_steps": stats["skipped_steps"],
+                "commit": commits[table.last_commit],
+                "commits": len(commits),
+                "bytes": _bytes_by_kind(path),
+            }
+        )
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
@@ -162,6 +175,7 @@ def _info_text(told: dict[str, Any]) -> str:
         "record": f"{told['record_bytes']} bytes: {format_count(told['dim'], told['dtype'] + ' weight')}, and state",
         "rule": _call(told["rule"]),
         "first values": f"{_call(told['init'])}, seed {told['seed']}",
+        **_who_comes_and_goes(told),
         "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
         "commit": _commit_text(last),
         "commits": f"{told['commits']}",
@@ -169,6 +183,13 @@ def _info_text(told: dict[str, Any]) -> str:
         + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items()),
     }
     return format_facts(facts)
+
+
+def _who_comes_and_goes(told: dict[str, Any]) -> dict[str, str]:
+    policies = {name: told[name] for name in POLICIES if name in told}
+    facts = {name: _call({"name": name.capitalize(), **policy}) for name, policy in policies.items()}
+    counts = ", ".join(f"{told[name]:,} {name.replace('_', ' ')}" for name in RESIDENTS[:-1] if told.get(name, -1) >= 0)
+    return {**facts, "come and gone": counts} if facts else {}
 
 
 def _call(described: dict[str, Any] | None) -> str:
@@ -268,6 +289,19 @@ def _compact(arguments: Namespace) -> int:
     after = sum(_bytes_by_kind(arguments.table).values())
     told = {"commit": commit, "bytes_before": before, "bytes": after}
     return _tell(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
+
+
+def _forget(arguments: Namespace) -> int:
+    before = sum(_bytes_by_kind(arguments.table).values())
+    told = run_forget(arguments)
+    told |= {"bytes_before": before, "bytes": sum(_bytes_by_kind(arguments.table).values())}
+    rows, ids = format_count(told["forgotten"], "row"), format_count(told["ids"], "id")
+    sizes = f"{format_bytes(told['bytes_before'])} before, {format_bytes(told['bytes'])} now"
+    names = [
+        f"{one['commit']} ({one['name']!r})" if one["name"] else str(one["commit"]) for one in told["kept_commits"]
+    ]
+    still = f"; older commits have them still: {', '.join(names)}" if names and told["forgotten"] else ""
+    return _tell(arguments, told, f"{rows} of {ids} forgotten, commit {told['commit']}: {sizes}{still}")
 
 
 def _export(arguments: Namespace) -> int:

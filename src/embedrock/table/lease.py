@@ -59,11 +59,19 @@ class Lease:
 
     Attributes:
         prepared: the rows' slots, and room and first weights for new ones.
+        is_stepped: the batch is done.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
         self._ids = (lambda: None) if plan is None else weakref.ref(plan.ids)
         self.prepared: Prepared | None = None
+        self.is_stepped = False
+
+    @property
+    def unfinished(self) -> np.ndarray:
+        """The ids of the batch, where somebody has it who may still step it."""
+        ids = None if self.is_stepped else self._ids()
+        return np.empty(0, np.int64) if ids is None else ids
 
     def is_of(self, plan: Plan) -> bool:
         """Return whether a plan is of that batch."""

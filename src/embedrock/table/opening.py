@@ -61,7 +61,8 @@ def make_rows(
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
-    opening, given = _opening(options), {**asked, "rule": None}  # it, and who has a record, may become another
+    # The rule, and who has a record, may become others.
+    opening, given = _opening(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
     files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
     return _as_of_last_commit(files, spec, options), files
 
@@ -81,7 +82,7 @@ def new_spec(
     drawn = {**options, **{name: getattr(first or own_first_values(), name) for name in left_out}}
     policies = check_policies(options)
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
-    return spec, describe_spec(spec) | left_out | dict.fromkeys(policies)
+    return spec, describe_spec(spec) | left_out
 
 
 def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:

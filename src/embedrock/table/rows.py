@@ -12,7 +12,7 @@ from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.errors import CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
+from embedrock.errors import ArgumentError, CacheTooSmallError, ClosedTableError, EmbedrockError, UnsupportedError
 from embedrock.machine.buffers import buffers
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
@@ -432,13 +432,21 @@ class Rows:
     def forget(self, ids: np.ndarray) -> int:
         """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
         self.check_writable()
+        unfinished = np.intersect1d(ids, self._lease.unfinished)
+        if len(unfinished):
+            raise ArgumentError(
+                f"{self.subject} cannot forget rows of a batch that was read and is not stepped yet: got "
+                f"{counted(len(unfinished), 'row')}, first ids {unfinished[:8].tolist()}. Step the batch first, or drop "
+                "its plan and what was computed from it."
+            )
         there = ids[self.tier.holds(ids)]
         if len(there):
             self.tier.discard(there, is_final=True)
         if self.residents is not None:
             self.residents.forget(ids, there)
-        self._forget_batches()
-        self.version.advance()
+        if len(there) or self.residents is not None:
+            self._forget_batches()
+            self.version.advance()
         return len(there)
 
     def step(self, rule: Rule, grads: RowGradients) -> None:
@@ -449,6 +457,7 @@ class Rows:
             values = _rows_of(values, np.flatnonzero(ready.ballot.rows))
         records = self.tier.records
         refreshed, scratch = self._take_refreshed(grads.plan, plan), records.scratch(len(plan.ids))
+        self._lease.is_stepped = True
         draft = self.draft(rule)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)

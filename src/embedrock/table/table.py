@@ -55,10 +55,10 @@ class Table(Growing):
         lock: of a table on disk: refuse to open where the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk that never moves.
         system: does the I/O of a table on disk (for tests).
-        device_memory: the most GPU memory that its rows may take once a model that has it is on a GPU, in bytes,
-            "2GiB" or "25%": all rows if they fit, else a cache of those in use. 0: none, rows are used in RAM. None:
-            half of what is free then.
-        admission, eviction: which rows get a record, and which lose it; None: those that are stepped, and none.
+        device_memory: the most GPU memory for its rows once a model that has it is on a GPU, in bytes, "2GiB" or "25%":
+            all rows if they fit, else a cache of those in use. 0: rows are used in RAM. None: half of what is free.
+        admission: which rows get a record, an `Admission`; None: those that are stepped.
+        eviction: which rows lose it, an `Eviction`; None: none does.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of tables on disk without `path`.

@@ -253,6 +253,38 @@ class KernelSuite:
         np.testing.assert_array_equal(found.inside, np.append(slots, [-1, -1]))
         found.check()
 
+    @pytest.mark.parametrize("bits", [1, 2, 4, 8])
+    def test_sketch(self, bits: int) -> None:
+        rng, key = np.random.default_rng(bits), np.uint64(2**63 + 5)
+        edge = np.array([0, -1, 2**63 - 1, -(2**63)], np.int64)
+        ids = np.concatenate([edge, rng.integers(-(2**62), 2**62, 60)])
+        lines, got = np.zeros((7, 64), np.uint8), Guarded((7, 64), np.uint8)
+        got.inside[:] = 0
+        for round_ in range(1, 5):
+            seen = ids[::round_]
+            reference.residents.see(lines, bits, key, seen)
+            self.backend.residents.see(got.inside, bits, key, seen)
+            np.testing.assert_array_equal(got.inside, lines)
+        got.check()
+        expected, counts = np.empty(len(ids), np.int64), Guarded((len(ids),), np.int64)
+        reference.residents.count_seen(lines, bits, key, ids, expected)
+        self.call(self.backend.residents.count_seen, len(ids), lines, bits, key, ids, counts.inside)
+        np.testing.assert_array_equal(counts.inside, expected)
+        counts.check()
+        often = np.array([1 + (k % 2 == 0) + (k % 3 == 0) + (k % 4 == 0) for k in range(len(ids))])
+        assert (expected >= np.minimum(often, (1 << bits) - 1)).all()
+
+    def test_values_of_ids(self) -> None:
+        ids, values = np.array([0, -1, 2**63 - 1, -(2**63), 77]), np.array([0, 5, 2**40, 1, 2])
+        entries, other = np.zeros((16, 2), np.int64), np.zeros((16, 2), np.int64)
+        for part in (slice(0, 3), slice(0, 5)):
+            reference.residents.set_values(entries, ids[part], values[part] + 1)
+            self.backend.residents.set_values(other, ids[part], values[part] + 1)
+        np.testing.assert_array_equal(other, entries)
+        found = np.empty(5, np.int64)
+        self.call(self.backend.directory.find_hashed, 5, other, ids, found)
+        np.testing.assert_array_equal(found, values + 1)
+
 
 def step_numbers(rule: Rule, step: int, zeros: int = 0) -> Any:
     """Return the numbers of a rule's step, after others of the same hyperparameters; the last `zeros` with lr=0."""

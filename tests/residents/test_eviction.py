@@ -1,0 +1,179 @@
+"""Rows that leave: which, when, who is told, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.residents.uses import ONE_USE, Uses
+from embedrock.table.table import rows_of
+
+DIM = 2
+BATCH = 5
+
+
+def made(max_rows: int | None = None, rule: er.Rule | None = None, **options: Any) -> er.Table:
+    policy = er.Eviction(max_rows=max_rows, **options)
+    return er.Table(None, DIM, rule=rule or er.SGD(lr=1.0), init=er.Constant(0.5), seed=0, eviction=policy)
+
+
+def step(table: er.Table, ids: Any) -> None:
+    table.update(ids, np.ones((len(ids), DIM), np.float32))
+
+
+@pytest.mark.parametrize("by", ["use", "recency", "age"])
+def test_the_rows_of_least_worth_of_a_sample_leave(by: str):
+    told: list[np.ndarray] = []
+    table = made(12, by=by, half_life=4, keep=[3], evicted=told.append)
+    rng, here = np.random.default_rng(0), set[int]()
+    for _ in range(200):
+        ids = list(dict.fromkeys((rng.zipf(1.5, BATCH) % 40).tolist()))
+        before, worth = here, worth_of(table)
+        told.clear()
+        step(table, ids)
+        left = set(np.concatenate([np.empty(0, np.int64), *told]).tolist())
+        here = set(table.export()[0].tolist())
+        assert here == (before | set(ids)) - left
+        assert not left & {*ids, 3}
+        assert len(left) == max(0, len(before | set(ids)) - 12)
+        stay = before - left - set(ids) - {3}
+        if 4 * len(left) >= len(before) and left and stay:  # the sample is all there is
+            assert max(worth[row] for row in left) <= min(worth[row] for row in stay)
+
+
+def worth_of(table: er.Table) -> dict[int, tuple[int, ...]]:
+    """Return how much each row is worth in the next step, as of its use so far."""
+    residents = rows_of(table).residents
+    assert residents is not None
+    assert residents.eviction is not None
+    state, half_life, now = residents.state(), residents.eviction.half_life, residents.steps + 1
+    ids, last, marks = (state[f"residents_uses_{name}"].tolist() for name in ("ids", "last", "marks"))
+    found = {}
+    for row, used, mark in zip(ids, last, marks, strict=True):
+        faded = mark >> (now // half_life - used // half_life)
+        found[row] = {"recency": (used,), "age": (mark,), "use": (faded, used)}[residents.eviction.by]
+    return found
+
+
+def test_uses_fade():
+    uses = Uses(er.Eviction(max_rows=9, half_life=3))
+    for number in range(1, 7):
+        uses.use(np.array([7]), number)
+    uses.use(np.array([8]), 12)
+    marks = dict(zip(uses.state()["ids"].tolist(), uses.state()["marks"].tolist(), strict=True))
+    expected = 0
+    for number in range(1, 7):  # halved whenever a third step begins
+        expected = (expected >> (number % 3 == 0)) + ONE_USE
+    assert marks == {7: expected, 8: ONE_USE}
+
+
+def test_idle_rows_leave_in_time():
+    table, idle = made(idle=16), 16
+    step(table, range(200))
+    step(table, [1000])
+    for number in range(1, 40):
+        there = set(table.export()[0].tolist())
+        if number <= idle:
+            assert set(range(200)) <= there
+        if number > idle + idle // 8 + 2:
+            assert there == {1000}
+        step(table, [1000])
+
+
+def test_idle_may_be_a_time():
+    now = [1000.0]
+    uses = Uses(er.Eviction(idle="10s"), clock=lambda: now[0])
+    for number in range(1, 41):
+        uses.use(np.array([number % 4 + 10 * (number > 20)]), number)
+        now[0] += 1
+        left = uses.victims(np.empty(0, np.int64), 0, number + 1)
+        uses.pass_by(0, left)
+        if number == 20:
+            assert uses.count == 4
+    assert uses.count == 4
+    assert uses.are_known(np.arange(10, 14)).all()
+
+
+def test_a_row_that_comes_back_starts_anew():
+    table = made(2, er.Adam(lr=0.1), by="recency")
+    fresh = er.Table(None, DIM, rule=er.Adam(lr=0.1), init=er.Constant(0.5), seed=0)
+    for ids in ([1], [2], [3], [4]):
+        step(table, ids)
+    np.testing.assert_array_equal(table.lookup([1]), [[0.5, 0.5]])
+    for _ in range(4):
+        step(fresh, [9])
+    step(table, [1])
+    step(fresh, [1])
+    np.testing.assert_array_equal(table.lookup([1]), fresh.lookup([1]))  # with no state of its first life
+
+
+def test_bytes_of_records_may_be_what_is_limited():
+    table = made(max_bytes=10 * er.Table(None, DIM, rule=er.SGD(lr=1.0)).spec.record_bytes)
+    for first in range(0, 40, 5):
+        step(table, range(first, first + 5))
+    assert table.stats()["rows_touched"] == 10
+    assert table.stats()["evicted"] == 30
+
+
+def test_ram_does_not_grow_with_ids_that_come_and_go():
+    table = made(64)
+    for first in range(0, 640, 32):
+        step(table, range(first, first + 32))
+    before = table.stats()["bytes_used"]
+    for first in range(640, 6400, 32):
+        step(table, range(first, first + 32))
+    assert table.stats()["bytes_used"] == before
+
+
+def test_those_who_leave_are_written_to_a_file(tmp_path: Path):
+    table = made(4, by="recency", evicted=tmp_path / "gone.ids")
+    for first in range(0, 20, 2):
+        step(table, [first, first + 1])
+    assert np.fromfile(tmp_path / "gone.ids", "<i8").tolist() == list(range(16))
+    assert table.export()[0].tolist() == [16, 17, 18, 19]
+
+
+def test_a_table_goes_on_with_another_eviction(tmp_path: Path):
+    arguments: dict[str, Any] = {"dim": DIM, "rule": er.SGD(lr=1.0), "seed": 0, "path": tmp_path / "t"}
+    with er.Table(None, **arguments) as table:
+        step(table, range(20))
+        table.commit()
+    with er.Table(None, **arguments, eviction=er.Eviction(max_rows=8)) as table:
+        assert table.stats()["rows_touched"] == 20
+        step(table, [0, 1])
+        assert table.stats()["rows_touched"] == 8
+        table.commit()
+    with er.Table(None, **arguments, eviction=er.Eviction(max_rows=30)) as table:
+        step(table, range(50, 70))
+        assert table.stats()["rows_touched"] == 28
+        assert table.stats()["evicted"] == 12
+        table.commit()
+    with er.open(tmp_path / "t") as table:
+        assert table.spec.eviction is not None
+        assert table.spec.eviction.max_rows == 30
+
+
+def test_what_cannot_be_is_refused():
+    for wrong, told in {
+        "nothing": ({}, "must have `max_rows`, `max_bytes` or `idle`: got none of them"),
+        "max_rows": ({"max_rows": 0}, "`max_rows` of an Eviction must be a whole number of at least 1: got 0"),
+        "idle": ({"idle": "soon"}, "`idle` of an Eviction must be steps, or a time such as .*: got 'soon'"),
+        "by": ({"max_rows": 1, "by": "luck"}, "`by` must be one of use, recency, age: got 'luck'"),
+        "keep": ({"max_rows": 1, "keep": np.arange(70_000)}, "`keep` of an Eviction must be at most 65536 ids: got"),
+    }.values():
+        with pytest.raises(er.ArgumentError, match=told):
+            er.Eviction(**wrong)
+    table = made(4, keep=[1, 2])
+    step(table, [1, 2, 3])
+    before = table.export()
+    with pytest.raises(er.ArgumentError, match=r"may have 4 rows .*, and this batch needs 6 at once\. Raise max_rows="):
+        step(table, range(6))
+    with pytest.raises(er.ArgumentError, match="needs 4 at once beside those to `keep`. Raise .* or keep fewer"):
+        step(table, range(5, 9))
+    for got, wanted in zip(table.export(), before, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert table.steps == 1

@@ -1,0 +1,169 @@
+"""Rows that are forgotten: at once, on disk with the next commit, and without a trace after compaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.process.interrupts import held_back
+from embedrock.table.table import rows_of
+from format_reader import read_table
+
+DIM = 4
+SECRET = 0x0123456789ABCDEF  # an id ...
+MARK = np.array([[1.2345678e-5, -7.654321e7, 3.1415927, 2.7182818e-3]], np.float32)  # ... and weights as no other
+
+
+def made(**options: Any) -> er.Table:
+    return er.Table(None, DIM, rule=er.Adam(lr=0.1), init=er.Constant(0.5), seed=0, **options)
+
+
+def step(table: er.Table, ids: Any) -> None:
+    table.update(ids, np.ones((len(ids), DIM), np.float32))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_are_forgotten_at_once(on_disk: bool, tmp_path: Path):
+    table, never = made(**({"path": tmp_path / "t", "memory": "1MiB"} if on_disk else {})), made()
+    step(table, [1, 2, 3])
+    assert table.forget([[2, 2], [7, 3]]) == 2
+    assert table.export()[0].tolist() == [1]
+    np.testing.assert_array_equal(table.lookup([2]), np.full((1, DIM), 0.5))
+    step(table, [2])
+    for _ in range(2):
+        step(never, [2] if never.steps else [9])
+    np.testing.assert_array_equal(table.lookup([2]), never.lookup([2]))  # with no state of its first life
+    assert table.forget(np.empty(0, np.int64)) == 0
+    with pytest.warns(er.UncommittedWarning) if on_disk else held_back():
+        table.close()
+
+
+def test_no_byte_is_left_in_ram():
+    table = made()
+    table.assign([SECRET], MARK)
+    records = rows_of(table).tier.records.bytes
+    assert MARK.tobytes() in records[:4].tobytes()
+    table.forget([SECRET])
+    assert not records[:4].any()
+
+
+def has_trace(folder: Path) -> bool:
+    traces = MARK.tobytes(), SECRET.to_bytes(8, "little")
+    return any(trace in path.read_bytes() for path in folder.rglob("*") if path.is_file() for trace in traces)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_no_byte_is_left_in_files(compacted: bool, tmp_path: Path):
+    table = made(path=tmp_path / "t", keep=1, memory="1MiB")
+    table.assign([SECRET], MARK)
+    step(table, range(100))
+    table.commit()
+    if compacted:
+        table.compact()  # the row is in the base
+    assert has_trace(tmp_path / "t")
+    table.forget([SECRET])
+    table.commit()
+    _, rows = read_table(tmp_path / "t")
+    assert sorted(rows) == list(range(100))
+    table.close()
+    table = er.open(tmp_path / "t", keep=1)
+    assert table.stats()["rows_touched"] == 100
+    assert table.forget([SECRET]) == 0
+    table.compact()
+    assert not has_trace(tmp_path / "t")
+    assert table.verify().problems == []
+    assert table.export()[0].tolist() == list(range(100))
+    table.close()
+
+
+def test_a_commit_that_is_kept_has_it_still(tmp_path: Path):
+    with made(path=tmp_path / "t", keep=1) as table:
+        step(table, [1, 2])
+        table.commit(name="before")
+        table.forget([1])
+        number = table.commit()
+        with er.open(tmp_path / "t", mode="r", at=1) as reader:
+            assert reader.export()[0].tolist() == [1, 2]
+        with er.open(tmp_path / "t", mode="r", at=number) as reader:
+            assert reader.export()[0].tolist() == [2]
+        table.rollback(1)
+        assert table.export()[0].tolist() == [1, 2]
+
+
+def test_a_commit_under_way_has_the_row_and_the_next_one_has_not(tmp_path: Path):
+    table = made(path=tmp_path / "t", keep=9)
+    step(table, range(50))
+    first = table.commit(wait=False)
+    table.forget(range(0, 50, 2))
+    second = table.commit()
+    table.close()
+    for number, ids in ((first, range(50)), (second, range(1, 50, 2))):
+        with er.open(tmp_path / "t", mode="r", at=number) as reader:
+            assert reader.export()[0].tolist() == list(ids)
+
+
+def test_rows_that_a_later_batch_has_brought_up_are_forgotten_all_the_same(tmp_path: Path):
+    table, ram = made(path=tmp_path / "t", memory="1MiB"), made()
+    for each in (table, ram):
+        step(each, range(40))
+    table.commit()
+    for number, ids in enumerate(table.prefetch([range(k, k + 4) for k in range(0, 40, 4)], depth=3)):
+        if number == 3:
+            assert table.forget(range(16, 24)) == ram.forget(range(16, 24)) == 8
+        for each in (table, ram):
+            step(each, list(ids))
+    for got, wanted in zip(table.export(), ram.export(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    table.commit()
+    table.close()
+
+
+def test_counts_of_an_id_are_forgotten_too():
+    table = made(admission=er.Admission(2), eviction=er.Eviction(max_rows=5))
+    step(table, [1, 2])
+    step(table, [2])
+    assert table.forget([1, 2]) == 1
+    step(table, [1, 2])
+    assert table.stats()["rows_touched"] == 0  # they were seen once
+    assert table.stats()["forgotten"] == 1
+
+
+def test_members_of_groups_forget():
+    group = er.Group()
+    tables = [group.table(name, None, DIM, rule=er.SGD(lr=1.0)) for name in ("a", "b")]
+    shared = [group.table(name, 100, DIM, rule=er.SGD(lr=1.0)) for name in ("c", "d")]
+    for table in (*tables, *shared):
+        step(table, [1, 2, 3])
+    for table in (tables[0], shared[0]):
+        assert table.forget([2, 50]) == 1
+        assert table.export()[0].tolist() == [1, 3]
+    for table in (tables[1], shared[1]):
+        assert table.export()[0].tolist() == [1, 2, 3]
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path):
+    with made(path=tmp_path / "t") as table:
+        step(table, [1])
+        table.commit()
+    with (
+        er.open(tmp_path / "t", mode="r") as reader,
+        pytest.raises(er.ReadOnlyTableError, match='opened with mode="r"'),
+    ):
+        reader.forget([1])
+    with pytest.raises(er.IdTypeError):
+        made().forget([1.5])
+    table = made()
+    step(table, [1, 2, 3])
+    plan = table.plan([2, 3, 4])
+    grads = table.sum(plan, table.read(plan))
+    with pytest.raises(er.ArgumentError, match=r"read and is not stepped yet: got 1 row, first ids \[3\]\. Step the"):
+        table.forget([1, 3])
+    assert table.export()[0].tolist() == [1, 2, 3]
+    table.step(grads)
+    assert table.forget([1, 3]) == 2
+    table.read(table.plan([2]))  # nobody has its plan
+    assert table.forget([2]) == 1
