@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
             er.Admission(**wrong)
     with pytest.raises(er.ArgumentError, match=r"`admission` must be a Admission or None: got 2. For example er\."):
         made(admission=2)
-    with pytest.raises(er.UnsupportedError, match="rows cannot come and go under Adam.* Leave dense=True out"):
+    with pytest.raises(er.UnsupportedError, match=r"rows cannot come and go under Adam.* Leave dense=True out"):
         er.Table(None, DIM, rule=er.Adam(dense=True), admission=er.Admission(2))
     table = made(admission=er.Admission(2))
     with pytest.raises(er.UnsupportedError, match="rows cannot come and go under Adam"):
@@ -163,15 +163,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
     assert table.rule == er.SGD(lr=1.0)
     state = table.state()
     for other in (None, er.Admission(3)):
-        with pytest.raises(er.ArgumentError, match="must have counts of its admission, .*: got those of .*min_count"):
+        with pytest.raises(er.ArgumentError, match=r"must have counts of its admission, .*: got those of .*min_count"):
             made(admission=other).load_state(state)
     on_disk = made(admission=er.Admission(2), path=tmp_path / "t")
     on_disk.update([1], np.ones((1, DIM), np.float32))
     on_disk.commit()
     on_disk.close()
-    with pytest.raises(er.ReadOnlyTableError, match='is for training, and .* was opened with mode="r"'):
+    with pytest.raises(er.ReadOnlyTableError, match=r'is for training, and .* was opened with mode="r"'):
         made(admission=er.Admission(2), path=tmp_path / "t", mode="r")
-    with pytest.raises(er.ArgumentError, match="must be that by which it has counted ids, Admission.min_count=2"):
+    with pytest.raises(er.ArgumentError, match=r"must be that by which it has counted ids, Admission.min_count=2"):
         made(admission=er.Admission(3), path=tmp_path / "t")
     made(admission=er.Admission(2), path=tmp_path / "t").close()
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused():
     before = table.export()
     with pytest.raises(er.ArgumentError, match=r"may have 4 rows .*, and this batch needs 6 at once\. Raise max_rows="):
         step(table, range(6))
-    with pytest.raises(er.ArgumentError, match="needs 4 at once beside those to `keep`. Raise .* or keep fewer"):
+    with pytest.raises(er.ArgumentError, match=r"needs 4 at once beside those to `keep`. Raise .* or keep fewer"):
         step(table, range(5, 9))
     for got, wanted in zip(table.export(), before, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -14,6 +14,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.fronts.references import tell_resumed
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
+from embedrock.table.description import POLICIES
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
@@ -96,6 +97,12 @@ def _member(
             raise ArgumentError(
                 f"`{name}` of {layer} does not go with `group`: its tables live in RAM, in the group's memory. Leave "
                 "one of them out."
+            )
+    for name in POLICIES:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"`{name}` of {layer} does not go with `group`: rows of its tables come with their first step and "
+                "stay. Leave one of them out: a table alone may have both."
             )
     given = {name: options[name] for name in GIVEN}
     if given["on_nonfinite"] == declared(TableOptions)["on_nonfinite"].default:

@@ -307,7 +307,7 @@ class Log(Run):
             crc = zlib.crc32(piece, crc)
         if len(self.gone):
             self._append(self.gone)
-            crc = zlib.crc32(self.gone, crc)
+            crc = zlib.crc32(self.gone.data, crc)
         # Of an append that failed, more may have been written than was since; files are never cut off.
         self.broken = self.broken or retried(self._system.size, self.file.fd) > self.file.size
         self._sync()

@@ -58,8 +58,8 @@ class LayerOptions(StorageOptions, total=False):
     seed: Annotated[int | None, Option(3, None)]
     path: Annotated[str | os.PathLike[str] | None, Option(5, None)]
     directory: Annotated[str, Option(7, "auto")]
-    admission: Annotated[Admission | None, Option(16, None)]
-    eviction: Annotated[Eviction | None, Option(17, None)]
+    admission: Annotated[Admission | None, Option(18, None)]
+    eviction: Annotated[Eviction | None, Option(19, None)]
 
 
 class OpenOptions(StorageOptions, total=False):

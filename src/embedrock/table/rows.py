@@ -436,8 +436,8 @@ class Rows:
         if len(unfinished):
             raise ArgumentError(
                 f"{self.subject} cannot forget rows of a batch that was read and is not stepped yet: got "
-                f"{counted(len(unfinished), 'row')}, first ids {unfinished[:8].tolist()}. Step the batch first, or drop "
-                "its plan and what was computed from it."
+                f"{counted(len(unfinished), 'row')}, first ids {unfinished[:8].tolist()}. Step the batch first, or "
+                "drop its plan and what was computed from it."
             )
         there = ids[self.tier.holds(ids)]
         if len(there):

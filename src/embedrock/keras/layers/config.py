@@ -19,6 +19,7 @@ from embedrock.keras.saving.descriptions import (
 )
 from embedrock.keras.saving.row_files import rule_of
 from embedrock.keras.saving.state import KEY
+from embedrock.table.description import POLICIES, policies_of
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
@@ -43,6 +44,7 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif drawn is not None:
             config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
         config["path"] = None if path is None else os.path.abspath(path)
+        config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
     if loading.shared_objects() is not None:
         config["shared"] = id(table)
     return config
@@ -65,7 +67,7 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
             config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
         if shared is None and config["path"] is not None:
             loading.check_not_copied(config["path"], label)
-        layer = kind(**config)
+        layer = kind(**{**config, **policies_of(config)})
     if shared is not None:
         shared[key] = layer.table, layer.shares_open_table
     return layer

@@ -73,7 +73,7 @@ class RowLayer(keras.layers.Layer):
         options = {name: config[name] for name in declared(LayerOptions)}
         rows, dim = config["input_dim"], config["output_dim"]
         if config["sharded"]:
-            shards.check_options(kind, rows)
+            shards.check_options(kind, rows, options)
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's

@@ -13,7 +13,7 @@ from embedrock.initializers import FromArray, FromBfloat16, read_initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
 from embedrock.rules import Rule, describe_rule
-from embedrock.table.description import rule_of
+from embedrock.table.description import policies_of, rule_of
 from embedrock.table.table import Table
 
 
@@ -65,6 +65,7 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
         "init": describe_initializer(spec.init, label),
         "rule": describe_rule_of_layer(given_rule(table)),
         **table.options,
+        **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }
     return {**described, "at": table.last_commit} if table.mode == "r" else described
 
@@ -72,7 +73,12 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
 def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
     """Return the table that `describe_table` described, and whether another model has it too."""
     rule = rule_of(description.get("rule"))  # None in files of 0.1
-    options = {**description, "init": read_initializer_of(description["init"]), "rule": rule}
+    options = {
+        **description,
+        **policies_of(description),
+        "init": read_initializer_of(description["init"]),
+        "rule": rule,
+    }
     path, at = options.get("path"), options.pop("at", None)
     if path is None:
         return loading.open_or_make(options), False

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.machine.paths import local_path
 from embedrock.shards.owners import Shard
+from embedrock.table.description import POLICIES
 from embedrock.table.table import Table
 
 FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
@@ -42,8 +44,14 @@ def current_shard() -> Shard:
 # ---------------------------------------------------------------- opening
 
 
-def check_options(kind: str, rows: Any) -> None:
-    """Raise an error where a layer cannot be sharded: its table was made before."""
+def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
+    """Raise an error where a layer cannot be sharded: its table was made before, or its rows come and go."""
+    for name in POLICIES:
+        if options[name] is not None:
+            raise UnsupportedError(
+                f"`{name}` of {kind} does not go with `sharded`, as workers would have to decide together who has a "
+                "record. Leave one of them out."
+            )
     if isinstance(rows, Table):
         raise ArgumentError(
             f"`sharded` of {kind} goes with a table that the layer makes: got a ready-made er.Table. Give the layer "

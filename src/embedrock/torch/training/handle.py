@@ -339,6 +339,12 @@ class Handle(nn.Parameter):
                 f"the rows of {self.label} are shared with other processes by sharded={self.sharded!r} already: got "
                 f"{sharded!r}. Say so in the first layer on a table."
             )
+        if sharded is not False and self.table.spec.has_residents:
+            raise UnsupportedError(
+                f"the rows of {self.label} come and go (admission= or eviction=), and cannot be shared out by "
+                f"sharded={sharded!r}, as processes would have to decide together who has a record. Leave one of them "
+                "out."
+            )
         self.sharded = sharded
 
     def check_whole(self, done: str) -> None:
