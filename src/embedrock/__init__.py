@@ -49,6 +49,7 @@ from embedrock.initializers import (
     Zeros,
 )
 from embedrock.machine.threads import get_threads, set_threads
+from embedrock.planner.proposal import NoPlanError, plan
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
@@ -87,6 +88,7 @@ __all__ = [
     "MemoryBudgetError",
     "Momentum",
     "NewerFormatError",
+    "NoPlanError",
     "NonFiniteGradientError",
     "Normal",
     "OtherRankError",
@@ -114,5 +116,6 @@ __all__ = [
     "hash_ids",
     "open",
     "opened",
+    "plan",
     "set_threads",
 ]

@@ -78,7 +78,7 @@ def _run(arguments: Namespace) -> int:
     slots = {memory: place(spec, memory, SUBJECT).slots for memory in _memories(arguments, spec, ids)}
     sampler = CurveSampler(list(slots.values()), arguments.policy)
     with progress("ids", ids, 0, " ids") as advance:
-        _see_all(sampler, _batches(columns, arguments), int(ids * arguments.warm_up), advance)
+        _see_all(sampler, batches(columns, arguments), int(ids * arguments.warm_up), advance)
     told = _told(arguments, spec, slots, sampler.curve())
     told["ids"], told["seconds"] = ids, time.perf_counter() - began
     print(json.dumps(told) if arguments.json else _text(told))
@@ -99,7 +99,7 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
     return [*takewhile(lambda memory: memory < most, accumulate(repeat(2), int.__mul__, initial=least))] or [least]
 
 
-def _batches(columns: Sequence[Column], arguments: Namespace) -> Iterator[np.ndarray]:
+def batches(columns: Sequence[Column], arguments: Namespace) -> Iterator[np.ndarray]:
     """Go through the log's ids, `batch_size` at a time but for the last."""
     waiting = np.empty(0, np.int64)
     for column in columns:

@@ -30,8 +30,8 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status.
 
-    0: done. 1: an error, told in one line. 2: a command line that argparse refused. 3: `verify` found damage.
-    130: Ctrl-C.
+    0: done. 1: an error, told in one line. 2: a command line that argparse refused. 3: `verify` found damage, or `plan`
+    nothing that fits. 130: Ctrl-C.
 
     Args:
         argv: the words after ``embedrock``; None: those of this process.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
-    from embedrock.cli import curves, machines, tables, vocabularies
+    from embedrock.cli import curves, machines, plans, tables, vocabularies
     from embedrock.demo import command as demo
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
     machines.add_parser(subparsers)
+    plans.add_parser(subparsers)
     _add_help(subparsers, parser)
     parser.set_defaults(run=lambda arguments: _help(parser))  # as pip does: nothing was asked for, and nothing failed
     return parser

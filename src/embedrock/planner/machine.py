@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import EmbedrockError
-from embedrock.kernels.cpu.machine_code import user_cache_folder
 from embedrock.machine import probe
 from embedrock.machine.ram import memory_limit, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.threads import get_threads, set_threads
-from embedrock.planner.cost import Disk, Work, fit
+from embedrock.planner.cost import TERMS, Disk, Work, fit
 from embedrock.process import platform
 from embedrock.rules import Adam
 from embedrock.table.table import Table
@@ -96,6 +95,8 @@ class Machine:
 
 def cache_file() -> Path:
     """Return where the numbers are kept."""
+    from embedrock.kernels.cpu.machine_code import user_cache_folder  # which loads Numba
+
     return user_cache_folder() / FILE
 
 
@@ -255,6 +256,22 @@ def _run(table: Table, batch: int) -> tuple[Work, float]:
     reads = (after.get("misses", 0) - before.get("misses", 0)) / count
     work = Work(batch, unique / count, table.dim, table.spec.record_bytes, table.is_on_disk, reads)
     return work, min(times)
+
+
+# A laptop of some years: for examples and tests that should not depend on where they run.
+EXAMPLE = Machine(
+    time=0.0,
+    load=0.0,
+    cores=4,
+    ram_bytes=8 << 30,
+    base_bytes=180 << 20,
+    copy=1e10,
+    rows={64: 8e7, 256: 4e7, 1024: 1e7},
+    scaling={1: 1.0, 2: 1.8, 4: 2.5},
+    folder=".",
+    disk=Disk((1, 16, 256, 4096), (1e-4, 3e-4, 3e-3, 4.5e-2), 1e9),
+    constants=dict(zip(TERMS, (1.5e-4, 2e-8, 4e-10, 5e-8, 2e-10, 5e-4, 1.2, 2e-6, 1e-9), strict=True)),
+)
 
 
 def told(machine: Machine) -> dict[str, str]:

@@ -5,6 +5,25 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
+GROUPS = 1 << 12  # ... of so small a part of the ranks before them
+
+
+def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> float:
+    """Return how many different ranks of some draws are, on average, not among the `slots` most popular ones.
+
+    It is the fewest misses that a cache of so many slots can have whose policy knows the popularity of every row, but
+    not the batches to come. With 0 slots: how many different ranks there are.
+
+    Example:
+        >>> expected_misses(ranks=100, exponent=1.0, draws=1, slots=0)
+        1.0
+    """
+    edges = _edges(min(slots, ranks), ranks)
+    counts = np.diff(edges)
+    chances = np.diff(_zipf_cdf(edges, ranks, exponent)) / counts
+    return float(-(counts * np.expm1(draws * np.log1p(-chances))).sum())
+
 
 def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) -> npt.NDArray[np.int64]:
     """Turn uniform numbers into ranks in [0, ranks), rank k about as likely as (k + 1) ** -exponent.
@@ -17,3 +36,19 @@ def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) 
         power = 1 - exponent
         value = ((float(ranks) ** power - 1) * uniform + 1) ** (1 / power)
     return np.minimum(value.astype(np.int64) - 1, ranks - 1)
+
+
+def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
+    """Return where groups of ranks of about one chance begin, and where the last one ends."""
+    exact = min(ranks, max(first, EXACT_RANKS))
+    grouped = np.geomspace(exact, ranks, 2 + int(GROUPS * np.log(ranks / max(exact, 1)))).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(first, exact), grouped, [ranks]]))
+
+
+def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
+    """Return the chance of a rank below each value: what `bounded_zipf` inverts, whose last rank has no mass."""
+    values = np.minimum(values + 1.0, ranks)
+    if exponent == 1:
+        return np.log(values) / np.log(ranks)
+    power = 1 - exponent
+    return (values**power - 1) / (float(ranks) ** power - 1)

@@ -51,14 +51,14 @@ def _hint(system: System, path: str) -> str:
     try:
         names = system.listdir(path)
     except FileNotFoundError:
-        tables = _tables_in(system, folder)
+        tables = tables_in(system, folder)
         meant = nearest(name, tables)
         return f"Did you mean {folder}/{meant}?" if meant else _listed(folder, tables)
     except NotADirectoryError:
         return _what_file_is(name)
     except OSError:  # not ours to look into
         return ""
-    hint = _listed(path, _tables_in(system, path))
+    hint = _listed(path, tables_in(system, path))
     if any(map(CHECKPOINT.fullmatch, names)):
         return f"It has checkpoints of a model, whose tables lie where its layers' path= says. {hint}".rstrip()
     return hint
@@ -81,7 +81,8 @@ def _listed(folder: str, names: list[str]) -> str:
     return f"There {'is one' if len(names) == 1 else 'are some'} in {folder}: {shown}{more}"
 
 
-def _tables_in(system: System, folder: str) -> list[str]:
+def tables_in(system: System, folder: str) -> list[str]:
+    """Return the names of the tables in a folder, of its first entries."""
     try:
         names = sorted(system.listdir(folder))[:LOOKED_AT]
     except OSError:  # not there, or not ours to look into

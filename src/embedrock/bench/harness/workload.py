@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.planner.zipf import bounded_zipf
+from embedrock.planner.zipf import bounded_zipf, expected_misses
 
 # Knuth's multiplicative hash. The factor is prime, so that it permutes the ids of any table with fewer rows;
 # hot ids end up far apart in memory, as they do in real logs.
 SCATTER = 2_654_435_761
 MAX_ROWS = SCATTER - 1  # also keeps the products below 2**63
-EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
-GROUPS = 1 << 12  # ... of so small a part of the ranks before them
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,7 @@ class Workload:
         It is the fewest misses that a cache of so many slots can have whose policy knows the popularity of every
         row, but not the batches to come. With 0 slots: how many different rows a batch has.
         """
-        edges = _edges(min(slots, self._ranks), self._ranks)
-        counts = np.diff(edges)
-        chances = np.diff(_zipf_cdf(edges, self._ranks, self.zipf)) / counts
-        return float(-(counts * np.expm1(self.lookups * np.log1p(-chances))).sum())
+        return expected_misses(self._ranks, self.zipf, self.lookups, slots)
 
     def gradient(self) -> npt.NDArray[np.float32]:
         """Return the gradient of every batch's output, (batch, features, dim) float32."""
@@ -93,19 +88,3 @@ class Workload:
     @property
     def _ranks(self) -> int:
         return self.rows if self.ranks is None else self.ranks
-
-
-def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
-    """Return where groups of ranks of about one chance begin, and where the last one ends."""
-    exact = min(ranks, max(first, EXACT_RANKS))
-    grouped = np.geomspace(exact, ranks, 2 + int(GROUPS * np.log(ranks / max(exact, 1)))).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(first, exact), grouped, [ranks]]))
-
-
-def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
-    """Return the chance of a rank below each value: what `bounded_zipf` inverts, whose last rank has no mass."""
-    values = np.minimum(values + 1.0, ranks)
-    if exponent == 1:
-        return np.log(values) / np.log(ranks)
-    power = 1 - exponent
-    return (values**power - 1) / (float(ranks) ** power - 1)

@@ -1,0 +1,186 @@
+"""``embedrock plan``: which tier and how much RAM tables should have, and what a step takes then."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tomllib
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import embedrock as er
+from embedrock.cli import curves
+from embedrock.cli.columns import IDS, Column
+from embedrock.cli.imports import OPEN
+from embedrock.cli.machines import measured
+from embedrock.errors import ArgumentError
+from embedrock.machine.sizes import format_bytes, parse_bytes
+from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.planner.demand import ZIPF
+from embedrock.planner.proposal import NoPlanError, Proposal
+from embedrock.spec import Spec
+from embedrock.store.nearby import tables_in
+from embedrock.terminal.arguments import count, number, size
+from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
+
+NOTHING_FITS = 3  # exit status
+BATCH_SIZE = 4096
+MORE = ("batch_size", "memory", "disk", "zipf", "dense_ms", "workers", "steps")  # of a file, besides its tables
+FIELDS = (
+    Field("table", "name"),
+    Field("tier", "tier"),
+    Field("memory=", "memory", format_bytes),
+    Field("RAM", "ram_bytes", format_bytes),
+    Field("files", lambda one: one["disk_bytes"] or None, format_bytes),
+    Field("rows a step", "rows_used", format_whole),
+    Field("missed", "misses", format_whole),
+    Field("read", "reads", format_whole),
+    Field("ms", lambda one: sum(one["seconds"].values()) * 1e3, format_number),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
+    text = "which tier and how much memory= tables should have, and what a step takes then"
+    parser: ArgumentParser = subparsers.add_parser(
+        "plan",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. Exit status {NOTHING_FITS} where nothing keeps the limits.",
+    )
+    source = "a TOML file, a folder that has tables, or package.module:make_model"
+    parser.add_argument("--tables", required=True, metavar="WHAT", help=source)
+    log = "Parquet, Arrow, CSV or TSV with a column of ids for each table, called as it"
+    parser.add_argument("--log", type=Path, nargs="+", metavar="FILE", help=log)
+    zipf = f"exponent of the popularity of ids where there is no log (default: {ZIPF})"
+    parser.add_argument("--zipf", type=number, metavar="X", help=zipf)
+    parser.add_argument("--batch-size", type=count, metavar="N", help=f"samples (default: {BATCH_SIZE})")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="RAM of the process (default: all that it may use)")
+    parser.add_argument("--disk", type=size, metavar="SIZE", help="for files (default: no limit)")
+    parser.add_argument("--dense-ms", type=number, metavar="MS", help="of the rest of the model (default: 0)")
+    parser.add_argument("--workers", type=count, metavar="N", help="that share each table by id (default: 1)")
+    steps = "that tables have been trained for (default: long, each row that is missed is read)"
+    parser.add_argument("--steps", type=count, metavar="N", help=steps)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> int:
+    tables, told = _tables(arguments.tables)
+    given = {name: getattr(arguments, name) for name in MORE if getattr(arguments, name) is not None}
+    told = {"batch_size": BATCH_SIZE, **told, **given}
+    logs = {} if arguments.log is None else _logs(arguments.log, tables)
+    dense_s = told.pop("dense_ms", 0.0) / 1e3
+    machine = measured(None)
+    try:
+        found = er.plan(tables, log=logs, dense_s=dense_s, machine=machine, **told)
+    except NoPlanError as error:
+        print(json.dumps({"error": str(error), "needed": error.needed}) if arguments.json else f"nothing fits: {error}")
+        return NOTHING_FITS
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else _text(found))
+    return 0
+
+
+def _text(found: Proposal) -> str:
+    told = found.to_json()
+    facts = {
+        "a step": f"{format_number(found.step_s * 1e3)} ms",
+        "bound by": found.bound,
+        "RAM": f"{format_bytes(found.peak_bytes)} at most, Python and a batch included",
+        "prefetch": f"depth={found.depth}" if found.depth else "does not pay",
+        "2x faster": found.faster or "not by RAM: fewer or smaller rows, or more cores",
+    }
+    return f"{format_lines(FIELDS, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _tables(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return tables by name, and what else a file says."""
+    if text.endswith(".toml"):
+        return _of_file(Path(text))
+    if os.path.isdir(text):
+        return _of_folder(text), {}
+    module, colon, name = text.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        return _of_model(text, module, name), {}
+    raise ArgumentError(
+        f"--tables must be a .toml file, a folder that has tables, or package.module:make_model: got {text!r}."
+    )
+
+
+def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{str(path)!r} is no TOML: {error}.") from None
+    tables = told.pop("tables", None)
+    if not isinstance(tables, dict) or not tables:
+        raise ArgumentError(f"{str(path)!r} must have tables, each as [tables.NAME] with rows and dim: got none.")
+    for name in told:
+        if name not in MORE:
+            raise ArgumentError(f"{str(path)!r} has {name!r}: besides tables it may have {', '.join(MORE)}.")
+    for limit in ("memory", "disk"):
+        if limit in told:
+            told[limit] = parse_bytes(told[limit], limit)
+    return tables, told
+
+
+def _of_folder(folder: str) -> dict[str, Spec]:
+    tables = {}
+    for name in tables_in(OS_SYSTEM, folder):
+        with er.open(os.path.join(folder, name), mode="r") as table:
+            tables[name.removesuffix(".rock")] = table.spec
+    if not tables:
+        raise ArgumentError(f"the folder {folder!r} has no tables. Name the folder in which their folders are.")
+    return tables
+
+
+def _of_model(text: str, module: str, name: str) -> dict[str, Spec]:
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        made: Any = importlib.import_module(module)
+        for part in name.split("."):
+            made = getattr(made, part)
+        made = made() if callable(made) and not hasattr(made, "modules") else made
+    except Exception as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        raise ArgumentError(
+            f"--tables {text}: looked for {name!r} in the module {module!r}, called it without arguments, and got "
+            f"{last} Name a function that takes no argument and returns the model."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    tables = dict(_layers(made))
+    if not tables:
+        raise ArgumentError(f"--tables {text}: the model, {type(made).__name__}, has no layers of Embedrock's.")
+    return tables
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Spec]]:
+    """Go through the tables of a model of PyTorch or Keras, by the first layer of each."""
+    named = model.named_modules() if hasattr(model, "named_modules") else ((one.name, one) for one in model.layers)
+    seen = set()
+    for name, layer in named:
+        table = getattr(layer, "table", None)
+        if isinstance(table, er.Table) and table not in seen:
+            seen.add(table)
+            yield name or type(layer).__name__, table.spec
+
+
+def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np.ndarray]]:
+    logs = {}
+    for name, told in tables.items():
+        own = told if isinstance(told, Mapping) else {}
+        rows = told.rows if isinstance(told, Spec) else own.get("rows")
+        columns = [Column(path, own.get("column", name), IDS) for path in files]
+        options = Namespace(batch_size=1 << 16, skip_nulls=True, rows=OPEN if rows is None else rows)
+        logs[name] = curves.batches(columns, options)
+    return logs

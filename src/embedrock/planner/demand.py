@@ -1,0 +1,184 @@
+"""`Demand`: what a table is asked for, and how many of its rows a cache of each size would miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+from embedrock.initializers import Zeros
+from embedrock.planner.zipf import bounded_zipf, expected_misses
+from embedrock.rules import RULES, Rule
+from embedrock.spec import Spec
+from embedrock.tiers.curve import Curve, CurveSampler
+from embedrock.tiers.placing import memory_for, most_for, place
+from embedrock.wording import check_choice, did_you_mean
+
+RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
+FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column")
+DIM = 64
+ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
+OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
+SCATTER = 2_654_435_761  # Knuth's multiplicative hash: ids of popular rows lie far apart
+MOST_IDS = 2_000_000  # that are looked at, of one table
+WINDOW = 400  # batches before those that count, where a table is trained for longer
+FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
+FILLED = 0.25  # of the rows that were seen: caches of up to so many are as they will be for long
+USUAL, WORST = 1.08, 1.5  # times the misses of the best cache: of the policy, where none was filled; at most
+MOST_SAMPLED = 1 << 12  # slots of a small cache that stands for a large one
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one table is asked for.
+
+    Attributes:
+        name: of the table.
+        spec: of the table.
+        positions: ids of a batch.
+        zipf: exponent of the popularity of ids, where `log` is None.
+        log: goes through the ids of past batches, int64 arrays of any size.
+        column: of a log that has them.
+    """
+
+    name: str
+    spec: Spec
+    positions: int
+    zipf: float = ZIPF
+    log: Iterable[np.ndarray] | None = None
+    column: str | None = None
+
+    def batches(self, count: int) -> Iterator[np.ndarray]:
+        """Go through `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
+        source = self._drawn(count) if self.log is None else _cut(self.log, self.positions)
+        for _, ids in zip(range(count), source, strict=False):
+            yield np.unique(ids)
+
+    def _drawn(self, count: int) -> Iterator[np.ndarray]:
+        random, rows = np.random.default_rng(0), self.spec.rows or OPEN_ROWS
+        for _ in range(count):
+            ranks = bounded_zipf(random.random(self.positions), rows, self.zipf)
+            yield (ranks * np.int64(SCATTER % rows or 1) % rows) if rows < SCATTER else ranks
+
+
+def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    waiting = np.empty(0, np.int64)
+    for part in log:
+        waiting = np.concatenate([waiting, np.asarray(part).reshape(-1)])
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+
+
+def memories(spec: Spec, rows: float, most: int, finer: int = FINER) -> list[int]:
+    """Return values of ``memory=`` that a table on disk may have: from room for two batches to all of use, growing.
+
+    Args:
+        spec: of the table.
+        rows: of a batch.
+        most: that there is.
+        finer: steps to twice as much.
+    """
+    least, most = memory_for(spec, int(2 * rows) + 1), min(most, most_for(spec))
+    count = max(0, int(np.ceil(np.log2(max(most / least, 1)) * finer)))
+    return sorted({least, *(int(least * 2 ** (k / finer)) for k in range(count)), max(least, most)})
+
+
+def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
+    """Return how many rows of a batch caches of these sizes miss, after so many steps of training; None: of `WINDOW`.
+
+    A log that has fewer batches is gone through once: its second half counts.
+    """
+    sampler, steps = CurveSampler(sizes, most=MOST_SAMPLED), steps or WINDOW
+    counted = max(4, steps // 8)
+    total = max(8, min(steps + counted, MOST_IDS // max(1, demand.positions)))
+    seen = 0
+    for ids in demand.batches(total):
+        if seen == max(1, total - min(counted, total // 2)):
+            sampler.forget_counts()
+        sampler.see(ids)
+        seen += 1
+    if not seen:
+        raise ArgumentError(f"the log of {demand.name!r} has fewer ids than one batch, {demand.positions}.")
+    return sampler.curve()
+
+
+def lasting(demand: Demand, curve: Curve, slots: int) -> float:
+    """Return how many rows a batch misses after long training, where all rows were seen that fit a cache.
+
+    A few hundred batches do not fill a large cache, and logs end. Of ids that are drawn it is known which rows the best
+    cache would keep; the policy's is as much worse as it is in the caches that were filled.
+    """
+    if demand.log is not None or demand.spec.rows is None:
+        return curve.missed(slots)
+    if slots >= demand.spec.rows:
+        return 0.0
+    best = [_best(demand, int(each)) for each in curve.slots]
+    worse = [
+        found / fewest
+        for each, found, fewest in zip(curve.slots, curve.misses, best, strict=True)
+        if each < curve.distinct * FILLED and fewest > 1
+    ]
+    return min(curve.rows, _best(demand, slots) * float(np.clip(np.median(worse), 1, WORST) if worse else USUAL))
+
+
+def _best(demand: Demand, slots: int) -> float:
+    return expected_misses(demand.spec.rows or OPEN_ROWS, demand.zipf, demand.positions, slots)
+
+
+def slots_of(spec: Spec, memory: int) -> int:
+    """Return how many rows a table on disk holds in RAM."""
+    return place(spec, memory, "the table").slots
+
+
+def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping[str, Any]) -> list[Demand]:
+    """Read what tables shall be.
+
+    Args:
+        tables: a dict of tables by name, each a dict of `FIELDS`, a `Spec`, or whatever has one: a `Table`, a layer.
+        batch_size: samples of a batch, each of which has one id of a table, or ``ids``.
+        zipf: the exponent of those that do not say theirs.
+        logs: ids of past batches, by table.
+
+    Raises:
+        ArgumentError: something that cannot be.
+    """
+    if not isinstance(tables, Mapping) or not tables:
+        raise ArgumentError(f"`tables` of er.plan must be a dict of tables by name: got {tables!r}.")
+    unknown = [name for name in logs if name not in tables]
+    if unknown:
+        raise ArgumentError(f"`log` of er.plan has ids of {unknown[0]!r}, and there is no such table.")
+    return [_demand(str(name), one, batch_size, zipf, logs.get(name)) for name, one in tables.items()]
+
+
+def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any) -> Demand:
+    if not isinstance(told, Mapping):
+        spec = told if isinstance(told, Spec) else getattr(told, "spec", None)
+        if not isinstance(spec, Spec):
+            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {told!r}.")
+        return Demand(name, spec, batch_size, ZIPF if zipf is None else zipf, log)
+    for field in told:
+        if field not in FIELDS:
+            hint = did_you_mean(str(field), FIELDS)
+            raise ArgumentError(f"table {name!r} has no {field!r}: what it may have is {', '.join(FIELDS)}.{hint}")
+    rows = told.get("rows")
+    shape = None if rows == "open" else rows, told.get("dim", DIM), told.get("dtype", "float32")
+    spec = Spec(*shape, _rule(told), Zeros(), 0)
+    per_sample, own = told.get("ids", 1), told.get("zipf", zipf)
+    if isinstance(per_sample, bool) or not isinstance(per_sample, int | float) or per_sample <= 0:
+        raise ArgumentError(f"`ids` of table {name!r} must be how many a sample has, above 0: got {per_sample!r}.")
+    if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= 4):
+        raise ArgumentError(f"`zipf` of table {name!r} must be an exponent from 0 to 4: got {own!r}.")
+    positions = max(1, round(batch_size * per_sample))
+    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"))
+
+
+def _rule(told: Mapping[str, Any]) -> Rule | None:
+    rule = told.get("rule", "adam")
+    if rule is None or isinstance(rule, Rule):
+        return rule
+    check_choice("rule", str(rule).lower(), RULE_NAMES)
+    return RULE_NAMES[str(rule).lower()]()

@@ -1,0 +1,356 @@
+"""`plan`: which tier and how much RAM each table should have, and what a step will take then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.planner import cost
+from embedrock.planner.cost import Work
+from embedrock.planner.demand import FINER, Demand, curve_of, lasting, memories, read_demands, slots_of
+from embedrock.planner.machine import Machine, load, measure, save
+from embedrock.planner.split import Option, split
+from embedrock.tiers.curve import Curve
+from embedrock.tiers.directory import ID_BYTES, Direct, Hashed
+
+FITS_BYTES = 32 << 20  # up to which a table is direct, and never worth a file
+DISK_TIMES = 2.6  # bytes of files for those of all records: a table while it is compacted, and its log
+BUFFER_TIMES = 4  # bytes of a batch's rows that are held at once: rows, gradients, sums and what autograd keeps
+DEPTH = 2  # batches that prefetch looks ahead
+FEW = 16  # batches that tell how many rows one has
+OVERLAPS = 0.05  # of the time, at least, that waiting for the disk takes where it pays to prefetch
+UNIT = 1 << 20  # of ``memory=``
+
+
+class NoPlanError(EmbedrockError, MemoryError):
+    """No plan keeps the limits.
+
+    Attributes:
+        needed: what does, smallest change first: sizes by the name of the limit.
+    """
+
+    def __init__(self, text: str, needed: dict[str, int]) -> None:
+        super().__init__(text)
+        self.needed = needed
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """What a table should be, and what a step of it takes.
+
+    Attributes:
+        name: of the table.
+        tier: "RAM" or "disk".
+        memory: what to pass as ``memory=``; None for a table in RAM.
+        ram_bytes: that it will take, at most.
+        disk_bytes: of files, at most.
+        rows_used: different rows of a batch.
+        misses: of them, those that are not in the cache.
+        reads: of those, the ones that are read from disk: the others have no record yet.
+        seconds: of a step, by the terms of the model.
+        demand: what it is asked for.
+    """
+
+    name: str
+    tier: str
+    memory: int | None
+    ram_bytes: int
+    disk_bytes: int
+    rows_used: float
+    misses: float
+    reads: float
+    seconds: dict[str, float]
+    demand: Demand = field(repr=False)
+
+    @property
+    def code(self) -> str:
+        """A line that makes the table."""
+        spec = self.demand.spec
+        parts = [f"rows={spec.rows}", f"dim={spec.dim}"]
+        parts += [] if spec.rule is None else [f"rule=er.{type(spec.rule).__name__}()"]
+        parts += [] if spec.dtype == "float32" else [f'dtype="{spec.dtype}"']
+        if self.memory is not None:
+            parts += [f'path="{self.name}.rock"', f'memory="{self.memory // UNIT}MiB"']
+        return f"er.Table({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What `plan` proposes.
+
+    Attributes:
+        tables: each.
+        step_s: seconds of a step, the dense model included.
+        dense_s: of the dense model.
+        depth: batches to look ahead by prefetch; 0: it does not pay.
+        bound: what takes most of the time.
+        peak_bytes: RAM of the process, at most.
+        faster: what would make a step twice as fast; None: no amount of RAM.
+        machine_time: when the machine was measured, seconds since 1970.
+    """
+
+    tables: tuple[TablePlan, ...]
+    step_s: float
+    dense_s: float
+    depth: int
+    bound: str
+    peak_bytes: int
+    faster: str | None
+    machine_time: float
+
+    @property
+    def code(self) -> str:
+        """Lines that make the tables."""
+        lines = [f"{_identifier(one.name)} = {one.code}" for one in self.tables]
+        ahead = f"# prefetch(..., depth={self.depth}) reads rows while others are trained on"
+        return "\n".join(["import embedrock as er", "", *lines, *([ahead] if self.depth else [])])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        told = {name: value for name, value in vars(self).items() if name != "tables"}
+        tables = []
+        for one in self.tables:
+            fields = {name: value for name, value in vars(one).items() if name != "demand"}
+            tables.append(fields | {"positions": one.demand.positions, "code": one.code})
+        return told | {"tables": tables, "code": self.code}
+
+
+def _identifier(name: str) -> str:
+    made = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return made if made.isidentifier() else f"t_{made}"
+
+
+def plan(
+    tables: Mapping[str, Any],
+    batch_size: int,
+    *,
+    memory: Size | None = None,
+    disk: Size | None = None,
+    zipf: float | None = None,
+    log: Mapping[str, Any] | None = None,
+    dense_s: float = 0.0,
+    workers: int = 1,
+    steps: int | None = None,
+    machine: Machine | None = None,
+) -> Proposal:
+    """Propose which tier and how much RAM each table should have, and tell what a training step takes then.
+
+    Args:
+        tables: by name, each a dict of ``rows`` (None for open ids), ``dim`` (64), ``rule`` ("adam"), ``dtype``
+            ("float32"), ``ids`` of a sample (1) and ``zipf``; or an `er.Spec`, a table, or a layer that has one.
+        batch_size: samples of a batch.
+        memory: RAM for the whole process, of which Python and libraries take their part; None: all there is.
+        disk: room for files; None: no limit.
+        zipf: exponent of the popularity of ids, of tables that neither say theirs nor have a log.
+        log: ids of the past, by table: an array, or an iterable of arrays.
+        dense_s: seconds of a step of the rest of the model, where they are known.
+        workers: processes that share each table by id; what is told is of one of them.
+        steps: how long the tables have been trained when the step that is told is made. None: long, so that each row
+            that is missed is read; with caches as a few hundred batches have filled them.
+        machine: what to reckon with; None: what `embedrock machine` measured, or measures now.
+
+    Raises:
+        ArgumentError: something that cannot be.
+        NoPlanError: nothing keeps the limits; it says what would.
+        MachineFileError: what was measured cannot be read.
+
+    Example:
+        >>> import embedrock as er
+        >>> from embedrock.planner.machine import EXAMPLE
+        >>> tables = {"user": {"rows": 10**6, "dim": 16}, "item": {"rows": 1000, "dim": 16}}
+        >>> proposed = er.plan(tables, 256, memory="260MiB", machine=EXAMPLE, steps=20)
+        >>> [table.tier for table in proposed.tables]
+        ['disk', 'RAM']
+    """
+    for name, value in (("batch_size", batch_size), ("workers", workers), ("steps", 1 if steps is None else steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"`{name}` of er.plan must be a whole number above 0: got {value!r}.")
+    if not 0 <= dense_s < math.inf:
+        raise ArgumentError(f"`dense_s` of er.plan must be seconds, 0 or more: got {dense_s!r}.")
+    logs = {name: [one] if isinstance(one, np.ndarray) else one for name, one in (log or {}).items()}
+    demands = [_of_one_worker(one, workers) for one in read_demands(tables, batch_size, zipf, logs)]
+    known = machine or _measured()
+    limit = min(known.ram_bytes, parse_bytes(memory) if memory is not None else known.ram_bytes)
+    ways = _all_ways(demands, known, limit, steps)
+    return _Search(demands, ways, known, dense_s).propose(limit, None if disk is None else parse_bytes(disk, "disk"))
+
+
+def _of_one_worker(demand: Demand, workers: int) -> Demand:
+    """Return what one of several processes is asked for: its part of the rows, by all."""
+    rows = demand.spec.rows
+    if workers == 1 or rows is None:
+        return demand
+    return replace(demand, spec=replace(demand.spec, rows=-(-rows // workers)))
+
+
+def _measured() -> Machine:
+    known = load()
+    if known is None:
+        save(known := measure("."))
+    return known
+
+
+def fixed_bytes(demands: Sequence[Demand], machine: Machine) -> int:
+    """Return the RAM that a process takes besides its tables: Python, libraries, and what a batch needs."""
+    batch = sum(one.positions * (one.spec.dim * 4 * BUFFER_TIMES + 64) for one in demands)
+    return machine.base_bytes + batch
+
+
+# ---------------------------------------------------------------- one table
+
+
+def ram_bytes_of(demand: Demand, distinct: float = math.inf) -> int:
+    """Return the RAM of a table that is there wholly, with a record of each of so many rows."""
+    spec = demand.spec
+    touched = int(min(distinct, spec.rows or math.inf))
+    if spec.rows is not None and spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows) <= FITS_BYTES:
+        return spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows)
+    return touched * (spec.record_bytes + ID_BYTES) + Hashed.bytes_for(touched)
+
+
+def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: int | None) -> list[list[TablePlan]]:
+    """Return the ways for each table to be. Only where tables do not fit together is any of them looked at on disk."""
+    is_open = any(one.spec.rows is None for one in demands)
+    all_fit = not is_open and fixed_bytes(demands, machine) + sum(map(ram_bytes_of, demands)) <= limit
+    curves: dict[Any, tuple[dict[int, int], Curve]] = {}
+    made = []
+    for one in demands:
+        is_small = one.spec.rows is not None and ram_bytes_of(one) <= FITS_BYTES
+        key = (one.spec.rows, one.spec.record_bytes, one.positions, one.zipf, id(one.log))
+        if key not in curves:
+            curves[key] = _curve(one, 0 if all_fit or is_small else limit, steps)
+        made.append(_ways(one, machine, *curves[key], is_long=steps is None))
+    return made
+
+
+def _curve(demand: Demand, most: int, steps: int | None) -> tuple[dict[int, int], Curve]:
+    """Return rows in the cache by ``memory=``, and the curve of some of them; none up to `most` of 0."""
+    if not most:
+        return {}, curve_of(demand, [], min(steps or FEW, FEW))
+    sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most)}
+    slots = {memory: slots_of(demand.spec, memory) for memory in sorted(sizes)}
+    rooms = [*slots.values()]
+    return slots, curve_of(demand, [*rooms[::FINER], rooms[-1]], steps)
+
+
+def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, is_long: bool) -> list[TablePlan]:
+    """Return the ways for a table to be: in RAM, and on disk with several values of ``memory=``."""
+    spec = demand.spec
+    distinct = spec.rows if spec.rows is not None else curve.distinct
+    files = int(distinct * (spec.record_bytes + 4) * DISK_TIMES)
+    work = Work(demand.positions, curve.rows, spec.dim, spec.record_bytes)
+    made = []
+    if spec.rows is not None or demand.log is not None:  # else nobody knows how many rows there will be
+        made.append(_way(demand, work, machine, None, ram_bytes_of(demand, distinct), 0, 0.0))
+    for memory, room in slots.items():
+        if is_long:
+            misses = lasting(demand, curve, room)
+        else:
+            misses = curve.new if spec.rows is not None and room >= spec.rows else curve.missed(room)
+        new = 0.0 if is_long else min(misses, curve.new)
+        on_disk = work._replace(on_disk=True, reads=misses - new, new=new)
+        made.append(_way(demand, on_disk, machine, memory, memory, files, misses))
+    return made
+
+
+def _way(
+    demand: Demand, work: Work, machine: Machine, memory: int | None, ram: int, files: int, misses: float
+) -> TablePlan:
+    seconds = cost.seconds_of(work, machine.disk, machine.constants)
+    tier = "RAM" if memory is None else "disk"
+    return TablePlan(demand.name, tier, memory, ram, files, work.rows, misses, work.reads, seconds, demand)
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Looks for the ways in which tables fit together.
+
+    Attributes:
+        demands: of the tables.
+        ways: of each.
+        machine: what to reckon with.
+        dense_s: of a step of the dense model.
+    """
+
+    demands: Sequence[Demand]
+    ways: Sequence[Sequence[TablePlan]]
+    machine: Machine
+    dense_s: float
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return fixed_bytes(self.demands, self.machine)
+
+    def propose(self, limit: int, disk: int | None) -> Proposal:
+        """Return what keeps the limits and takes the least time."""
+        chosen = self._chosen(limit)
+        if chosen is None:
+            self._refuse_memory(limit)
+        needed = sum(one.disk_bytes for one in chosen)
+        if disk is not None and needed > disk:
+            raise NoPlanError(
+                f"the tables that do not fit {format_bytes(limit)} of RAM need {format_bytes(needed)} of files: "
+                f"{format_bytes(disk)} may be used. --disk {needed} is enough; or use a smaller dim, dtype or rule.",
+                {"disk": needed},
+            )
+        step, depth, bound = self._step(chosen)
+        peak = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
+        faster = self._faster(step, limit)
+        return Proposal(tuple(chosen), step, self.dense_s, depth, bound, peak, faster, self.machine.time)
+
+    def _chosen(self, limit: int) -> list[TablePlan] | None:
+        options = [[Option(way.ram_bytes, sum(way.seconds.values()), way) for way in ways] for ways in self.ways]
+        found = split(options, limit - self._fixed_bytes)
+        return None if found is None else [one.how for one in found]
+
+    def _refuse_memory(self, limit: int) -> None:
+        least = self._fixed_bytes + sum(min(way.ram_bytes for way in ways) for ways in self.ways)
+        raise NoPlanError(
+            f"the tables do not fit {format_bytes(limit)} of RAM, not even on disk: the process takes "
+            f"{format_bytes(self._fixed_bytes)} besides them, and each cache must hold two batches. "
+            f"--memory {-(-least // UNIT)}MiB is enough; or use smaller batches.",
+            {"memory": least},
+        )
+
+    def _step(self, chosen: Sequence[TablePlan]) -> tuple[float, int, str]:
+        """Return the seconds of a step, how far to look ahead, and what takes most of the time."""
+        parts = {"waiting for the disk": 0.0, "bringing rows into caches": 0.0, "moving rows": 0.0, "calls": 0.0}
+        for one in chosen:
+            for term, taken in one.seconds.items():
+                parts[KINDS[term]] += taken
+        parts["the dense model"] = self.dense_s
+        bound = max(parts, key=lambda name: parts[name])
+        total, waiting = sum(parts.values()), parts["waiting for the disk"]
+        depth = DEPTH if waiting > OVERLAPS * total else 0
+        return (max(waiting, total - waiting) if depth else total), depth, bound
+
+    def _faster(self, step: float, limit: int) -> str | None:
+        """Return how much RAM makes a step twice as fast; None where no amount does."""
+        for times in (1.25, 1.5, 2, 3, 4, 6, 8, 16, 32, 64):
+            chosen = self._chosen(int(limit * times))
+            if chosen is not None and self._step(chosen)[0] <= step / 2:
+                more = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
+                return f"--memory {-(-more // UNIT)}MiB"
+        return None
+
+
+KINDS = {
+    "call": "calls",
+    "position": "moving rows",
+    "position_byte": "moving rows",
+    "row": "moving rows",
+    "row_byte": "moving rows",
+    "disk_call": "calls",
+    "disk_read": "waiting for the disk",
+    "miss": "bringing rows into caches",
+    "miss_byte": "bringing rows into caches",
+}

@@ -1,0 +1,223 @@
+"""`er.plan` and ``embedrock plan``: what is proposed, what is told of it, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.cli.main import main
+from embedrock.planner import machine as machines
+from embedrock.planner.demand import curve_of, lasting, memories, read_demands
+from embedrock.planner.machine import EXAMPLE
+from embedrock.planner.proposal import UNIT
+from embedrock.planner.split import Option, split, worthwhile
+from embedrock.planner.zipf import bounded_zipf, expected_misses
+from embedrock.tiers.placing import place
+
+TABLES: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16}, "item": {"rows": 1000, "dim": 16, "ids": 3}}
+PLAIN = {"machine": EXAMPLE, "steps": 8}
+
+
+def options() -> list[list[Option]]:
+    random = np.random.default_rng(0)
+    sizes, costs = np.cumsum(random.integers(1, 9, (4, 5)), axis=1), -np.sort(-random.random((4, 5)), axis=1)
+    return [[*map(Option, own.tolist(), each.tolist())] for own, each in zip(sizes, costs, strict=True)]
+
+
+@pytest.mark.parametrize("budget", range(20, 90, 10))
+def test_a_split_is_nearly_the_best_of_all(budget: int):
+    tables = options()
+    every = [each for each in itertools.product(*tables) if sum(one.nbytes for one in each) <= budget]
+    found = split(tables, budget)
+    if not every:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(one.nbytes for one in found) <= budget
+    best = min(sum(one.cost for one in each) for each in every)
+    assert best <= sum(one.cost for one in found) <= 1.25 * best  # of few and large steps; tables have small ones
+
+
+def test_only_options_that_some_price_of_ram_chooses_are_worthwhile():
+    shape = [Option(1, 10.0), Option(2, 9.5), Option(3, 4.0), Option(4, 6.0), Option(5, 3.0)]
+    assert [one.nbytes for one in worthwhile(shape)] == [1, 3, 5]
+
+
+def test_tables_that_fit_are_in_ram():
+    found = er.plan(TABLES, 64, memory="1GiB", **PLAIN)
+    assert [(one.tier, one.memory, one.reads) for one in found.tables] == [("RAM", None, 0.0)] * 2
+    assert [one.demand.positions for one in found.tables] == [64, 192]
+    assert found.depth == 0
+    assert found.peak_bytes <= 1 << 30
+    assert found.step_s == pytest.approx(sum(sum(one.seconds.values()) for one in found.tables))
+
+
+def test_the_large_one_goes_to_disk_within_the_limit():
+    limit = 215 << 20
+    found = er.plan(TABLES, 64, memory=limit, machine=EXAMPLE, dense_s=1e-3)
+    user, item = found.tables
+    assert (user.tier, item.tier) == ("disk", "RAM")
+    assert found.peak_bytes <= limit
+    assert user.memory is not None
+    assert user.memory % UNIT == 0
+    assert user.misses == user.reads > 0  # long trained: each has a record
+    more = er.plan(TABLES, 64, memory=limit + (20 << 20), machine=EXAMPLE).tables[0]
+    assert more.misses < user.misses
+    fresh = er.plan(TABLES, 64, memory=limit, **PLAIN).tables[0]
+    assert fresh.reads < fresh.misses  # most rows have no record yet
+
+
+def test_the_lines_of_code_make_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = er.plan(TABLES, 64, memory="215MiB", **PLAIN)
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {}
+    exec(found.code, made)
+    assert (made["user"].rows, made["user"].dim, made["user"].is_on_disk) == (500_000, 16, True)
+    assert made["user"].stats()["budget_bytes"] == found.tables[0].memory
+    assert not made["item"].is_on_disk
+    for name in TABLES:
+        made[name].close()
+
+
+def test_misses_are_those_of_a_real_table(tmp_path: Path):
+    tables = {"t": {"rows": 20_000, "dim": 4, "zipf": 1.0}}
+    (demand,) = read_demands(tables, 256, None, {})
+    with er.Table(20_000, 4, rule=er.Adam(), path=tmp_path / "t.rock", memory=192 << 10) as table:
+        slots = place(table.spec, 192 << 10, "t").slots
+        batches = list(demand.batches(128))
+        curve = curve_of(demand, [slots], 112)
+        for step, ids in enumerate(batches):
+            if step == 112:
+                before = table.stats()["misses"]
+            table.update(ids, np.ones((len(ids), 4), np.float32))
+        seen = (table.stats()["misses"] - before) / (len(batches) - 112)
+        table.commit()
+    assert float(curve.misses[0]) == pytest.approx(seen, rel=0.1)
+
+
+def test_after_long_training_a_cache_is_a_little_worse_than_the_best():
+    (demand,) = read_demands({"t": {"rows": 100_000, "dim": 16}}, 512, 1.1, {})
+    curve = curve_of(demand, [1000, 2000], 100)
+    for slots in (1000, 20_000, 99_999):
+        best = expected_misses(100_000, 1.1, 512, slots)
+        assert best <= lasting(demand, curve, slots) <= 1.5 * best
+    assert lasting(demand, curve, 100_000) == 0
+
+
+def test_a_log_tells_what_is_missed():
+    ids = bounded_zipf(np.random.default_rng(0).random(40_000), 1000, 1.0)
+    found = er.plan({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids}, **PLAIN)
+    assert found.tables[0].rows_used <= 100
+    with pytest.raises(er.ArgumentError, match="the log of 't' has fewer ids than one batch, 100"):
+        er.plan({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids[:99]}, **PLAIN)
+
+
+def test_of_several_workers_each_has_a_part():
+    alone, one = (er.plan({"t": {"rows": 10**6}}, 64, workers=n, **PLAIN).tables[0] for n in (1, 4))
+    assert one.demand.spec.rows == 250_000
+    assert one.ram_bytes < alone.ram_bytes / 3
+
+
+def test_nothing_fits():
+    with pytest.raises(
+        er.NoPlanError, match=r"do not fit 185\.0 MiB of RAM, not even on disk: .*--memory \d+MiB"
+    ) as ram:
+        er.plan(TABLES, 4096, memory="185MiB", **PLAIN)
+    er.plan(TABLES, 4096, memory=ram.value.needed["memory"] + UNIT, **PLAIN)
+    with pytest.raises(er.NoPlanError, match=r"need .* of files: 1\.0 MiB may be used\. --disk \d+ is enough") as disk:
+        er.plan(TABLES, 64, memory="215MiB", disk="1MiB", **PLAIN)
+    er.plan(TABLES, 64, memory="215MiB", disk=disk.value.needed["disk"], **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({}, r"must be a dict of tables by name: got \{\}"),
+        ({"t": 3}, "table 't' of er.plan must be a dict, an er.Spec or a table: got 3"),
+        ({"t": {"row": 3}}, "table 't' has no 'row': .* Did you mean 'rows'"),
+        ({"t": {"rows": 0}}, "`rows` must be a whole number from 1"),
+        ({"t": {"rows": 9, "rule": "adan"}}, "rule"),
+        ({"t": {"rows": 9, "zipf": -1}}, "`zipf` of table 't' must be an exponent from 0 to 4: got -1"),
+        ({"t": {"rows": 9, "ids": 0}}, "`ids` of table 't' must be how many a sample has, above 0: got 0"),
+    ],
+)
+def test_what_cannot_be(tables: Any, told: str):
+    with pytest.raises(er.ArgumentError, match=told):
+        er.plan(tables, 64, **PLAIN)
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": True}, {"batch_size": 1, "workers": 0}])
+def test_numbers_that_cannot_be(wrong: dict[str, Any]):
+    with pytest.raises(er.ArgumentError, match="must be a whole number above 0"):
+        er.plan(TABLES, **wrong, **PLAIN)
+    with pytest.raises(er.ArgumentError, match="must be seconds"):
+        er.plan(TABLES, 1, dense_s=float("nan"), **PLAIN)
+
+
+def test_memories_begin_with_two_batches_and_end_with_all_of_use():
+    (demand,) = read_demands({"t": {"rows": 5000, "dim": 8}}, 64, None, {})
+    sizes = memories(demand.spec, 64, 1 << 40)
+    assert place(demand.spec, sizes[0], "t").slots >= 128
+    assert place(demand.spec, sizes[-1], "t").slots == 5000
+    assert sizes == sorted(sizes)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(machines, "cache_file", lambda: tmp_path / "machine.json")
+    machines.save(EXAMPLE)
+    return tmp_path
+
+
+def test_a_file_of_tables(known: Path, capsys: pytest.CaptureFixture[str]):
+    file = known / "t.toml"
+    file.write_text('batch_size = 64\nmemory = "215MiB"\nsteps = 8\n[tables.user]\nrows = 500_000\ndim = 16\n')
+    assert main(["plan", "--tables", str(file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    wanted = er.plan({"user": TABLES["user"]}, 64, memory="215MiB", **PLAIN)
+    assert told == json.loads(json.dumps(wanted.to_json()))
+    assert main(["plan", "--tables", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert wanted.code in shown
+    assert "RAM" in shown
+    assert main(["plan", "--tables", str(file), "--memory", "181MiB"]) == 3
+    assert capsys.readouterr().out.startswith("nothing fits: the tables do not fit 181.0 MiB of RAM")
+
+
+def test_a_folder_of_tables_and_a_log(known: Path, capsys: pytest.CaptureFixture[str]):
+    (known / "tables").mkdir()
+    with er.Table(1000, 4, rule=er.SGD(), path=known / "tables" / "user.rock") as table:
+        table.commit()
+    (known / "log.csv").write_text("user\n" + "\n".join(map(str, range(900))) + "\n")
+    line = ["plan", "--tables", str(known / "tables"), "--log", str(known / "log.csv"), "--batch-size", "100", "--json"]
+    assert main(line) == 0
+    (told,) = json.loads(capsys.readouterr().out)["tables"]
+    assert (told["name"], told["rows_used"]) == ("user", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no_such_module_x:make", r"looked for 'make' in the module 'no_such_module_x', .*ModuleNotFoundError"),
+        ("json:dumps", r"looked for 'dumps' in the module 'json', .*TypeError"),
+        ("nothing", r"must be a \.toml file, a folder that has tables, or package\.module:make_model: got 'nothing'"),
+        ("t.toml", "must have tables, each as"),
+        ("empty", "the folder 'empty' has no tables"),
+    ],
+)
+def test_tables_that_are_none(known: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, text: str, told: str):
+    monkeypatch.chdir(known)
+    (known / "t.toml").write_text("batch_size = 3\n")
+    (known / "empty").mkdir()
+    assert main(["plan", "--tables", text]) == 1
+    assert re.search(told, capsys.readouterr().err)
