@@ -187,7 +187,7 @@ def test_dtypes(policy: str):
 
 
 def test_config():
-    layer = erk.EmbeddingBag(ROWS, DIM, "zeros", True, "sqrtn", rule=er.Adagrad(), name="bag")
+    layer = erk.EmbeddingBag(ROWS, DIM, "zeros", None, None, True, "sqrtn", rule=er.Adagrad(), name="bag")
     copy = erk.EmbeddingBag.from_config(layer.get_config())
     assert copy.get_config() == layer.get_config()
     assert (copy.mode, copy.mask_zero, copy.name) == ("sqrtn", True, "bag")

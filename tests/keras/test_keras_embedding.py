@@ -449,3 +449,49 @@ def test_a_table_that_pytorch_made_is_found_at_its_path(tmp_path: Path):
     layer = erk.Embedding(13, 3, path=tmp_path / "t.rock")
     np.testing.assert_array_equal(layer(np.array([5])), first)
     layer.table.close()
+
+
+def test_attributes_that_are_set_before_the_layer_is_built_count():
+    layer = erk.Embedding(ROWS, 4, "ones")
+    layer.embeddings_regularizer, layer.embeddings_constraint, layer.mask_zero = "l2", "non_neg", True
+    layer(np.array([1, 1, 2]))
+    assert float(layer.losses[0]) == pytest.approx(0.01 * 2 * 4)
+    assert layer.handle.brought["embeddings_constraint"] is layer.embeddings_constraint
+    assert layer.supports_masking
+    assert layer.get_config()["embeddings_regularizer"] == keras.regularizers.serialize(layer.embeddings_regularizer)
+    assert layer.get_config()["mask_zero"]
+    bag = erk.EmbeddingBag(ROWS, 4, "ones")
+    bag.mode = "mean"
+    assert float(bag(np.array([[1, 2]]))[0, 0]) == 1.0
+    assert bag.get_config()["mode"] == "mean"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("embeddings_regularizer", "l2", "once the layer is built.*Set it before"),
+        ("embeddings_constraint", "non_neg", "once the layer is built"),
+        ("mask_zero", True, "once the layer is built"),
+        ("mode", "mean", "once the layer is built"),
+        ("embeddings_initializer", "zeros", r"its table was made with it. Give it to the layer, erk.EmbeddingBag\("),
+        ("rule", er.Adam(), "its table was made with it"),
+        ("embeddings", WEIGHTS, r"write them by layer.table.assign\(ids, values\)"),
+    ],
+)
+def test_attributes_that_would_count_no_more_are_refused(name: str, value: Any, told: str):
+    layer = erk.EmbeddingBag(ROWS, 4)
+    layer.build()
+    before = layer.get_config()
+    with pytest.raises((ArgumentError, AttributeError), match=told):
+        setattr(layer, name, value)
+    assert layer.get_config() == before
+
+
+def test_attributes_that_cannot_be_are_refused():
+    layer = erk.EmbeddingBag(ROWS, 4)
+    for name in ("embeddings_regularizer", "embeddings_constraint", "mode"):
+        with pytest.raises(ArgumentError, match=f"`{name}` of erk.EmbeddingBag must be"):
+            setattr(layer, name, "l3")
+    layer.dtype_policy = "bfloat16"
+    with pytest.raises(ArgumentError, match=r"set to keep variables in bfloat16, after its table.*float32"):
+        layer.build()

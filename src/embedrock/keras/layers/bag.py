@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.keras.layers.attributes import Argument
 from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.layers.options import RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
@@ -18,6 +19,12 @@ from embedrock.wording import not_one_of
 MODES = ("sum", "mean", "sqrtn", "max")
 
 _RAGGED: Any = tf.RaggedTensor  # TensorFlow's stubs know few of its methods
+
+
+def _checked_mode(layer: Any, mode: Any) -> str:
+    if mode not in MODES:
+        raise not_one_of(f"`mode` of {layer.kind}", mode, MODES)
+    return mode
 
 
 @keras.saving.register_keras_serializable("embedrock")
@@ -58,22 +65,23 @@ class EmbeddingBag(LookupLayer):
         input_dim: int | Table | None,
         output_dim: int | None = None,
         embeddings_initializer: Any = None,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         mask_zero: bool = False,
         mode: str = "sum",
         *,
-        embeddings_regularizer: Any = None,
-        embeddings_constraint: Any = None,
         sharded: bool = False,
         **options: Unpack[RowLayerOptions],
     ) -> None:
-        if mode not in MODES:
-            raise not_one_of("`mode` of erk.EmbeddingBag", mode, MODES)
+        mode = _checked_mode(self, mode)
         super().__init__(
             *(input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint, mask_zero),
             sharded=sharded,
             **options,
         )
-        self.mode = mode
+        self._config["mode"] = mode
+
+    mode = Argument(_checked_mode)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Return the pooled rows of bags of ids."""
@@ -123,10 +131,6 @@ class EmbeddingBag(LookupLayer):
         """Return the ragged rank of bags: the last dimension of the ids is no more."""
         rank, left = ragged_rank(ids), len(ids.shape) - 2
         return left if left == 0 or (rank is None and left == 1) else rank if rank is None else min(rank, left)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments as plain data."""
-        return {**super().get_config(), "mode": self.mode}
 
     def _flat(self, ids: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the ids of all bags (n,), and where bags start and end: int64 (bags + 1,)."""

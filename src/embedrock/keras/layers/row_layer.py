@@ -9,6 +9,7 @@ import keras
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import open_table, refuse
 from embedrock.initializers import FromArray
+from embedrock.keras.layers.attributes import Argument
 from embedrock.keras.layers.config import config_of, layer_of
 from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowLayerOptions, shows, split_options
@@ -21,6 +22,12 @@ from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
+_NO_EMBEDDINGS = (
+    "{} has no `embeddings`: its rows are not a variable. Read rows by layer.table.lookup(ids) or "
+    "layer.table.export(), write them by layer.table.assign(ids, values), choose first values by "
+    "embeddings_initializer, load weights by from_pretrained(weights), and share rows by making the other layer of "
+    "layer.table."
+)
 
 
 class RowLayer(keras.layers.Layer):
@@ -42,11 +49,10 @@ class RowLayer(keras.layers.Layer):
         sharded: bool = False,
         **options: Unpack[RowLayerOptions],
     ) -> None:
-        kind = f"erk.{type(self).__name__}"
+        kind = self.kind
         of_table, of_keras, others = split_options(options)
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
         super().__init__(**of_keras)
-        self.mask_zero = self.supports_masking = mask_zero
         self.supports_jit = False  # XLA cannot call the host
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim
         self._config = {
@@ -94,6 +100,14 @@ class RowLayer(keras.layers.Layer):
             return table
         return open_table(kind, rows, dim, None, options, drawn.first, dim_name="output_dim")
 
+    # ------------------------------------------------------------ arguments
+
+    embeddings_regularizer = Argument(lambda layer, given: regularizer_of(given, layer.kind))
+    embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
+    mask_zero = Argument(lambda layer, given: given)
+    embeddings_initializer = Argument()
+    rule, seed, memory, directory, on_nonfinite, policy, keep, device_memory, sharded = (Argument() for _ in range(9))
+
     # ------------------------------------------------------------ rows
 
     @property
@@ -126,9 +140,14 @@ class RowLayer(keras.layers.Layer):
         return self.table.dim
 
     @property
+    def kind(self) -> str:
+        """Its class, as users write it."""
+        return f"erk.{type(self).__name__}"
+
+    @property
     def label(self) -> str:
         """What error messages call the layer."""
-        return f"{self.name!r}, erk.{type(self).__name__}({self.input_dim}, {self.output_dim})"
+        return f"{self.name!r}, {self.kind}({self.input_dim}, {self.output_dim})"
 
     @property
     def handle(self) -> Handle:
@@ -140,12 +159,11 @@ class RowLayer(keras.layers.Layer):
     @property
     def embeddings(self) -> NoReturn:
         """Refuse: the rows are no variable."""
-        raise AttributeError(
-            f"erk.{type(self).__name__} has no `embeddings`: its rows are not a variable. Read rows by "
-            "layer.table.lookup(ids) or layer.table.export(), write them by layer.table.assign(ids, values), choose "
-            "first values by embeddings_initializer, load weights by from_pretrained(weights), and share rows by "
-            "making the other layer of layer.table."
-        )
+        raise AttributeError(_NO_EMBEDDINGS.format(self.kind))
+
+    @embeddings.setter
+    def embeddings(self, given: Any) -> NoReturn:
+        raise AttributeError(_NO_EMBEDDINGS.format(self.kind))
 
     def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: see `REFUSED_METHODS`."""
@@ -164,6 +182,7 @@ class RowLayer(keras.layers.Layer):
         """Make the handle, or take that of another layer on the table."""
         if self.built:
             return
+        self._check_dtype()
         shards.check_strategy(self.table, self.label)
         handle = handle_of(self.table, self.label)
         handle.check_strategy()
@@ -175,7 +194,16 @@ class RowLayer(keras.layers.Layer):
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
         state.refuse_get_weights(self)
+        self.supports_masking |= self.mask_zero
         self.built = True
+
+    def _check_dtype(self) -> None:
+        kept = self.table.spec.dtype
+        if not isinstance(self._config["input_dim"], Table) and self.variable_dtype != kept:
+            raise ArgumentError(
+                f"`dtype_policy` of {self.label} was set to keep variables in {self.variable_dtype}, after its table "
+                f"was made, which keeps rows in {kept}. Give it to the layer, {self.kind}(..., dtype=...)."
+            )
 
     def _clear_losses(self) -> None:
         """Forget what Keras forgets when a model is called."""

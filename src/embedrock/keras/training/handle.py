@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
-from tensorflow.python.ops import custom_gradient
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
-from embedrock.keras.training import host_calls
+from embedrock.keras.training import guards, host_calls
+from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
 from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, TableShape, WaitingSlices, checked, shaped
-from embedrock.keras.training.variable import RowsVariable, reading_refused, writing_refused
+from embedrock.keras.training.variable import RowsVariable
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # what the objects of a model that Keras loads, or saves, share
 _GRADIENT = "_embedrock_gradient"  # of a token, outside of programs
-WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
 # Handles by table: layers on one table share its handle, as tied layers share a variable. So its rows count once in a
 # norm, and are stepped once.
 _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
-_may_read = contextvars.ContextVar("embedrock_may_read", default=False)
 
 
 class Handle:
@@ -70,10 +66,9 @@ class Handle:
         self._owners: list[weakref.ref[Any]] = []
         self._is_shared = False  # some layer has said whether it is trained
         for cell in self.cells():
-            _guard(cell, self)
-            _guard_reading(cell, label)
+            guards.guard(cell, self, label, is_cell=True)
         if self.variable.value is not self.cells()[0]:
-            _guard(self.variable.value, self)
+            guards.guard(self.variable.value, self, label, is_cell=False)
 
     def cells(self) -> tuple[Any, ...]:
         """Return the TensorFlow variables behind `variable`: one for each local replica."""
@@ -107,7 +102,8 @@ class Handle:
         known = self.brought.get(name)
         if given is not None and known is not None and not _is_same(known, given):
             raise ArgumentError(
-                f"`{name}` of layers that share a table must be the same: {self.label} has {known}, got {given}."
+                f"`{name}` of layers that share a table must be the same: {self.label} has {described(known)}, got "
+                f"{described(given)}. Give it to one of them only, or the same to each."
             )
         if given is not None:
             self.brought.setdefault(name, given)
@@ -173,11 +169,8 @@ class Handle:
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        token = _may_read.set(True)
-        try:
+        with guards.reading():
             return tf.convert_to_tensor(self.variable.value)
-        finally:
-            _may_read.reset(token)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:
         """Return, in a program, the gradient of the rows that a sum of tokens stands for."""
@@ -284,6 +277,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return one == other
 
 
+def described(made: Any) -> str:
+    """Return a rule, a regularizer or a constraint as users write it."""
+    if isinstance(made, Rule):
+        return written(made)
+    config = made.get_config() if hasattr(made, "get_config") else {}
+    return f"{getattr(made, '__name__', type(made).__name__)}({', '.join(f'{k}={v!r}' for k, v in config.items())})"
+
+
 @contextmanager
 def _outside_of_programs() -> Iterator[None]:
     """Leave the function that is traced, or the model that is built symbolically, where a layer may be built.
@@ -322,45 +323,3 @@ def handle_behind(variable: Any) -> Handle | None:
     value = variable.value if isinstance(variable, keras.Variable) else variable
     reference = getattr(value, "_embedrock_handle", None)
     return None if reference is None else reference()
-
-
-def _guard(cell: Any, handle: Handle) -> None:
-    """Mark a variable as a handle's, and make it refuse to be written to: that would do nothing to the rows."""
-    cell._embedrock_handle = weakref.ref(handle)
-    label = handle.label
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ForgottenGradientsError(writing_refused(label))
-
-    for name in WRITERS:
-        setattr(cell, name, refuse)
-
-    def refuse_export(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"a model with {label} cannot be exported by model.export or tf.saved_model.save: what they write would "
-            "look rows up in the memory of this process, and fail in every other. Use erk.export(model, folder)."
-        )
-
-    cell._export_to_saved_model_graph = refuse_export
-
-
-def _guard_reading(cell: Any, label: str) -> None:
-    """Make a variable refuse to be read, but by `Handle.value`: what it holds tells nothing about rows."""
-    read = cell._read_variable_op
-
-    def refuse_read(no_copy: bool = False) -> Any:
-        # Files of models, lookups, and TensorFlow's gradient functions, which record what they are of.
-        if no_copy or _may_read.get() or _is_gradient_function_asking():
-            return read(no_copy)
-        raise UnsupportedError(reading_refused(label))
-
-    cell._read_variable_op = refuse_read
-
-
-def _is_gradient_function_asking() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
-        if frame.f_globals["__name__"] == custom_gradient.__name__:
-            return True
-        frame = frame.f_back
-    return False

@@ -15,7 +15,7 @@ from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.handle import Handle
+from embedrock.keras.training.handle import Handle, described
 from embedrock.keras.training.lookup import look_up
 from embedrock.keras.training.requests import Request
 from embedrock.table.table import rows_of
@@ -121,7 +121,7 @@ def constraint_of(given: Any, kind: str, dim: Any) -> Any:
     if together.shape != rows.shape or not np.allclose(together, np.concatenate(alone), rtol=1e-5, atol=1e-6):
         raise ArgumentError(
             f"`embeddings_constraint` of {kind} must do to each row what depends on that row only, as it sees those of "
-            f"a batch: got {_described(made)}. Those of Keras that have an axis need axis=1, "
+            f"a batch: got {described(made)}. Those of Keras that have an axis need axis=1, "
             "keras.constraints.UnitNorm(axis=1) for rows of length 1; axis=0 is over all rows of a column."
         )
     return made
@@ -132,8 +132,3 @@ def _made(get: Callable[[Any], Any], name: str, given: Any, kind: str, example: 
         return get(given)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"`{name}` of {kind} must be one of Keras', such as {example}: got {given!r}.") from error
-
-
-def _described(made: Any) -> str:
-    config = made.get_config() if hasattr(made, "get_config") else {}
-    return f"{getattr(made, '__name__', type(made).__name__)}({', '.join(f'{k}={v!r}' for k, v in config.items())})"

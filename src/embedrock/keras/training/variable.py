@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
 from embedrock.keras import callers
+from embedrock.keras.training.guards import reading_refused, writing_refused
 from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.training.slices import DENSE_WEIGHTS
 from embedrock.table.table import Table, rows_of
@@ -95,25 +96,6 @@ _ABOUT_ROWS = (
     (callers.KERAS_SUMMARY, "weight_memory_size", "weights"),
     (callers.TF_TAPE, "jacobian", "flat_sources"),
 )
-
-
-def reading_refused(label: str) -> str:
-    """Return what is said to somebody who reads the variable."""
-    return (
-        f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
-        "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
-        "read by layer.table.lookup(ids), and those of a batch are what the layer returns."
-    )
-
-
-def writing_refused(label: str) -> str:
-    """Return what is said to somebody who writes to the variable."""
-    return (
-        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
-        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
-        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
-        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
-    )
 
 
 class _Source(tf.__internal__.CompositeTensor):
