@@ -1,0 +1,138 @@
+"""What stands for rows is neither read nor written: the TensorFlow variables behind a handle refuse both."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import tensorflow as tf
+from tensorflow.python.ops import custom_gradient
+
+from embedrock.errors import UnsupportedError
+from embedrock.keras.training.pending import ForgottenGradientsError
+
+_may_read = contextvars.ContextVar("embedrock_may_read", default=False)
+
+
+def guard(variable: Any, handle: Any, label: str, *, is_cell: bool) -> None:
+    """Mark a TensorFlow variable as a handle's, and have it refuse what would do nothing to the rows.
+
+    Args:
+        variable: of TensorFlow.
+        handle: whose it is. The variable does not keep it.
+        label: what error messages call the layer.
+        is_cell: it holds numbers itself, and is not made of the variables of several replicas.
+    """
+    variable.__class__ = _guarded(Cell if is_cell else Mirror, type(variable))
+    variable._embedrock_handle, variable._embedrock_label = weakref.ref(handle), label
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let guarded variables be read."""
+    token = _may_read.set(True)
+    try:
+        yield
+    finally:
+        _may_read.reset(token)
+
+
+class Mirror:
+    """Added to the class of a TensorFlow variable that stands for rows: it cannot be written to, or exported."""
+
+    _embedrock_handle: weakref.ref[Any]
+    _embedrock_label: str
+
+    def _refuse_write(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ForgottenGradientsError(writing_refused(self._embedrock_label))
+
+    assign = assign_add = assign_sub = _strided_slice_assign = count_up_to = _refuse_write
+    scatter_add = scatter_sub = scatter_mul = scatter_div = scatter_min = scatter_max = _refuse_write
+    scatter_update = batch_scatter_update = _refuse_write
+    scatter_nd_add = scatter_nd_sub = scatter_nd_min = scatter_nd_max = scatter_nd_update = _refuse_write
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"a model with {self._embedrock_label} cannot be exported by model.export or tf.saved_model.save: what "
+            "they write would look rows up in the memory of this process, and fail in every other. Use "
+            "erk.export(model, folder)."
+        )
+
+
+class Cell(Mirror):
+    """A variable that holds numbers; they tell nothing about rows, so only `reading` lets them out."""
+
+    _handle: Any
+
+    def _read_variable_op(self: Any, no_copy: bool = False) -> Any:
+        # Files of models, lookups, and TensorFlow's gradient functions, which record what they are of.
+        if no_copy or _may_read.get() or _is_gradient_function_asking():
+            return super()._read_variable_op(no_copy)  # pyright: ignore[reportAttributeAccessIssue]
+        self._refuse_read()
+
+    def _refuse_read(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(reading_refused(self._embedrock_label))
+
+    sparse_read = gather_nd = _refuse_read
+
+
+class _Hidden:
+    """A resource that is none to TensorFlow's operations."""
+
+    def __init__(self, resource: tf.Tensor) -> None:
+        self._resource = resource
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._resource, name)
+
+
+def _resource(variable: Any) -> tf.Tensor:
+    return variable.__dict__["_handle"]
+
+
+def _hidden(variable: Any) -> _Hidden:
+    return _Hidden(_resource(variable))
+
+
+@functools.cache
+def _guarded(kind: type, base: type) -> Any:
+    """Return a TensorFlow class of variables with `Mirror` or `Cell` added."""
+    more = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if kind is Cell:
+        # Outside of programs, TensorFlow's operations read what they find there past all methods of the variable. What
+        # is no resource they leave alone, and ask the variable for its value.
+        more |= {"_handle": property(_hidden), "handle": property(_resource)}
+    return type(base)(base.__name__, (kind, base), more)
+
+
+def _is_gradient_function_asking() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tensorflow."):
+        if frame.f_globals["__name__"] == custom_gradient.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def reading_refused(label: str) -> str:
+    """Return what is said to somebody who reads the variable."""
+    return (
+        f"something reads the variable that stands for the rows of {label}, and would get zeros: a norm, a penalty, a "
+        "picture of all weights. Leave it out: [v for v in model.trainable_variables if v is not layer.rows]. Rows are "
+        "read by layer.table.lookup(ids), and those of a batch are what the layer returns."
+    )
+
+
+def writing_refused(label: str) -> str:
+    """Return what is said to somebody who writes to the variable."""
+    return (
+        f"something writes to the variable that stands for the rows of {label}, which would do nothing to them: an "
+        "optimizer that cannot step rows, or set_weights. Compile with Embedrock's form of your optimizer, "
+        'model.compile(optimizer=erk.optimizer("adam"), ...), which takes a name or an instance. Rows are written by '
+        "layer.table.assign(ids, values), and saved and restored by model.save, save_weights and erk.TableCheckpoint."
+    )
