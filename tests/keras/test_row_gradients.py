@@ -613,6 +613,20 @@ def test_an_optimizer_that_writes_to_variables_in_its_own_way_is_refused(method:
     assert table.rule is None
 
 
+CHANGED = {"update_step": lambda *args: None, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_optimizer_that_was_changed_since_it_was_built_is_refused(name: str) -> None:
+    layer, table = made()
+    optimizer = erk.optimizer(SGD(1.0))
+    optimizer.build([layer.rows])
+    setattr(optimizer, name, CHANGED[name])
+    with pytest.raises(UnsupportedError, match=f"rows cannot follow .*SGD.* {name}"):
+        optimizer.apply([tf.IndexedSlices(tf.ones((1, DIM)), tf.constant([1]))], [layer.rows])
+    assert table.steps == 0
+
+
 def test_a_step_that_is_refused_is_not_counted_by_the_optimizer_either() -> None:
     layer, _ = made()
     variables, optimizer = layer.trainable_variables, erk.optimizer(SGD(1.0))

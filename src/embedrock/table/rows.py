@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -475,13 +475,36 @@ class Rows:
         if self.residents is not None:
             self.residents.tell()
 
-    def change(self, plan: Plan, function: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Replace the weights of rows that the last step stepped, so that none lags behind, by a function of them.
+    def rehearsed(self, rule: Rule, grads: RowGradients) -> np.ndarray:
+        """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
+        self.turn.settle()
+        ready, spec = self._prepared(grads.plan), self.spec
+        slots, ids = ready.plan.slots, grads.plan.ids
+        twins, places, is_new = (
+            Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8)),
+            np.arange(len(ids)),
+            slots < 0,
+        )
+        twins.bytes[~is_new] = self.tier.records.bytes[slots[~is_new]]
+        twins.begin(places[is_new], ready.fresh, spec.first_state)
+        twins.step(ids, places, grads.values, self._next_numbers(rule), self.steps + 1, twins.scratch(len(ids)))
+        values = np.empty((len(ids), spec.dim), np.float32)
+        twins.read(places, _positions(len(ids)), values[:0], values)
+        return values
 
-        It takes and returns float32 (unique, dim).
-        """
-        with self.turn.whole():
-            self.write(plan, rounded(function(self.read_unique(plan)), self.spec))
+    def _next_numbers(self, rule: Rule) -> Any:
+        """Return the kernel's arguments of the next step. Nothing changes."""
+        if self.history is None:
+            return rule.numbers(self.steps + 1)
+        ahead = copy.copy(self.history)
+        ahead.draft(rule)
+        ahead.append()
+        return ahead.numbers()
+
+    def rewrite(self, plan: Plan, values: np.ndarray) -> None:
+        """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
+        self.turn.settle()
+        self.write(plan, rounded(values, self.spec))
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""

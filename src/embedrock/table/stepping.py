@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.process.interrupts import held_back
@@ -12,13 +14,17 @@ from embedrock.table.member_steps import MemberDue, MemberSteps
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.turn import Turn, together
 
+# Makes weights of those that a step leaves its rows with, float32 (unique, dim).
+Change = Callable[[np.ndarray], np.ndarray]
+
 
 class Due(NamedTuple):
-    """One table's part in a step."""
+    """One table's part in a step; `change`, if any, has the last word on the weights of its rows."""
 
     table: Table
     rule: Rule
     grads: RowGradients
+    change: Change | None = None
 
 
 class Judged(Protocol):
@@ -67,9 +73,9 @@ class _OneTable:
 
 
 def step_all(due: Sequence[Due]) -> None:
-    """Step tables, each once, by its gradients: raises what `judge` raises, before anything was stepped."""
+    """Step tables, each once, by its gradients: raises what `judge` and changes raise, before anything was stepped."""
     with held_back():
-        step_judged(judge(due))
+        step_judged(judge(due), [part for part in due if part.change is not None and part.grads.is_finite])
 
 
 def judge(due: Sequence[Due]) -> list[Judged]:
@@ -104,14 +110,14 @@ def _joined(due: Sequence[Due]) -> list[Judged]:
     return [*map(MemberSteps, grouped), *alone]
 
 
-def step_judged(steps: Sequence[Judged]) -> None:
-    """Make the steps that `judge` returned."""
-    while not _stepped(steps):  # another thread was at work with one of the tables
+def step_judged(steps: Sequence[Judged], changing: Sequence[Due] = ()) -> None:
+    """Make the steps that `judge` returned; change weights after those of some tables."""
+    while not _stepped(steps, changing):  # another thread was at work with one of the tables
         for step in steps:
             step.check()
 
 
-def _stepped(steps: Sequence[Judged]) -> bool:
+def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
     """Make steps if each is prepared still, while nobody else has one of the tables.
 
     Ctrl-C comes before or after all.
@@ -122,6 +128,14 @@ def _stepped(steps: Sequence[Judged]) -> bool:
         if len(steps) > 1:  # that of one prepares itself before it changes anything
             for step in steps:
                 step.prepare()
+        changed = [_changed(part) for part in changing]
         for step in steps:
             step.step()
+        for part, values in zip(changing, changed, strict=True):
+            rows_of(part.table).rewrite(part.grads.plan, values)
         return True
+
+
+def _changed(part: Due) -> np.ndarray:
+    assert part.change is not None
+    return part.change(rows_of(part.table).rehearsed(part.rule, part.grads))

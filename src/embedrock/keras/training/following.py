@@ -92,7 +92,7 @@ def check_followed(optimizer: Any, decays: bool) -> None:
             "layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless it "
             "was given one."
         )
-    if own := _overridden(type(optimizer)):
+    if own := _overridden(optimizer):
         raise UnsupportedError(
             f"rows cannot follow {type(optimizer).__name__}, whose {own} is not that of "
             f"keras.optimizers.{kind.__name__}: no rule does what it does. Change the gradients that it is given, or "
@@ -113,11 +113,11 @@ def check_followed(optimizer: Any, decays: bool) -> None:
 STEPPING = ("update_step", "_apply_weight_decay", "_backend_update_step", "assign", "assign_add", "assign_sub")
 
 
-def _overridden(kind: type) -> str | None:
-    """Return a method with which a class says by itself how variables are stepped; None if Keras' ones do."""
+def _overridden(optimizer: Any) -> str | None:
+    """Return a method with which an optimizer says by itself how variables are stepped; None if Keras' ones do."""
     for method in STEPPING:
-        definers = [base.__module__ for base in kind.__mro__ if method in vars(base)]
-        if not all(module.startswith(("keras.", "embedrock.")) for module in definers):
+        definers = [base.__module__ for base in type(optimizer).__mro__ if method in vars(base)]
+        if method in vars(optimizer) or not all(module.startswith(("keras.", "embedrock.")) for module in definers):
             return method
     return None
 

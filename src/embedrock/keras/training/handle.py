@@ -281,8 +281,9 @@ def described(made: Any) -> str:
     """Return a rule, a regularizer or a constraint as users write it."""
     if isinstance(made, Rule):
         return written(made)
-    config = made.get_config() if hasattr(made, "get_config") else {}
-    return f"{getattr(made, '__name__', type(made).__name__)}({', '.join(f'{k}={v!r}' for k, v in config.items())})"
+    if not hasattr(made, "get_config"):
+        return getattr(made, "__name__", type(made).__name__)
+    return f"{type(made).__name__}({', '.join(f'{name}={value!r}' for name, value in made.get_config().items())})"
 
 
 @contextmanager

@@ -38,8 +38,7 @@ class RowOptimizer:
         if handles:
             self._refuse_for_rows(handles[0])
         for handle in handles:
-            if handle.own_rule is None:
-                check_followed(self, steps.decays(self, handle))
+            self._check_rule(handle)
             steps.check_constraint(handle, self)
         super().build(variables)  # pyright: ignore[reportAttributeAccessIssue]
         if handles and self.gradient_accumulation_steps:
@@ -51,6 +50,10 @@ class RowOptimizer:
             steps.bind(handle, self)
         if handles:
             self.resets_state = False  # of tables that come later
+
+    def _check_rule(self: Any, handle: Handle) -> None:
+        if handle.own_rule is None:
+            check_followed(self, steps.decays(self, handle))
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
         _, arguments = super().__reduce__()
@@ -123,6 +126,8 @@ class RowOptimizer:
         if not rows:
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # pyright: ignore
             return
+        for handle, _ in rows:
+            self._check_rule(handle)  # it may have been changed since it was built
         pairs = zip(behind, grads, trainable_variables, strict=True)
         dense = [(g, v.value if isinstance(v, keras.Variable) else v) for handle, g, v in pairs if handle is None]
         handles, sent = [handle for handle, _ in rows], [grad.sent() for _, grad in rows]

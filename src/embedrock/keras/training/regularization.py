@@ -11,14 +11,12 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # Keras tells no other way that it only tries
 
-from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import Handle, described
 from embedrock.keras.training.lookup import look_up
 from embedrock.keras.training.requests import Request
-from embedrock.table.table import rows_of
 
 # Rows that a constraint is tried on: large and small ones, of both signs.
 TRIED = np.array([[100.0], [-100.0], [1e-3], [-1.0]], np.float32)
@@ -77,22 +75,22 @@ def _looked_up(layer: Any, handle: Handle) -> list[tf.Tensor]:
     return layer.looked_up.ids
 
 
-def constrain(handle: Handle, plan: Plan) -> None:
-    """Apply the constraint of a table's rows, if there is one, to those that the last step stepped."""
+def constraint_on(handle: Handle) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return what a table's constraint, if there is one, makes of the weights that a step leaves its rows with."""
     constraint = handle.brought.get("embeddings_constraint")
     if constraint is None:
-        return
+        return None
 
     def constrained(weights: np.ndarray) -> np.ndarray:
         changed = np.array(tf.cast(constraint(tf.cast(weights, handle.table.spec.dtype)), tf.float32))
         if changed.shape != weights.shape or not np.isfinite(changed).all():
             raise ArgumentError(
                 f"`embeddings_constraint` of {handle.label} must return finite weights {weights.shape}: got "
-                f"{changed.shape}{' with NaN or Inf' * (not np.isfinite(changed).all())}. The step was made without it."
+                f"{changed.shape}{' with NaN or Inf' * (not np.isfinite(changed).all())}. No step was made."
             )
         return changed
 
-    rows_of(handle.table).change(plan, constrained)
+    return constrained
 
 
 def regularizer_of(given: Any, kind: str) -> Any:

@@ -19,7 +19,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.fronts.references import keep_rule
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
-from embedrock.keras.training.regularization import constrain
+from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part
 from embedrock.process.spans import span
 from embedrock.rules import Rule
@@ -106,15 +106,13 @@ def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[R
     """Step tables by the gradients of their rows."""
     with span("step"):
         due = [
-            Due(handle.table, _rule(optimizer, handle, now), own_part(handle.table, grads))
+            Due(handle.table, _rule(optimizer, handle, now), own_part(handle.table, grads), constraint_on(handle))
             for handle, grads in zip(handles, summed, strict=True)
         ]
         for handle, part in zip(handles, due, strict=True):
             handle.check_rule(optimizer, part.rule)
         step_all(due)
-        for handle, part in zip(handles, due, strict=True):
-            if part.grads.is_finite:
-                constrain(handle, part.grads.plan)
+        for handle in handles:
             handle.pending.end_step()
     return np.int64(len(due))
 
