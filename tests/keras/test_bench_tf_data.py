@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from embedrock.bench import cli
-from embedrock.bench.harness.effort import Effort
 from embedrock.bench.harness.workload import Workload
 from embedrock.bench.keras.readings import READINGS, ClickLog
-from embedrock.bench.keras.tf_data import AHEADS, LogWriter, ReadingSession, TrainingSession, units_for
+from embedrock.bench.keras.tf_data import FIT, PROBED_UNITS, LogWriter, ReadingSession, TrainingSession, units_for
 
-BY_NAME = {one.name: one for one in (*READINGS, *AHEADS)}
+BY_NAME = {one.name: one for one in READINGS}
 TINY = Workload(rows=4000, dim=4, batch=16, features=2, batches=10)
 
 
@@ -46,33 +42,26 @@ def test_a_turn_of_reading(log: ClickLog):
     assert turn["first_batch_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["fit", "fit-erk-prefetch-2"])
-def test_a_turn_of_training(log: ClickLog, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 2)
-    assert BY_NAME[name] in AHEADS
+def test_turns_of_training(log: ClickLog, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("embedrock.bench.keras.tf_data.WARM_UP_STEPS", 1)
+    monkeypatch.setattr("embedrock.bench.keras.tf_data.PROBING_STEPS", 1)
     LogWriter(log).write_table()
+    session = TrainingSession(log)
+    for way in ("", "-erk-prefetch-2"):
+        session.use(FIT.ways[way])
+        assert session.warm_up(1.0) >= PROBED_UNITS[0]
+        turn = session.turn(3, 1.0)
+        assert turn["ms_per_step"] > 0
+        assert turn["reads_per_step"] > 0
     with pytest.warns(match="closed with changes"):
-        turn = TrainingSession(log, BY_NAME[name], 8).turn(3, 1.0)
-    assert turn["ms_per_step"] > 0
-    assert turn["reads_per_step"] > 0
-
-
-class Probed(Effort):
-    """Steps that read for `reading` ms, and train for 10 ms and another one for each 100 units."""
-
-    reading = 0.0
-
-    def child(self, factory: Any, *args: Any) -> Any:
-        rest = 10.0 + args[-1] / 100
-        turn = {"reading_ms_per_step": self.reading, "ms_per_step": self.reading + rest}
-        return contextlib.nullcontext(SimpleNamespace(call=lambda *_: turn))
+        session._layer.table.close()
 
 
 @pytest.mark.parametrize(("reading", "units"), [(20.0, 1000), (5.0, 64), (1e6, 8192)])
-def test_the_dense_model_takes_as_long_as_the_reads(log: ClickLog, reading: float, units: int):
-    effort = Probed()
-    object.__setattr__(effort, "reading", reading)
-    assert units_for(log, effort) == units
+def test_the_dense_model_takes_as_long_as_the_reads(reading: float, units: int):
+    rests = [10.0 + probed / 100 for probed in PROBED_UNITS]  # ms, and another one for each 100 units
+    probes = [{"reading_ms_per_step": reading, "ms_per_step": reading + rest} for rest in rests]
+    assert units_for(probes) == units
 
 
 @pytest.mark.slow
@@ -81,6 +70,7 @@ def test_the_command(tmp_path: Path):
     status = cli.main(["tf-data", *tiny, f"--folder={tmp_path}", f"--json={tmp_path / 'found.json'}"])
     found = json.loads((tmp_path / "found.json").read_text())
     assert status == 0
-    assert [line["name"] for line in found["results"]] == [one.name for one in (*READINGS, *AHEADS)]
+    names = [one.name for one in READINGS] + [FIT.name + way for way in FIT.ways]
+    assert [line["name"] for line in found["results"]] == names
     assert all(line["status"] == "ok" for line in found["results"])
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

@@ -1,7 +1,8 @@
 """``bench tf-data``: ways to read a log of ids into `tf.data`, and what `erk.prefetch` does for a table on disk.
 
-Each contender has a process of its own, and turns are interleaved. The log was just written, and is read from the page
-cache unless it is larger than RAM; the rows of the table come from the disk itself, past the page cache.
+Each way to read has a process of its own; all ways to train share one, and a table. Turns are interleaved. The log was
+just written, and is read from the page cache unless it is larger than RAM; the rows of the table come from the disk
+itself, past the page cache.
 
 What is trained has a dense model so large that a step waits for the disk about half of its time: this is measured
 first. Prefetching can win back what a step waits, and no more.
@@ -9,12 +10,13 @@ first. Prefetching can win back what a step waits, and no more.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from embedrock.terminal.tables import Field, format_number, format_whole
 ROWS_AT_ONCE = 65_536
 SAMPLE_S = 0.005  # between looks at the RAM
 WARM_UP_STEPS = 30
+PROBING_STEPS = 10
 TRAINING_BATCH = 2048  # samples at most: a cache of a tenth of the table has room for the rows of several such batches
 PROBED_UNITS = 64, 1024  # of the dense model, by whose times its size is chosen
 MOST_UNITS = 8192
@@ -48,11 +51,13 @@ class TfDataEffort(Effort):
     Args:
         rounds: turns of each contender, whose medians count.
         steps: timed steps of `fit` in a turn.
+        seconds: a turn of `fit` ends early once it took this long.
         folder: files go to a new folder in it, which is removed at the end.
     """
 
     rounds: int = 3
-    steps: int = 100
+    steps: int = 30
+    seconds: float = 6.0
     folder: Path = Path()
 
     def environment(self) -> dict[str, str]:
@@ -145,86 +150,109 @@ def _anonymous_bytes() -> int:
 # ---------------------------------------------------------------- training on a table on disk
 
 
-@dataclass(frozen=True)
-class Ahead(Contender):
+class Ahead(NamedTuple):
     """A way to prefetch: `depth` batches, of their rows too with `rows`."""
 
-    depth: int
-    rows: bool
+    depth: int = 0
+    rows: bool = False
 
 
-AHEADS = (
-    Ahead("fit", "nothing ahead", 0, False),
-    Ahead("fit-dataset-prefetch", "dataset.prefetch(2)", 2, False),
-    *(Ahead(f"fit-erk-prefetch-{k}", f"erk.prefetch(dataset, ..., depth={k})", k, True) for k in (1, 2, 4)),
-)
+class Fit(Contender):
+    """Training with `fit`, prefetching in several ways."""
+
+    @property
+    def ways(self) -> dict[str, Ahead]:
+        """All in one process, on one table: so they differ in nothing else."""
+        of_rows = {f"-erk-prefetch-{depth}": Ahead(depth, rows=True) for depth in (1, 2, 4)}
+        return {"": Ahead(), "-dataset-prefetch": Ahead(2), **of_rows}
+
+
+FIT = Fit("fit", "a table on disk; nothing ahead, dataset.prefetch(2), erk.prefetch of depths 1, 2 and 4")
 
 
 class TrainingSession:
     """In its own process: trains a model on a table whose cache holds one row in ten.
 
-    Args:
-        log: the batches, and the table's folder.
-        ahead: the way to prefetch.
-        units: of the first layer of the dense model.
+    The first layer of its dense model has as many units as let a step that prefetches nothing read half of its time.
     """
 
-    def __init__(self, log: ClickLog, ahead: Ahead, units: int) -> None:
-        self._log, self._ahead, self._units = log, ahead, units
-
-    def turn(self, steps: int, seconds: float) -> dict[str, float]:
-        """Return what a step takes, after some that fill the cache, however long they take."""
-        import keras
-        import tensorflow as tf
-
+    def __init__(self, log: ClickLog) -> None:
         import embedrock as er
         import embedrock.keras as erk
-        from embedrock.keras.prefetch import prefetch
 
-        workload, ahead = self._log.workload, self._ahead
-        memory = er.Table(workload.rows, workload.dim, rule=er.SGD()).memory_for(workload.rows // 10)
-        table = er.open(self._log.folder / "table.rock", memory=memory)
-        layer = erk.Embedding(table)
-        layers = [
-            layer,
-            keras.layers.Flatten(),
-            keras.layers.Dense(self._units, activation="relu"),
-            keras.layers.Dense(1),
-        ]
-        model: Any = keras.Sequential([keras.Input((workload.features,), dtype="int64"), *layers])
-        model.compile(erk.optimizer(keras.optimizers.SGD(0.01)), "mse")
-        data = records(str(self._log.ids), self._log, workload.batch).repeat()
-        data = data.map(lambda ids: (ids, tf.zeros((workload.batch, 1))))
+        self._workload, self._ids = log.workload, records(str(log.ids), log, log.workload.batch)
+        memory = er.Table(log.workload.rows, log.workload.dim, rule=er.SGD()).memory_for(log.workload.rows // 10)
+        self._layer = erk.Embedding(er.open(log.folder / "table.rock", memory=memory))
+        self._ahead, self._done, self._units = Ahead(), 0, 0
 
-        def fit(first: int, count: int) -> float:
-            part = data.skip(first).take(count)
-            part = prefetch(part, {layer: lambda x, y: x}, ahead.depth) if ahead.rows else part.prefetch(ahead.depth)
-            start = time.perf_counter()
-            model.fit(part, shuffle=False, verbose=0)
-            return time.perf_counter() - start
+    def use(self, ahead: Ahead) -> None:
+        """Prefetch in another way from now on."""
+        self._ahead = ahead
 
-        fit(0, WARM_UP_STEPS)
-        before = table.stats()
-        taken_s = fit(WARM_UP_STEPS, steps)
-        after = table.stats()
-        table.close()  # what it learned is lost: the next turn begins with the same table
-        reads, reading_s = (after[name] - before[name] for name in ("reads", "read_seconds"))
+    def warm_up(self, seconds: float) -> int:
+        """Fill the cache and choose the dense model, once; return its units."""
+        if not self._units:
+            self._model = self._model_of(PROBED_UNITS[0])
+            self.turn(WARM_UP_STEPS, math.inf)
+            probes = []
+            for units in PROBED_UNITS:
+                self._model = self._model_of(units)
+                probes.append(self.turn(PROBING_STEPS, math.inf))
+            self._units = units_for(probes)
+            self._model = self._model_of(self._units)
+        return self._units
+
+    def turn(self, steps: int, seconds: float) -> dict[str, float]:
+        """Return what each of `steps` steps takes, or of as many as fit into `seconds`, after one that is not timed."""
+        import keras
+
+        table = self._layer.table
+        marks: list[tuple[float, float, float]] = []
+
+        def note(batch: int, logs: Any) -> None:
+            stats = table.stats()
+            marks.append((time.perf_counter(), stats["read_seconds"], stats["reads"]))
+            if marks[-1][0] - marks[0][0] > seconds:
+                self._model.stop_training = True
+
+        timer = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        self._model.fit(self._data(steps + 1), shuffle=False, verbose=0, callbacks=[timer])
+        count, self._done = len(marks) - 1, self._done + len(marks)
+        taken_s, reading_s, reads = (end - start for start, end in zip(marks[0], marks[-1], strict=True))
         return {
-            "ms_per_step": taken_s / steps * 1e3,
-            "reads_per_step": reads / steps,
-            "reading_ms_per_step": reading_s / steps * 1e3,
+            "ms_per_step": taken_s / count * 1e3,
+            "reads_per_step": reads / count,
+            "reading_ms_per_step": reading_s / count * 1e3,
             "units": self._units,
         }
 
+    def _data(self, steps: int) -> Any:
+        """Return the next batches, and zeros as targets."""
+        import tensorflow as tf
 
-def units_for(log: ClickLog, effort: Effort) -> int:
-    """Return how many units the dense model needs for a step without prefetching to read half of its time."""
-    rests, readings = [], []
-    for units in PROBED_UNITS:
-        with effort.child(TrainingSession, log, AHEADS[0], units) as child:
-            turn = child.call("turn", effort.steps, effort.seconds)
-        readings.append(turn["reading_ms_per_step"])
-        rests.append(turn["ms_per_step"] - readings[-1])
+        from embedrock.keras.prefetch import prefetch
+
+        part = self._ids.repeat().skip(self._done % self._workload.batches).take(steps)
+        part = part.map(lambda ids: (ids, tf.zeros((self._workload.batch, 1))))
+        depth, of_rows = self._ahead
+        return prefetch(part, {self._layer: lambda x, y: x}, depth) if of_rows else part.prefetch(depth)
+
+    def _model_of(self, units: int) -> Any:
+        import keras
+
+        import embedrock.keras as erk
+
+        inputs = keras.Input((self._workload.features,), dtype="int64")
+        hidden = keras.layers.Dense(units, activation="relu")(keras.layers.Flatten()(self._layer(inputs)))
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(erk.optimizer(keras.optimizers.SGD(0.01)), "mse")
+        return model
+
+
+def units_for(probes: Sequence[dict[str, float]]) -> int:
+    """Return how many units let a step read half of its time, of what steps of `PROBED_UNITS` took."""
+    readings = [probe["reading_ms_per_step"] for probe in probes]
+    rests = [probe["ms_per_step"] - reading for probe, reading in zip(probes, readings, strict=True)]
     least, most = PROBED_UNITS
     unit_ms = (rests[1] - rests[0]) / (most - least)
     wanted = least + (mean(readings) - rests[0]) / unit_ms if unit_ms > 0 else least
@@ -247,20 +275,18 @@ def run(task: Task) -> Report:
             writer.call("write_log")
             writer.call("write_table")
         report = Report()
-        readings, aheads = ([one for one in task.contenders if one in kind] for kind in (READINGS, AHEADS))
+        readings = [one for one in task.contenders if one is not FIT]
         if readings:
-            report.add(_measured([_racer(one, ReadingSession, log) for one in readings], effort, _READING))
-        if aheads:
-            log = ClickLog(folder, replace(workload, batch=min(workload.batch, TRAINING_BATCH)))
-            units = units_for(log, effort)
-            say(f"training in batches of {log.workload.batch}, with {units} dense units")
-            report.add(_measured([_racer(one, TrainingSession, log, units) for one in aheads], effort, _TRAINING))
+            racers = [Racer(one, workload, (ReadingSession, log, one), fresh=True) for one in readings]
+            report.add(_measured(racers, effort, _READING))
+        if FIT in task.contenders:
+            batch = min(workload.batch, TRAINING_BATCH)
+            cut = replace(workload, batch=batch, batches=workload.batches * workload.batch // batch)
+            say(f"training in batches of {batch}")
+            racers = [Racer(FIT, cut, (TrainingSession, ClickLog(folder, cut)))]
+            report.add(_measured(racers, effort, _TRAINING))
     report.judge([GAIN])
     return report
-
-
-def _racer(contender: Contender, session: type, log: ClickLog, *arguments: Any) -> Racer:
-    return Racer(contender, log.workload, (session, log, contender, *arguments), fresh=True)
 
 
 def _measured(racers: Sequence[Racer], effort: Effort, fields: Sequence[Field]) -> Report:
@@ -286,7 +312,7 @@ _TRAINING = (
     Field("ms/step", "ms_per_step", format_number),
     Field("rows read/step", "reads_per_step", format_whole),
     Field("reading, ms/step", "reading_ms_per_step", format_number),
-    Field("", "label"),
+    Field("dense units", "units", format_whole),
 )
 GAIN = Target(
     "steps/s of erk.prefetch(depth=2) over dataset.prefetch(2)",
@@ -298,8 +324,8 @@ TF_DATA = Bench(
     "ways to read ids into tf.data, and what erk.prefetch does for a table on disk",
     run,
     ("rows", *SIZES, "threads", "rounds", "steps", "timeout_s", "folder"),
-    contenders=(*READINGS, *AHEADS),
+    contenders=(*READINGS, FIT),
     targets=(GAIN,),
-    workloads=(Workload(rows=1_000_000, features=8, batches=250),),
+    workloads=(Workload(rows=1_000_000, features=8, zipf=0.9, batches=250),),
     effort=TfDataEffort(),
 )
