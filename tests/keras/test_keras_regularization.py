@@ -207,8 +207,18 @@ def test_lookups_in_a_loop_are_refused() -> None:
     layer = made(embeddings_regularizer="l2")
     tf.map_fn(layer, tf.constant([1, 2]), fn_output_signature=tf.float32)  # which is no loop of TensorFlow's here
     tf.function(lambda: tf.map_fn(layer, tf.constant([1, 2]), fn_output_signature=tf.float32))()
-    with pytest.raises(UnsupportedError, match="needs the ids of the batch where the losses are added up"):
+    with pytest.raises(UnsupportedError, match=r"needs the ids of the batch .* fit or evaluate, .* Call the model, and"):
         layer.losses  # noqa: B018
+    layer(np.array([1]))
+    assert len(layer.losses) == 1
+
+    @tf.function
+    def add() -> Any:
+        tf.map_fn(layer, tf.constant([1, 2]), fn_output_signature=tf.float32)
+        return layer.losses
+
+    with pytest.raises(UnsupportedError, match=r"in a loop, a branch or another tf\.function"):
+        add()
 
 
 def test_a_constraint_does_not_last_under_ftrl() -> None:

@@ -569,6 +569,40 @@ def test_a_cell_looks_up_three_hundred_times() -> None:
     np.testing.assert_allclose(table.lookup(np.arange(ROWS)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("wrap", "rounds"), [(lambda f: f, 12), (tf.function, _tf.constant(12))], ids=WAYS)
+def test_passes_that_share_a_number(wrap: Any, rounds: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("embedrock.keras.training.pending.SINGLES", 5)
+    layer, _ = made()
+
+    def gradients(rounds: Any) -> list[tf.Tensor]:
+        found = []
+        for _ in range(3):
+            total = tf.zeros(())
+            with tf.GradientTape() as tape:
+                for _ in range(rounds) if isinstance(rounds, int) else tf.range(rounds):
+                    total += once(layer, 0)
+            found.append(tape.gradient(total, layer.rows).values)
+        return found
+
+    one = gradients(1)[0]
+    np.testing.assert_allclose(wrap(gradients)(rounds), [12 * one] * 3, rtol=1e-5)
+
+
+def test_a_sum_of_some_of_the_passes_that_share_a_number_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr("embedrock.keras.training.pending.SINGLES", 2)
+    layer, _ = made()
+
+    @tf.function
+    def some() -> tf.Tensor:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [once(layer, k) for k in range(5)]
+        grads = [tape.gradient(loss, layer.rows) for loss in losses]
+        return grads[4].values, sum(grads).values
+
+    with pytest.raises(tf.errors.OpError, match=r"of some of more than 2 backward passes .*long loop before the next"):
+        some()
+
+
 def test_three_hundred_steps_of_accumulation() -> None:
     layer, table = made()
     inputs: Any = keras.Input((3,), dtype="int64")

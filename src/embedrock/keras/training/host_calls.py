@@ -114,6 +114,11 @@ def graphs_around() -> list[Any]:
     return graphs
 
 
+def place() -> int:
+    """Return a number of the function, branch or loop that is being traced; 0 outside of programs."""
+    return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
+
+
 def runs_at_most_once_in(graph: Any) -> bool:
     """Return whether what is being traced runs at most once in each run of a function: that, or a branch in it."""
     inner = itertools.takewhile(lambda each: each is not graph, graphs_around())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,10 +85,13 @@ class Lookup:
             lease = LEASES.grant(plans if self._keep else [])
         return [np.asarray(lease, np.int64), *rows, *kept]
 
-    def sum_gradients(self, replica: np.ndarray, lease: np.ndarray, *inputs: np.ndarray) -> list[np.ndarray]:
+    def sum_gradients(
+        self, place: int, replica: np.ndarray, lease: np.ndarray, *inputs: np.ndarray
+    ) -> list[np.ndarray]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
+            place: the part of the program that they are made in, see `Pending.add`.
             replica: whose they are.
             lease: its number, which `look_up` returned.
             inputs: the parts of the requests, what `look_up` saved, and the gradients of the rows and bags.
@@ -103,7 +107,7 @@ class Lookup:
             by_handle[one.handle].append(summed)
             weighted = [k for k in one.which if requests[k].weights is not None]
             of_weights.update(zip(weighted, weights, strict=True))
-        tokens = [self._add(handle, int(replica), by_handle[handle]) for handle in self.trained]
+        tokens = [self._add(handle, (place, int(replica)), by_handle[handle]) for handle in self.trained]
         return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(
@@ -121,7 +125,8 @@ class Lookup:
         def summed(*grads: tf.Tensor) -> list[tf.Tensor]:
             # TensorFlow leaves a stateless call out if nobody uses its gradients. Rounds of a loop make them in order.
             inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
-            return host_calls.call(self.sum_gradients, inputs, dtypes, keeper=self.functions, stateful=stateful)
+            function = functools.partial(self.sum_gradients, host_calls.place())
+            return host_calls.call(function, inputs, dtypes, keeper=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
         found = host_calls.once_differentiable(summed, refusal)(*grads)
@@ -163,8 +168,8 @@ class Lookup:
         parts = iter(inputs)
         return [request.of(parts) for request in self._requests]
 
-    def _add(self, handle: Handle, replica: int, grads: list[RowGradients]) -> np.ndarray:
-        return handle.pending.add(replica, self._number, RowGradients.sum_of(grads))
+    def _add(self, handle: Handle, place: tuple[int, int], grads: list[RowGradients]) -> np.ndarray:
+        return handle.pending.add(place, self._number, RowGradients.sum_of(grads))
 
 
 def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ SLOTS = 256
 # that a token that was doubled or halved on its way is none.
 BITS = 12
 USED = 0x555555
-# Backward passes of a table that may wait, over all replicas, lookups, and times that a loop runs a lookup.
-PASSES = SLOTS * BITS
+# The last slots count: each goes for many passes of one place, once there is no bit left for one alone.
+COUNTING = 16
+SINGLES = (SLOTS - COUNTING) * BITS
+MANY = 1 << 16
 # Passes whose gradients a program has read, and may read again elsewhere in it; steps for which others are kept.
 KEPT = 8
 
@@ -33,13 +36,15 @@ class Arrival(NamedTuple):
     """What one backward pass brought.
 
     Attributes:
-        replica, lookup: whose it is, and of which lookup of the program. In this order gradients are summed.
+        replica, lookup, order: whose it is, of which lookup of the program, and the how many'th of the table. In this
+            order gradients are summed.
         step: after how many steps of the table it came.
         grads: of the rows.
     """
 
     replica: int
     lookup: int
+    order: int
     step: int
     grads: RowGradients
 
@@ -49,7 +54,8 @@ class Pending:
 
     Between lookups and the variable that stands for rows, TensorFlow does nothing with gradients but add them up:
     those of several lookups, of all rounds of a loop. So each backward pass gets a token, a vector with one bit set,
-    and a sum of tokens tells which passes it is of. Users never see one: what a tape returns are `RowSlices`.
+    and a sum of tokens tells which passes it is of. Where bits run out, in a long loop, the passes that come then share
+    a number: a sum must be of all of them. Users never see a token: what a tape returns are `RowSlices`.
 
     Attributes:
         outlives_steps: some program looks at gradients after it has applied them.
@@ -58,37 +64,56 @@ class Pending:
     def __init__(self) -> None:
         self.outlives_steps = False
         self._lock = forks.lock(forks.Rank.SECTION)
-        self._arrivals: dict[int, Arrival] = {}  # by number, in order of arrival
-        self._next = 0
-        self._read: deque[tuple[int, Arrival]] = deque()  # what programs have read, in that order
+        self._arrivals: dict[int, list[Arrival]] = {}  # by number, in order of arrival
+        self._next, self._orders = 0, itertools.count()
+        self._shared: dict[tuple[int, int], int] = {}  # by place, what its passes share until it is asked for
+        self._read: deque[tuple[int, list[Arrival]]] = deque()  # what programs have read, in that order
         self._plans: deque[Plan] = deque(maxlen=KEPT)  # of that, until the next step
-        self._taken: dict[int, Arrival] = {}  # by the step that is being made
+        self._taken: dict[int, list[Arrival]] = {}  # by the step that is being made
         self._steps = 0
 
-    def add(self, replica: int, lookup: int, grads: RowGradients) -> np.ndarray:
-        """Take what a backward pass brought; return its token, float32 (SLOTS,)."""
+    def add(self, place: tuple[int, int], lookup: int, grads: RowGradients) -> np.ndarray:
+        """Take what a backward pass brought; return its token, float32 (SLOTS,).
+
+        Args:
+            place: the part of a program that it is made in, and the replica. Passes of one place may share a number.
+            lookup: which one of the program it is of.
+            grads: of the rows.
+        """
         with self._lock:
-            number = self._next
-            if number in self._arrivals:
-                self._clear()  # an error for each offence, not for ever
-                raise ForgottenGradientsError(
-                    f"{PASSES} backward passes of a table wait for a step in a tf.function, and none came: a loop that "
-                    "looks rows up so often, or whose gradients no optimizer applies. Look several inputs up in one "
-                    "call, layer([ids, more_ids]). Freeze the layer if its rows are not trained (layer.trainable = "
-                    "False)."
-                )
-            self._next = (number + 1) % PASSES
-            self._arrivals[number] = Arrival(replica, lookup, self._steps, grads)
+            number = self._number(place)
+            arrival = Arrival(place[1], lookup, next(self._orders), self._steps, grads)
+            self._arrivals.setdefault(number, []).append(arrival)
         token = np.zeros(SLOTS, np.float32)
-        token[number // BITS] = 1 << 2 * (number % BITS)
+        if number < SINGLES:
+            token[number // BITS] = 1 << 2 * (number % BITS)
+        else:
+            token[number - SINGLES + SLOTS - COUNTING] = 1
         return token
+
+    def _number(self, place: tuple[int, int]) -> int:
+        """Return the number of a place's next pass: one of its own, or one that passes share."""
+        if (number := self._next) not in self._arrivals:
+            self._next = (number + 1) % SINGLES
+            return number
+        free = (number for number in range(SINGLES, SINGLES + COUNTING) if number not in self._arrivals)
+        number = self._shared.setdefault(place, next(free, -1))
+        if number < 0 or len(self._arrivals.get(number, ())) == MANY:
+            self._clear()  # an error for each offence, not for ever
+            raise ForgottenGradientsError(
+                f"more than {MANY} backward passes of a table wait, and no step or program has asked for their "
+                "gradients: a loop that looks rows up so often for one gradient, or whose gradients nobody uses. Look "
+                "several inputs up in one call, layer([ids, more_ids]). Freeze the layer if its rows are not trained "
+                "(layer.trainable = False)."
+            )
+        return number
 
     def take(self, token: np.ndarray) -> RowGradients | None:
         """Return, for a step, the sum of the gradients that a sum of tokens stands for; None where it is zero."""
         with self._lock:
             found = self._found(token)
             self._taken.update(found)
-        return _summed(found.values())
+        return _summed(found)
 
     def read(self, token: np.ndarray, is_last: bool) -> RowGradients | None:
         """Return the same to somebody who may read it again, or for the last time."""
@@ -100,7 +125,7 @@ class Pending:
                 self._read.extend(found.items())
                 over = len(self._read) - max(KEPT, len(found))
                 self._forget([self._read.popleft() for _ in range(over)])
-        summed = _summed(found.values())
+        summed = _summed(found)
         if summed is not None:
             self._plans.append(summed.plan)
         return summed
@@ -114,24 +139,33 @@ class Pending:
         with self._lock:
             self._steps += 1
             self._forget(() if self.outlives_steps else self._taken.items())
-            self._forget([pair for pair in self._arrivals.items() if pair[1].step <= self._steps - KEPT])
+            self._forget([pair for pair in self._arrivals.items() if pair[1][-1].step <= self._steps - KEPT])
             self._taken = {}
             self._plans.clear()
 
-    def _found(self, token: np.ndarray) -> dict[int, Arrival]:
-        numbers = _numbers(token)
-        if missing := [number for number in numbers if number not in self._arrivals]:
+    def _found(self, token: np.ndarray) -> dict[int, list[Arrival]]:
+        counts = _counts(token)
+        if missing := [number for number in counts if number not in self._arrivals]:
             raise ArgumentError(
-                f"a gradient of rows is the sum of {len(numbers)} backward passes, {len(missing)} of which are gone. "
+                f"a gradient of rows is the sum of {len(counts)} backward passes, {len(missing)} of which are gone. "
                 f"Inside of a tf.function, use gradients before {KEPT} more steps of their table."
             )
-        return {number: self._arrivals[number] for number in numbers}
+        found = {number: self._arrivals[number] for number in counts}
+        if any(counts[number] != len(passes) for number, passes in found.items()):
+            raise ArgumentError(
+                f"a gradient of rows is the sum of some of more than {SINGLES} backward passes of its table that wait: "
+                "which ones cannot be told then. Apply the gradients of one long loop before the next one is run, or "
+                "look several inputs up in one call, layer([ids, more_ids])."
+            )
+        self._shared = {place: number for place, number in self._shared.items() if number not in found}
+        return found
 
-    def _forget(self, pairs: Iterable[tuple[int, Arrival]]) -> None:
+    def _forget(self, pairs: Iterable[tuple[int, list[Arrival]]]) -> None:
         """Forget arrivals, where their numbers are still theirs."""
-        for number, arrival in pairs:
-            if self._arrivals.get(number) is arrival:
+        for number, arrivals in pairs:
+            if self._arrivals.get(number) is arrivals:
                 del self._arrivals[number]
+        self._shared = {place: number for place, number in self._shared.items() if number in self._arrivals}
 
     def drop(self) -> None:
         """Forget everything."""
@@ -140,24 +174,29 @@ class Pending:
 
     def _clear(self) -> None:
         self._arrivals.clear()
+        self._shared.clear()
         self._taken.clear()
         self._read.clear()
         self._plans.clear()
 
 
-def _summed(found: Iterable[Arrival]) -> RowGradients | None:
-    ordered = sorted(found, key=lambda each: (each.replica, each.lookup))
+def _summed(found: Mapping[int, Iterable[Arrival]]) -> RowGradients | None:
+    arrivals = itertools.chain.from_iterable(found.values())
+    ordered = sorted(arrivals, key=lambda each: each[:3])
     return RowGradients.sum_of([each.grads for each in ordered]) if ordered else None
 
 
-def _numbers(token: np.ndarray) -> list[int]:
-    """Return the numbers of the passes that a sum of tokens is of."""
+def _counts(token: np.ndarray) -> dict[int, int]:
+    """Return of how many passes of each number a sum of tokens is."""
     slots = np.flatnonzero(token)
     whole = token[slots].astype(np.int64)
-    if (whole != token[slots]).any() or (whole & ~USED).any():
+    is_single = slots < SLOTS - COUNTING
+    if (whole != token[slots]).any() or (whole[is_single] & ~USED).any():
         raise ArgumentError(
             "a gradient of rows was changed before its tape returned it, by a gradient function of your own. Change "
             "the gradients of what the layer returns, or those that the tape returns."
         )
-    pairs = zip(slots.tolist(), whole.tolist(), strict=True)
-    return [slot * BITS + bit for slot, bits in pairs for bit in range(BITS) if bits >> 2 * bit & 1]
+    singles = zip(slots[is_single].tolist(), whole[is_single].tolist(), strict=True)
+    counts = {slot * BITS + bit: 1 for slot, bits in singles for bit in range(BITS) if bits >> 2 * bit & 1}
+    shared = slots[~is_single] - (SLOTS - COUNTING) + SINGLES
+    return counts | dict(zip(shared.tolist(), whole[~is_single].tolist(), strict=True))

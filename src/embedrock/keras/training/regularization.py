@@ -64,15 +64,18 @@ def _looked_up(layer: Any, handle: Handle) -> list[tf.Tensor]:
     """Return the ids of a handle's rows that a layer of any kind has looked up."""
     if getattr(layer, "_handle", None) is not handle:
         return []
-    graphs = host_calls.graphs_around()
-    for part in layer.looked_up.ids:
-        if tf.is_symbolic_tensor(part) and part.graph not in graphs:
-            raise UnsupportedError(
-                f"`embeddings_regularizer` of {layer.label} needs the ids of the batch where the losses are added up: "
-                "got a lookup in a loop, a branch or another tf.function, whose tensors stay in there. Call the layer "
-                "outside of it, or add losses inside."
-            )
-    return layer.looked_up.ids
+    graphs, ids = host_calls.graphs_around(), layer.looked_up.ids
+    if any(tf.is_symbolic_tensor(part) and part.graph not in graphs for part in ids):
+        where = "in a loop, a branch or another tf.function, whose tensors stay in there"
+        remedy = "Call the layer outside of it, or add losses inside."
+        if tf.executing_eagerly():
+            where = "in a tf.function, such as that of fit or evaluate, which has ended"
+            remedy = "Call the model, and ask for its losses then."
+        raise UnsupportedError(
+            f"`embeddings_regularizer` of {layer.label} needs the ids of the batch where the losses are added up: got "
+            f"a lookup {where}. {remedy}"
+        )
+    return ids
 
 
 def constraint_on(handle: Handle) -> Callable[[np.ndarray], np.ndarray] | None:
