@@ -29,7 +29,7 @@ class Argument:
         return self if layer is None else layer._config[self._name]
 
     def __set__(self, layer: Any, value: Any) -> None:
-        """Have an unbuilt layer take another value.
+        """Give an unbuilt layer another value.
 
         Raises:
             ArgumentError: it would change nothing.
