@@ -207,9 +207,7 @@ def test_lookups_in_a_loop_are_refused() -> None:
     layer = made(embeddings_regularizer="l2")
     tf.map_fn(layer, tf.constant([1, 2]), fn_output_signature=tf.float32)  # which is no loop of TensorFlow's here
     tf.function(lambda: tf.map_fn(layer, tf.constant([1, 2]), fn_output_signature=tf.float32))()
-    with pytest.raises(
-        UnsupportedError, match=r"needs the ids of the batch .* fit or evaluate, .* Call the"
-    ):
+    with pytest.raises(UnsupportedError, match=r"needs the ids of the batch .* fit or evaluate, .* Call the"):
         layer.losses  # noqa: B018
     layer(np.array([1]))
     assert len(layer.losses) == 1
