@@ -18,6 +18,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.errors import ArgumentError, IdError, IdTypeError, UnsupportedError
 from embedrock.keras.layers.options import REFUSED, REFUSED_METHODS
+from embedrock.table.options import LayerOptions, declared
 from slow import slow
 
 ROWS, DIM, COUNT = 20, 4, 48
@@ -489,6 +490,9 @@ def test_attributes_that_would_count_no_more_are_refused(name: str, value: Any, 
 
 def test_attributes_that_cannot_be_are_refused():
     layer = erk.EmbeddingBag(ROWS, 4)
+    for name in declared(LayerOptions):
+        with pytest.raises((ArgumentError, AttributeError), match="its table was made with it|'path'"):
+            setattr(layer, name, "other")
     for name in ("embeddings_regularizer", "embeddings_constraint", "mode"):
         with pytest.raises(ArgumentError, match=f"`{name}` of erk.EmbeddingBag must be"):
             setattr(layer, name, "l3")

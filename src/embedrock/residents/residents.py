@@ -155,7 +155,7 @@ class Residents:
         counts["gradients_dropped"] += len(ballot.turned_away)
 
     def tell(self) -> None:
-        """Tell whoever wants to know of the rows that have left."""
+        """Call who wants to know of the rows that have left."""
         left, self._left = self._left, self._left[:0]
         told = None if self.eviction is None or not len(left) else self.eviction.evicted
         if callable(told):

@@ -106,7 +106,8 @@ class RowLayer(keras.layers.Layer):
     embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
     mask_zero = Argument(lambda layer, given: given)
     embeddings_initializer = Argument()
-    rule, seed, memory, directory, on_nonfinite, policy, keep, device_memory, sharded = (Argument() for _ in range(9))
+    rule, seed, memory, directory, on_nonfinite, sharded = (Argument() for _ in range(6))
+    policy, keep, device_memory, admission, eviction = (Argument() for _ in range(5))
 
     # ------------------------------------------------------------ rows
 
