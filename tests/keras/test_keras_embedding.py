@@ -491,7 +491,7 @@ def test_attributes_that_would_count_no_more_are_refused(name: str, value: Any, 
 def test_attributes_that_cannot_be_are_refused():
     layer = erk.EmbeddingBag(ROWS, 4)
     for name in declared(LayerOptions):
-        with pytest.raises((ArgumentError, AttributeError), match="its table was made with it|'path'"):
+        with pytest.raises((ArgumentError, AttributeError), match=r"its table was made with it|'path'"):
             setattr(layer, name, "other")
     for name in ("embeddings_regularizer", "embeddings_constraint", "mode"):
         with pytest.raises(ArgumentError, match=f"`{name}` of erk.EmbeddingBag must be"):
