@@ -24,7 +24,7 @@ ALL = np.arange(ROWS)
 
 # Tables end here as they are in the middle of things.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is closed with changes since:embedrock.table.files.UncommittedWarning"
+    "ignore:.*is closed with changes since:embedrock.table.keeper.UncommittedWarning"
 )
 
 
@@ -222,8 +222,8 @@ def test_failed_commit_is_raised(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files_of(table).store, "write", fail, raising=False)
-    monkeypatch.setattr(type(files_of(table).store), "publish", fail, raising=False)
+    monkeypatch.setattr(files_of(table).volume, "write", fail, raising=False)
+    monkeypatch.setattr(type(files_of(table).volume), "publish", fail, raising=False)
     with pytest.raises(Exception, match=r"No space left|the disk is full"):
         fit(model, 2, TableCheckpoint(tmp_path / "checkpoints", 1))
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if ".tmp" not in name]

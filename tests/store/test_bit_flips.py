@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
-from embedrock.store.store import Store
+from embedrock.store.volume import Volume
 from embedrock.testing import FaultFS
 
 ROWS, DIM = 12, 4
@@ -154,10 +154,10 @@ def bits_of(image: Image, kind: str, every: bool) -> Iterator[int]:
 
 def bad_rows(system: FaultFS, ids: np.ndarray) -> set[int]:
     """Return the rows whose records are refused; raises where the table is."""
-    store = Store(system, "/t", folders.newest(system, "/t"), None)
+    (store,) = Volume(system, "/t", folders.newest(system, "/t"), None).stores
     found = store.located(ids)
     bad = set[int]()
-    records = np.empty((len(found.ids), store.manifest.record_bytes), np.uint8)
+    records = np.empty((len(found.ids), store.content.record_bytes), np.uint8)
     try:
         store.read(found, records, np.arange(len(found.ids)))
     except er.CorruptTableError as error:

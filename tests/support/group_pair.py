@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
+from embedrock.testing import FaultFS
 from same_tables import RULES, check_same
 
 MOST = 6  # members at a time
@@ -33,13 +35,17 @@ class GroupPair:
 
     def __init__(self, seed: int) -> None:
         self.rng, self.draw = np.random.default_rng(seed), random.Random(seed)
-        self.group, self.alone = er.Group(), dict[str, er.Table]()
+        self.group, self.alone = self.new_group(), dict[str, er.Table]()
         self._made = 0
         # Few kinds of records, so that members share pools.
         self._kinds = [(self.draw.choice(RULES), self.draw.choice(("float32", "bfloat16", "float16"))) for _ in "ab"]
         self._kinds.append((self._kinds[0][0], "float32"))
         for _ in range(3):
             self.add()
+
+    def new_group(self) -> er.Group:
+        """Return a group without members."""
+        return er.Group()
 
     # ---------------------------------------------------------------- members
 
@@ -207,7 +213,7 @@ class GroupPair:
         """Load the state of a table alone, or a table's rows."""
         name = self.one()
         member, alone = self.both(name)
-        which = self.draw.choice(("member", "alone", "table", "twin"))
+        which = self.draw.choice(("alone", "table", "twin", *["member"] * (not member.is_on_disk)))
         if which == "table":
             member.load_state(copy.deepcopy(alone))
         elif which == "twin":  # of the same pool
@@ -300,12 +306,111 @@ EVENTS: tuple[Callable[[GroupPair], None], ...] = (
 )
 
 
-def play(seed: int, events: int) -> None:
+class DiskGroupPair(GroupPair):
+    """A group on disk, whose caches hold a part of the rows, and the same tables alone in RAM."""
+
+    def new_group(self) -> er.Group:
+        self.system, self.saved = FaultFS(), dict[int, dict[str, er.Table]]()
+        self.memory = self.draw.choice((20_000, 40_000, "1MiB", None))
+        self.policy = self.draw.choice(("lfu", "lru", "clock"))
+        return self.opened()
+
+    def opened(self) -> er.Group:
+        how: dict[str, Any] = {"memory": self.memory, "policy": self.policy, "keep": 3}
+        return er.Group(path="/m", system=self.system, **how)
+
+    def commit(self) -> None:
+        """Make all changes durable, in the background or at once."""
+        number = self.group.commit(step=len(self.saved), wait=self.draw.random() < 0.5)
+        self.saved[number] = copy.deepcopy(self.alone)
+
+    def commit_by_one(self) -> None:
+        """Commit by a member, which is a commit of all."""
+        self.saved[self.group[self.one()].commit()] = copy.deepcopy(self.alone)
+
+    def reopen(self) -> None:
+        """Open the group again, as of its last commit."""
+        if self.draw.random() < 0.5:
+            self.commit()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", er.UncommittedWarning)
+            self.group.close()
+        self.group = self.opened()
+        self.go_back(self.group.last_commit)
+
+    def go_back(self, number: int) -> None:
+        """Take the tables alone to what they were at a commit."""
+        self.alone = copy.deepcopy(self.saved.get(number, {}))
+        kept = {name: (table.on_nonfinite, table.rule) for name, table in self.alone.items()}
+        for name, (on_nonfinite, _) in kept.items():
+            rows_of(self.group[name]).on_nonfinite = on_nonfinite  # which files do not say
+        while len(self.alone) < 2:
+            self.add()
+
+    def rollback(self) -> None:
+        numbers = [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
+        if numbers:
+            number = self.draw.choice(numbers)
+            made = self.group.rollback(number)
+            self.saved[made] = self.saved[number]
+            self.go_back(number)
+
+    def compact(self) -> None:
+        before = self.group.uncommitted
+        made = self.group.compact()
+        if made not in self.saved and made - 1 in self.saved:
+            self.saved[made] = self.saved[made - 1]
+        assert self.group.uncommitted == before
+
+    def close_one(self) -> None:
+        """Close a member, and open it again."""
+        name = self.one()
+        on_nonfinite = self.group[name].on_nonfinite
+        self.group[name].close()
+        rows_of(self.group[name]).on_nonfinite = on_nonfinite
+
+    def prefetch(self) -> None:
+        batches = [{name: self.ids(8) for name in self.some()} for _ in range(3)]
+        for ids in self.group.prefetch(batches, depth=1):
+            grads = {name: self.grads(own, name) for name, own in ids.items()}
+            self.group.update(ids, grads)
+            for name, own in ids.items():
+                self.alone[name].update(own, grads[name])
+
+    def verify(self) -> None:
+        assert not self.group.verify().problems
+
+    def read(self) -> None:
+        """Open a commit beside the writer."""
+        numbers = [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
+        if numbers:
+            number = self.draw.choice(numbers)
+            with er.open("/m", mode="r", at=number, system=self.system) as snapshot:
+                assert sorted(snapshot) == sorted(self.saved[number])
+                for name, expected in self.saved[number].items():
+                    check_same(snapshot[name], expected)
+
+
+DISK_EVENTS: tuple[Callable[[Any], None], ...] = (
+    *(event for event in EVENTS if event is not GroupPair.copied),
+    *(DiskGroupPair.commit, DiskGroupPair.prefetch) * 3,
+    DiskGroupPair.commit_by_one,
+    DiskGroupPair.reopen,
+    DiskGroupPair.rollback,
+    DiskGroupPair.compact,
+    DiskGroupPair.close_one,
+    DiskGroupPair.verify,
+    DiskGroupPair.read,
+)
+
+
+def play(seed: int, events: int, kind: type[GroupPair] = GroupPair) -> None:
     """Do so many things to a pair."""
-    pair, done = GroupPair(seed), list[str]()
+    pair, done = kind(seed), list[str]()
+    choices = DISK_EVENTS if kind is DiskGroupPair else EVENTS
     try:
         for _ in range(events):
-            event = pair.draw.choice(EVENTS)
+            event = pair.draw.choice(choices)
             done.append(event.__name__)
             event(pair)
             if pair.draw.random() < 0.3:
@@ -315,4 +420,6 @@ def play(seed: int, events: int) -> None:
         error.add_note(f"seed {seed}, after {done}")
         raise
     finally:
-        pair.group.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", er.UncommittedWarning)
+            pair.group.close()

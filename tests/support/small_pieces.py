@@ -10,7 +10,7 @@ import pytest
 
 from embedrock.machine import vfs
 from embedrock.store import compaction, folding, reading, runs, store
-from embedrock.table import files, rows, upkeep
+from embedrock.table import keeper, rows, upkeep
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
@@ -18,7 +18,7 @@ SIZES: dict[ModuleType, dict[str, int]] = {
     commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
     folding: {"FAN": 3, "LEVEL_BYTES": 1 << 13, "PIECE_BYTES": 300},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
-    files: {"LEAST_COMPACTED_BYTES": 1 << 14},
+    keeper: {"LEAST_COMPACTED_BYTES": 1 << 14},
     upkeep: {"FOLDED_AT_ONCE": 1 << 11},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
     runs: {"_BEHIND_BYTES": 1 << 12, "_JOINED_BYTES": 100, "_BLOCK_ROWS": 2},

@@ -40,7 +40,7 @@ from disk_pair import (
 )
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
 from embedrock.process import forks
-from embedrock.store import store as stores
+from embedrock.store import volume as volumes
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
 from same_tables import LAZY, RULES, check_same
@@ -148,7 +148,7 @@ def yielding(seed: int) -> Iterator[None]:
     """Let stores that are opened meanwhile let other threads go on wherever they let their lock go."""
     yields = Yields(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stores, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))
+        patch.setattr(volumes, "forks", SimpleNamespace(**vars(forks) | {"lock": lambda rank: YieldingLock(yields)}))
         yield
 
 

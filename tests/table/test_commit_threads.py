@@ -21,7 +21,8 @@ from embedrock.fronts.references import go_to, reference_to
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import compaction
 from embedrock.store.store import Store
-from embedrock.table import files as durabilities
+from embedrock.store.volume import Volume
+from embedrock.table import keeper as durabilities
 from embedrock.table import upkeep
 from embedrock.table.files import Files
 from embedrock.table.table import rows_of
@@ -277,15 +278,21 @@ def small_pieces(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     gc.collect()
 
 
+def owner_of(name: str) -> type[Store | Volume]:
+    """Return what has a method that a commit calls."""
+    return Store if hasattr(Store, name) else Volume
+
+
 class Gate:
     """Stops a commit before one of its calls of a method of the store, until it is opened; it holds no lock there."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, calls: set[int]) -> None:
-        self._through, self._calls, self._count = getattr(Store, name), calls, itertools.count(1)
+        kind = owner_of(name)
+        self._through, self._calls, self._count = getattr(kind, name), calls, itertools.count(1)
         self._reached, self._open = threading.Semaphore(0), threading.Semaphore(0)
-        patch.setattr(Store, name, lambda store, *args: self._call(store, *args))
+        patch.setattr(kind, name, lambda store, *args: self._call(store, *args))
 
-    def _call(self, store: Store, *args: Any) -> Any:
+    def _call(self, store: Store | Volume, *args: Any) -> Any:
         if threading.current_thread().name.startswith("embedrock-commit") and next(self._count) in self._calls:
             self._reached.release()
             assert self._open.acquire(timeout=PATIENCE)
@@ -449,16 +456,17 @@ class Failing:
     """Has one call of a commit fail: a method of the store, made by its threads."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, call: int, error: BaseException) -> None:
-        through, count = getattr(Store, name), itertools.count(1)
+        kind = owner_of(name)
+        through, count = getattr(kind, name), itertools.count(1)
         self.failed = False
 
-        def failing(store: Store, *args: Any) -> Any:
+        def failing(store: Store | Volume, *args: Any) -> Any:
             if threading.current_thread().name.startswith("embedrock-commit") and next(count) == call:
                 self.failed = True
                 raise error
             return through(store, *args)
 
-        patch.setattr(Store, name, failing)
+        patch.setattr(kind, name, failing)
 
 
 ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
@@ -714,7 +722,7 @@ def test_garbage_that_is_collected_in_a_thread_of_ours(monkeypatch: pytest.Monke
     number = both.table.commit(wait=False)
     gate.wait()
     version = rows_of(both.table).version
-    collected = threading.Thread(target=files_of(both.table).abandon, args=(version,), name="embedrock-0")
+    collected = threading.Thread(target=files_of(both.table).abandon, args=([version],), name="embedrock-0")
     collected.start()
     collected.join(PATIENCE)
     assert not collected.is_alive()
@@ -773,7 +781,7 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
     """Else a reference would be to the commit before, and a table that is to go back would seem to be there."""
-    write = commits.Commit._write_all
+    write = commits.Frozen.write
 
     def write_late(self: commits.Commit) -> None:
         time.sleep(0.05)
@@ -781,10 +789,10 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
             raise OSError(5, "Input/output error")
         write(self)
 
-    monkeypatch.setattr(commits.Commit, "_write_all", write_late)
+    monkeypatch.setattr(commits.Frozen, "write", write_late)
     with er.Table(10, 2, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros()) as table:
         with monkeypatch.context() as patch:
-            patch.setattr(commits.Commit, "_write_all", write)
+            patch.setattr(commits.Frozen, "write", write)
             table.update([1], np.ones((1, 2), np.float32))
             first = table.commit(name="first")
         table.update([1], np.ones((1, 2), np.float32))
@@ -793,7 +801,7 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
         if fails:
             with pytest.raises(CommitError):
                 table.commit()
-            monkeypatch.setattr(commits.Commit, "_write_all", write)
+            monkeypatch.setattr(commits.Frozen, "write", write)
         else:
             table.update([1], np.ones((1, 2), np.float32))
             third = table.commit(wait=False)

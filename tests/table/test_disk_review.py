@@ -18,7 +18,7 @@ import embedrock as er
 from embedrock.cli.main import main
 from embedrock.machine.vfs import OSSystem
 from embedrock.store import compaction
-from embedrock.table import files
+from embedrock.table import keeper
 from embedrock.testing import FaultFS
 from embedrock.tiers.records import Records
 from table_files import files_of
@@ -143,8 +143,8 @@ def test_a_compaction_that_cannot_begin_is_no_failure_of_the_commit(tmp_path: Pa
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(files, "LEAST_COMPACTED_BYTES", 1)
-    monkeypatch.setattr(files, "LEAST_OVERLAY_BYTES", 1)
+    monkeypatch.setattr(keeper, "LEAST_COMPACTED_BYTES", 1)
+    monkeypatch.setattr(keeper, "LEAST_OVERLAY_BYTES", 1)
     with make(tmp_path / "t", memory="64KiB") as table:
         for number in range(3):
             step(table, *range(100 * number, 100 * number + 100))
@@ -236,10 +236,10 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
 
         table.update(ids, grads(ids))
         files: Any = files_of(table)
-        publish, files.store.publish = files.store.publish, fail
+        publish, files.volume.publish = files.volume.publish, fail
         table.commit(wait=False)
         files._commit.join()
-        files.store.publish = publish
+        files.volume.publish = publish
         summed = table.sum(table.plan(ids), grads(ids))
         assert table.rule is not None
         table.step_by(table.rule, summed)  # whoever checked before the commit failed is not left half-way

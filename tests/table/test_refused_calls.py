@@ -218,7 +218,7 @@ class Run:
 
     def must_be_opened_again(self) -> bool:
         """Return whether a commit failed so that no more are taken, and close the tables then."""
-        broken = [table for table in self.tables if self.kind.on_disk and files_of(table).store.broken]
+        broken = [table for table in self.tables if self.kind.on_disk and files_of(table).volume.broken]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", er.UncommittedWarning)
             for table in self.tables if broken else ():

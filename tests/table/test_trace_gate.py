@@ -19,7 +19,8 @@ import embedrock as er
 from disk_pair import AFTER, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
-from embedrock.store import store as stores
+from embedrock.store import manifest as manifests
+from embedrock.store import volume as volumes
 from embedrock.store.store import Store
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
@@ -92,7 +93,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
             folded, until = {run.path for run in runs}, time.monotonic() + 60
             reached.set()
             with lock.let_go():
-                while folded & folders.files_of(self.manifest) and time.monotonic() < until:
+                while folded & committed_files(self) and time.monotonic() < until:
                     time.sleep(0.001)
             published.set()  # once is enough
         forget(self, runs)
@@ -102,9 +103,13 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
     ask_the_last_commit_only(patch)
 
 
+def committed_files(store: Store) -> set[str]:
+    return {run.file for run in (*store.content.base, *store.content.delta)}
+
+
 def ask_the_last_commit_only(patch: pytest.MonkeyPatch) -> None:
-    named = {"named_files": lambda *where: folders.files_of(folders.newest(*where))}
-    patch.setattr(stores, "folders", SimpleNamespace(**vars(folders) | named))
+    named = {"named_files": lambda *where: set(manifests.files_of(folders.newest(*where)))}
+    patch.setattr(volumes, "folders", SimpleNamespace(**vars(folders) | named))
 
 
 def test_files_that_are_forgotten_too_early_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

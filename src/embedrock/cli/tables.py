@@ -24,8 +24,8 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.nearby import check_table
-from embedrock.store.store import Store
 from embedrock.store.verify import Verification, verify
+from embedrock.store.volume import Volume
 from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
@@ -273,7 +273,7 @@ def _rescue(folder: str, commit: int) -> int:
     held = folders.lock(OS_SYSTEM, folder, locked=True)
     try:
         target = folders.manifest_at(OS_SYSTEM, folder, commit)
-        Store(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
+        Volume(OS_SYSTEM, folder, target, None).close()  # what cannot be opened must not become the last commit
         last = manifests.numbers(OS_SYSTEM, folder)[-1]
         made = replace(target, commit=last + 1, parent=last, name=None, time=publishing.now())
         manifests.publish(OS_SYSTEM, folder, made)

@@ -17,7 +17,7 @@ from embedrock.demo.training_folder import TrainingFolder
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.ram import rss_bytes
 from embedrock.machine.sizes import format_bytes
-from embedrock.table.files import UncommittedWarning
+from embedrock.table.keeper import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.terminal.progress import print_above, progress
 from embedrock.terminal.tables import Column, format_count, format_facts, format_head, format_row, format_table

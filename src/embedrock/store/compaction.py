@@ -14,9 +14,10 @@ from embedrock.machine.vfs import retried
 from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
+from embedrock.store.manifest import PART_BITS
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, open_run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
@@ -44,6 +45,7 @@ class Source(NamedTuple):
         gone: ids in the base, ascending, that have no record any more.
         rows: of the table that the new chunks are of, None for open ids.
         is_ahead: no commit has these rows, or some of the records.
+        dropped: of a pool, the numbers of members whose records are left out.
     """
 
     base: Base
@@ -55,16 +57,21 @@ class Source(NamedTuple):
     gone: np.ndarray
     rows: int | None
     is_ahead: bool
+    dropped: frozenset[int]
+
+    def lacks_records_in(self, lo: int, hi: int) -> bool:
+        """Return whether records of ids in ``[lo, hi)`` may be left out."""
+        return any(first < hi and lo < end for first, end in map(keys_of_part, self.dropped))
 
     def count_within(self, lo: int, hi: int) -> int:
-        """Return how many ids in ``[lo, hi)`` have records."""
+        """Return how many ids in ``[lo, hi)`` have records, those of dropped members among them."""
         fresh, gone = _between(self.fresh, lo, hi), _between(self.gone, lo, hi)
         return self.base.rank(hi) - self.base.rank(lo) + fresh.stop - fresh.start - (gone.stop - gone.start)
 
     def is_untouched(self, lo: int, hi: int) -> bool:
         """Return whether nothing in ``[lo, hi)`` is another than in the base."""
         parts = self.part(lo, hi), _between(self.gone, lo, hi)
-        return all(part.start == part.stop for part in parts)
+        return all(part.start == part.stop for part in parts) and not self.lacks_records_in(lo, hi)
 
     def part(self, lo: int, hi: int) -> slice:
         """Return which of `ids` lie in ``[lo, hi)``; `hi` may be 2**63."""
@@ -79,9 +86,11 @@ class Source(NamedTuple):
         locations[np.searchsorted(ids, below)] = below_at
         locations[np.searchsorted(ids, self.ids[part])] = self.locations[part]
         gone = self.gone[_between(self.gone, lo, hi)]
-        kept = np.ones(len(ids), bool)
+        if not len(gone) and not self.lacks_records_in(lo, hi):
+            return ids, locations
+        kept = _are_kept(ids, self.dropped)
         kept[np.searchsorted(ids, gone)] = False
-        return (ids[kept], locations[kept]) if len(gone) else (ids, locations)
+        return ids[kept], locations[kept]
 
 
 def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None:
@@ -96,7 +105,7 @@ def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None
         Stopped: `stops` said so.
         OSError: the disk. Nothing has changed.
     """
-    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.manifest.rows)) as source:
+    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.content.rows)) as source:
         _compact(store, source, rate, stops)
 
 
@@ -122,9 +131,9 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
 
 @spanned("compaction")
 def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
-    if not len(source.ids) and not len(source.gone):
+    if not len(source.ids) and not len(source.gone) and not source.dropped:
         return
-    folder = store.free_name(f"base/{store.manifest.commit + 1:010d}")
+    folder = store.free_name("base")
     retried(store.system.mkdir, folders.join(store.folder, folder))
     made: list[tuple[Run, Chunk]] = []
     try:
@@ -156,26 +165,35 @@ def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]]) -> Itera
 
 def _source(store: Store, first_kept: int, rows: int | None) -> Source:
     with store.lock:
-        parts = [_below(ids, at, first_kept) for ids, at in store.overlay.items(SCAN_ROWS)]
+        dropped = store.dropped.intersection(store.content.dropped)  # others the last commit has still
+        parts = [_folded(ids, at, first_kept, dropped) for ids, at in store.overlay.items(SCAN_ROWS)]
         base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
-        is_ahead |= rows != store.manifest.rows
+        is_ahead |= rows != store.content.rows
     nothing = np.empty(0, np.int64)
     ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
     order = np.argsort(ids)
     locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
     ids, gone = ids[order], is_gone(locations)
     gone_ids, ids, locations = ids[gone], ids[~gone], locations[~gone]
-    in_base = gone_ids[base.find(gone_ids) >= 0]
-    return Source(base, runs, first_kept, ids, locations, ids[base.find(ids) < 0], in_base, rows, is_ahead)
+    in_base, fresh = gone_ids[base.find(gone_ids) >= 0], ids[base.find(ids) < 0]
+    return Source(base, runs, first_kept, ids, locations, fresh, in_base, rows, is_ahead, dropped)
 
 
 def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
     return slice(int(np.searchsorted(ids, lo)), int(np.searchsorted(ids, hi - 1, side="right")))
 
 
-def _below(ids: np.ndarray, locations: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray]:
-    chosen = locations >> INDEX_BITS < run
+def _folded(
+    ids: np.ndarray, locations: np.ndarray, first_kept: int, dropped: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    chosen = locations >> INDEX_BITS < first_kept
+    if dropped:
+        chosen &= _are_kept(ids, dropped)
     return ids[chosen], locations[chosen]
+
+
+def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
+    return ~np.isin(ids >> PART_BITS, list(dropped))
 
 
 class _Writer:
@@ -186,7 +204,7 @@ class _Writer:
     ) -> None:
         self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
-        self._total = (source.base.count + len(source.fresh)) * (store.manifest.record_bytes + CRC_BYTES)
+        self._total = (source.base.count + len(source.fresh)) * (store.content.record_bytes + CRC_BYTES)
 
     def chunks(self) -> Iterator[tuple[Run, Chunk]]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
@@ -197,15 +215,17 @@ class _Writer:
         for lo, hi in self._ranges(self._source.rows):
             if self._source.is_untouched(lo, hi) and (lo, hi) in old:
                 yield old[lo, hi]
-            else:
-                yield self._chunk(lo, hi, *self._source.within(lo, hi))
+                continue
+            ids, locations = self._source.within(lo, hi)
+            if len(ids):
+                yield self._chunk(lo, hi, ids, locations)
 
     def _ranges(self, rows: int | None) -> Iterator[tuple[int, int]]:
         """Cut the ids into ranges of up to a chunk of records each, ascending.
 
         They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
         """
-        stride = self._store.manifest.record_bytes + CRC_BYTES
+        stride = self._store.content.record_bytes + CRC_BYTES
         size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
         first, end = (-(2**63), 2**63) if rows is None else (0, rows)
         waiting = [(first, max(size, 1 << (end - first - 1).bit_length()))]
@@ -222,8 +242,8 @@ class _Writer:
         store = self._store
         name, uuid, record_bytes = (
             f"{self._folder}/c{lo & (2**64 - 1):x}.rows",
-            store.manifest.uuid,
-            store.manifest.record_bytes,
+            store.content.uuid,
+            store.content.record_bytes,
         )
         writer = ChunkWriter.create(store.system, store.folder, name, uuid, record_bytes)
         try:
@@ -234,7 +254,7 @@ class _Writer:
         except BaseException:
             writer.close()
             raise
-        run = open_run(store.system, store.folder, entry, store.manifest, store.next_run())
+        run = open_run(store.system, store.folder, entry, store.content, store.next_run())
         index = None if run.kind == "full" else run.index()
         return run, Chunk(lo, hi, run.kind, run.number, run.count, index)
 
@@ -242,7 +262,7 @@ class _Writer:
         if self._stops():
             raise Stopped
         store, slots = self._store, np.arange(len(ids))
-        records = np.empty((len(ids), store.manifest.record_bytes), np.uint8)
+        records = np.empty((len(ids), store.content.record_bytes), np.uint8)
         read_records(store.system, store.runs, locations, ids, records, slots)
         sealed = store.seal(records, slots, ids)
         writer.append(sealed, ids)
@@ -276,6 +296,7 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.delta = [run for run in store.delta if run not in folded]
         store.overlay.remove_runs_below(source.first_kept)
         store.look_for_gone()
+        store.forget_parts(source.dropped)
         logs = [log for log in store.logs if log.number < source.first_kept]
         store.forget([*folded, *replaced, *logs])  # before a commit is published that no longer names them
 

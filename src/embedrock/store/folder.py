@@ -22,7 +22,7 @@ from embedrock.errors import (
 from embedrock.machine import space
 from embedrock.machine.vfs import System, retried, write_whole
 from embedrock.store import manifest as manifests
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import AnyManifest, files_of
 from embedrock.store.nearby import check_table, table_around
 
 
@@ -173,7 +173,7 @@ def _holder(path: str) -> str:
 # ---------------------------------------------------------------- commits
 
 
-def newest(system: System, folder: str) -> Manifest:
+def newest(system: System, folder: str) -> AnyManifest:
     """Return the last commit.
 
     Raises:
@@ -185,7 +185,7 @@ def newest(system: System, folder: str) -> Manifest:
     return manifest_at(system, folder, numbers[-1])
 
 
-def manifest_at(system: System, folder: str, commit: int) -> Manifest:
+def manifest_at(system: System, folder: str, commit: int) -> AnyManifest:
     """Return a commit by its number."""
     numbers = manifests.numbers(system, folder)
     if commit not in numbers:
@@ -203,12 +203,12 @@ def manifest_at(system: System, folder: str, commit: int) -> Manifest:
         raise CorruptTableError(f"{error} ({hint}.)") from error
 
 
-def manifests_of(system: System, folder: str) -> list[Manifest]:
+def manifests_of(system: System, folder: str) -> list[AnyManifest]:
     """Return all commits that can be read, the oldest first."""
     return [found for n in manifests.numbers(system, folder) if (found := _readable(system, folder, n)) is not None]
 
 
-def _readable(system: System, folder: str, commit: int) -> Manifest | None:
+def _readable(system: System, folder: str, commit: int) -> AnyManifest | None:
     """Return a commit; None if it is damaged, or was dropped meanwhile."""
     try:
         return manifests.read(system, folder, commit)
@@ -226,11 +226,6 @@ def named_files(system: System, folder: str) -> set[str]:
         EmbedrockError, OSError: a commit cannot be read, so that what it needs is not known.
     """
     return {name for n in manifests.numbers(system, folder) for name in files_of(manifests.read(system, folder, n))}
-
-
-def files_of(manifest: Manifest) -> set[str]:
-    """Return the names of the files that a commit needs."""
-    return {entry.file for entry in (*manifest.base, *manifest.delta, *manifest.history)}
 
 
 def collect(system: System, folder: str, keep: int, needed: set[str]) -> None:
@@ -268,7 +263,7 @@ def release(system: System, folder: str, name: str) -> None:
             write_whole(system, _released(folder, manifest.commit), b"")
 
 
-def name_of(system: System, folder: str, manifest: Manifest) -> str | None:
+def name_of(system: System, folder: str, manifest: AnyManifest) -> str | None:
     """Return the name of a commit, None where it has none or was released."""
     return None if manifest.name is None or system.exists(_released(folder, manifest.commit)) else manifest.name
 

@@ -80,7 +80,7 @@ def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
     entry = _written(store, ids, old, gone_ids, pace)
     try:
         # It takes the place of the newest of them among the runs, so that all that is newer stays newer.
-        run = open_run(store.system, store.folder, entry, store.manifest, logs[-1].number)
+        run = open_run(store.system, store.folder, entry, store.content, logs[-1].number)
     except BaseException:
         _remove(store, entry.file)
         raise
@@ -103,14 +103,14 @@ def _places(run: Run, count: int, are_gone: bool) -> np.ndarray:
 def _written(
     store: Store, ids: np.ndarray, locations: np.ndarray, gone: np.ndarray, pace: Callable[[], None]
 ) -> RunFile:
-    name, manifest = store.free_name(f"delta/{store.manifest.commit + 1:010d}", ".dlt"), store.manifest
-    log = Log.create(store.system, store.folder, name, manifest.uuid, manifest.record_bytes, -1)
+    name, content = store.free_name("delta", ".dlt"), store.content
+    log = Log.create(store.system, store.folder, name, content.uuid, content.record_bytes, -1)
     try:
-        piece = piece_rows(manifest.record_bytes, PIECE_BYTES)
+        piece = piece_rows(content.record_bytes, PIECE_BYTES)
         for start in range(0, len(ids), piece):
             pace()
             part, old = ids[start : start + piece], locations[start : start + piece]
-            slots, records = np.arange(len(part)), np.empty((len(part), manifest.record_bytes), np.uint8)
+            slots, records = np.arange(len(part)), np.empty((len(part), content.record_bytes), np.uint8)
             read_records(store.system, store.runs, old, part, records, slots)
             sealed = store.seal(records, slots, part)
             log.append(sealed, part)

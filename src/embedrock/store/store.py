@@ -1,53 +1,57 @@
-"""`Store`: the files of one table, and where in them the newest record of each row is."""
+"""`Store`: files of records of one size, and where in them the newest record of each row is."""
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import ArgumentError, CommitError, EmbedrockError
-from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
-from embedrock.process import forks
-from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
-from embedrock.store.history import read_history
-from embedrock.store.manifest import HistoryFile, Manifest, RunFile
-from embedrock.store.nearby import check_table
-from embedrock.store.orphans import remove_orphans
+from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import BYTES_A_ROW, Overlay
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run, damaged
+
+if TYPE_CHECKING:
+    from embedrock.store.volume import Volume
 
 INDEX_BITS = 40  # of a location; the bits above them are the number of the run
 GONE = (1 << INDEX_BITS) - 1  # in the place of an index: the row has had no record since that run was the newest
 
 
-@dataclass(frozen=True)
 class Freeze:
-    """What a commit under way will publish.
+    """What a commit under way will publish of a store.
 
     Attributes:
+        store: whose.
         base, delta: the runs of earlier commits.
         logs: those in the making, of which the last one takes the rows that are still in RAM.
+        parts, dropped: see `Content`.
     """
 
-    base: tuple[Run, ...]
-    delta: tuple[Run, ...]
-    logs: tuple[Log, ...]
+    def __init__(self, store: Store, logs: Sequence[Log]) -> None:
+        self.store, self.logs = store, list(logs)
+        self.base, self.delta = tuple(store.base_runs), tuple(store.delta)
+        self.parts, self.dropped = store.parts, store.dropped
 
     @property
     def log(self) -> Log:
         """Where the rows of the commit go."""
         return self.logs[-1]
+
+    def content(self) -> Content:
+        """Return what the commit says of the store, once its logs are sealed."""
+        entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
+        base, delta = (tuple(run.entry for run in runs if run.entry) for runs in (self.base, self.delta))
+        files = {"base": base, "delta": (*delta, *entries)}
+        return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
 
 
 class Located(NamedTuple):
@@ -67,18 +71,15 @@ class Located(NamedTuple):
 
 
 class Store:
-    """The files of a table. Any thread may call it.
+    """Files of records of one size: of a table alone, or of a pool. Any thread may call it.
 
     Args:
-        system: does the I/O.
-        folder: of the table.
-        manifest: the commit to start from.
-        lock: descriptor of the lock that is held; None for a reader.
+        volume: which has the files.
+        content: what the commit to start from says of it.
 
     Attributes:
-        lock: held wherever its attributes change.
-        manifest: the last commit.
-        history: arrays of the rule's, as of the commit that it was opened at; nothing, or one item.
+        lock: held wherever its attributes change: that of the volume.
+        content: what the last commit says of it.
         compacting: held by the one compaction under way.
         folding: held by who makes one of several logs, or chooses those that a compaction folds.
         compacted_below: logs of less than this number belong to the compaction under way.
@@ -88,125 +89,60 @@ class Store:
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
             publishes both.
         some_are_gone: the index of rows in logs has some that have no record any more.
-        broken: why no further commit is taken; None where all is well.
+        parts: of a pool, how many members it has had; None for a table alone.
+        dropped: of a pool, the numbers of members that it no longer has, and may have records of.
         counts: records and bytes read and written since it was opened.
     """
 
-    def __init__(self, system: System, folder: str, manifest: Manifest, lock: int | None) -> None:
-        self.system, self.folder, self._held = system, folder, lock
-        self.lock = forks.lock(forks.Rank.SECTION)
+    def __init__(self, volume: Volume, content: Content) -> None:
+        self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
         self.overlay_bytes = 1 << 62
-        self.broken: str | None = None
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
-        self.counts |= {"bytes_compacted": 0, "collections_failed": 0}
-        self._serial = 0
+        self.counts |= {"bytes_compacted": 0}
         self._frozen: set[str] = set()  # names of files that the commit under way may publish
-        self.load(manifest)
+        self._open(content)
 
-    # ---------------------------------------------------------------- opening
-
-    @classmethod
-    def create(cls, system: System, folder: str, manifest: Manifest, locked: bool) -> Store:
-        """Make an empty table, and publish it as commit 0. `locked`: see `open`."""
-        folders.make(system, folder)
-        held = folders.lock(system, folder, locked)
-        try:
-            manifests.publish(system, folder, manifest)
-            return cls(system, folder, manifest, held)
-        except BaseException:
-            folders.unlock(system, held)
-            raise
-
-    @classmethod
-    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> Store:
-        """Open a table.
-
-        Args:
-            system: does the I/O.
-            folder: of the table.
-            at: number of a commit, for a reader; None: the last one.
-            write: become its one writer.
-            locked: refuse to write where the file system has no locks.
-        """
-        check_table(system, folder)
-        if not write:
-            return cls._open_to_read(system, folder, at)
-        held = folders.lock(system, folder, locked)
-        try:
-            store = cls(system, folder, folders.newest(system, folder), held)
-            folders.make_folders(system, folder)
-            remove_orphans(system, folder, store.manifest.uuid)
-            return store
-        except BaseException:
-            folders.unlock(system, held)
-            raise
-
-    @classmethod
-    def _open_to_read(cls, system: System, folder: str, at: int | None) -> Store:
-        """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
-        while True:
-            commit = manifests.numbers(system, folder)[-1] if at is None else at
-            try:
-                return cls(system, folder, folders.manifest_at(system, folder, commit), None)
-            except (FileNotFoundError, ArgumentError) as error:
-                # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
-                is_told = at is not None and isinstance(error, ArgumentError)
-                if is_told or commit in manifests.numbers(system, folder):
-                    raise
-
-    def load(self, manifest: Manifest, accept: Callable[[], None] = lambda: None) -> None:
-        """Start from a commit; whatever was not committed is forgotten.
-
-        Args:
-            manifest: the commit.
-            accept: called when all its files are open, and nothing has changed yet.
-        """
+    def _open(self, content: Content) -> None:
         runs: dict[int, Run] = {}
-        base = [self._open_run(entry, manifest, runs) for entry in manifest.base]
-        delta = [self._open_run(entry, manifest, runs) for entry in manifest.delta]
+        base = [self._open_run(entry, content, runs) for entry in content.base]
+        delta = [self._open_run(entry, content, runs) for entry in content.delta]
         overlay = Overlay()
         for run in delta:
             overlay.insert(run.index(), locations_of(run.number, 0, run.count))
             overlay.insert(gone := run.gone_ids(), np.full(len(gone), gone_at(run.number)))
-        history = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history]
-        index = base_of(base)
-        gone = sum(entry.gone for entry in manifest.delta)
-        self._check_count(manifest, index, overlay, gone)
-        accept()
-        with self.lock:
-            self.history = history
-            self.manifest, self.runs, self.overlay, self._runs_made = manifest, runs, overlay, len(runs)
-            self.base, self.base_runs, self.delta = index, base, delta
-            self.logs: list[Log] = []
-            self._active: Log | None = None
-            self.base_is_ahead, self.some_are_gone = False, gone > 0
+        index, named = base_of(base), sum(entry.gone for entry in content.delta)
+        self._check_count(content, index, overlay, named)
+        self.content, self.runs, self.overlay, self._runs_made = content, runs, overlay, len(runs)
+        self.base, self.base_runs, self.delta = index, base, delta
+        self.logs: list[Log] = []
+        self._active: Log | None = None
+        self.base_is_ahead, self.some_are_gone = False, named > 0
+        self.parts, self.dropped = content.parts, frozenset(content.dropped)
 
-    def _check_count(self, manifest: Manifest, base: Base, overlay: Overlay, gone: int) -> None:
+    def _check_count(self, content: Content, base: Base, overlay: Overlay, gone: int) -> None:
         """Refuse a commit whose files cannot hold as many rows as it says.
 
         How many rows are in base and overlay takes a look at each. So that is checked where all rows are gone through.
         """
         low, high = max(base.count, overlay.count, gone) - gone, base.count + overlay.count
-        if not low <= manifest.count <= high:
-            where = manifests.path_of(self.folder, manifest.commit)
-            raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", manifest.count)
+        low = low if content.parts is None else 0  # there may be records of members that were dropped
+        if not low <= content.count <= high:
+            where = manifests.path_of(self.folder, content.commit)
+            raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
 
-    def _open_run(self, entry: RunFile, manifest: Manifest, runs: dict[int, Run]) -> Run:
-        run = open_run(self.system, self.folder, entry, manifest, len(runs))
+    def _open_run(self, entry: RunFile, content: Content, runs: dict[int, Run]) -> Run:
+        run = open_run(self.system, self.folder, entry, content, len(runs))
         runs[run.number] = run
         return run
 
     def close(self) -> None:
-        """Close all files, and let another writer in."""
+        """Close all files."""
         with self.lock:
             for run in self.runs.values():
                 run.file.close()
             self.runs = {}
-            held, self._held = self._held, None
-            if held is not None:
-                folders.unlock(self.system, held)
 
     # ---------------------------------------------------------------- records
 
@@ -252,7 +188,7 @@ class Store:
 
     def seal(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return ``records[slots]`` as they stand in a file: uint8 (n, record_bytes + 4)."""
-        stride = self.manifest.record_bytes + CRC_BYTES
+        stride = self.content.record_bytes + CRC_BYTES
         sealed = aligned_empty(len(slots) * stride).reshape(-1, stride)
         kernels.cpu.launch(kernels.cpu.storage.seal, records, slots, ids, sealed)
         return sealed
@@ -264,7 +200,7 @@ class Store:
     def place(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Note where the newest records of ids are, which were just appended."""
         with self.lock:
-            self.counts["bytes_written"] += len(ids) * (self.manifest.record_bytes + CRC_BYTES)
+            self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
             if self.some_are_gone and len(ids):  # those that a commit has written, and that went meanwhile
                 now = self.overlay.find(ids)
                 here = ~(is_gone(now) & (now >> INDEX_BITS > locations >> INDEX_BITS))
@@ -296,8 +232,8 @@ class Store:
                 log.gone = ids[~have_newer(ids)]
 
     def _new_log(self) -> Log:
-        name = self.free_name(f"delta/{self.manifest.commit + 1:010d}", ".dlt")
-        args = name, self.manifest.uuid, self.manifest.record_bytes, self.next_run()
+        name = self.free_name("delta", ".dlt")
+        args = name, self.content.uuid, self.content.record_bytes, self.next_run()
         log = Log.create(self.system, self.folder, *args)
         self.take(log)
         self.logs.append(log)
@@ -320,14 +256,9 @@ class Store:
         with self.lock:
             self.runs = {number: run for number, run in self.runs.items() if number not in numbers}
 
-    def free_name(self, stem: str, suffix: str = "") -> str:
-        """Return the name of a file that is not there."""
-        while True:
-            self._serial += 1
-            # With some of the uuid, so that a file whose first page a crash has torn is known for this table's.
-            name = f"{stem}-{self.manifest.uuid[:8]}-{self._serial}{suffix}"
-            if not self.system.exists(folders.join(self.folder, name)):
-                return name
+    def free_name(self, kind: str, suffix: str = "") -> str:
+        """Return the name of a file that is not there, of the next commit: see `Volume.free_name`."""
+        return self.volume.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
     def ids_above_base(self) -> np.ndarray:
         """Return the ids that have records in logs only."""
@@ -363,150 +294,59 @@ class Store:
         Args:
             have_newer: tells which ids have records that this commit is going to write, bool (n,).
         """
-        self.check_commits()
         with self.lock:
             self._name_gone(have_newer)
             if self._active is None:
                 self._new_log()
             self._active = None
-            self._frozen = {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
-            return Freeze(tuple(self.base_runs), tuple(self.delta), tuple(self.logs))
+            return self._frozen_as(Freeze(self, self.logs))
 
-    def check_commits(self) -> None:
-        """Raise `CommitError` if commits are no longer taken, or would go to another table."""
-        if self._held is not None and not folders.is_held(self.system, self.folder, self._held):
-            raise CommitError(
-                errno.ESTALE,
-                "the table was moved or removed while it was open for writing, so nothing is committed here. Move it "
-                f"back; commit {self.manifest.commit} is whole, wherever it is",
-                self.folder,
-            )
-        if self.broken is not None:
-            raise CommitError(
-                errno.EIO,
-                f"commits are no longer taken after one that failed twice to reach the disk ({self.broken}). Commit "
-                f"{self.manifest.commit} is whole. Look after the disk, close the table and open it again",
-                self.folder,
-            )
-
-    def publish(self, freeze: Freeze, changes: dict[str, Any], keep: int) -> None:
-        """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
-
-        Args:
-            freeze: from `freeze`; its log has the rows that were in RAM.
-            changes: fields of the manifest.
-            keep: commits to retain.
-
-        Raises:
-            OSError: the disk is full, or it failed twice. The last commit is whole.
-        """
-        try:
-            freeze = replace(freeze, logs=tuple(self._rewritten(log) if log.broken else log for log in freeze.logs))
-            manifest = self._publish(freeze, changes)
-        except OSError as error:
-            self._check_unpublished()
-            if error.errno in NO_SPACE:
-                raise
-            freeze, manifest = self._publish_again(freeze, changes)
+    def as_committed(self) -> Freeze:
+        """Return a freeze without what no commit has yet."""
         with self.lock:
-            self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
-            self.logs = [log for log in self.logs if log not in freeze.logs]
-            self.manifest, self._frozen = manifest, set()
-            self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
+            made = Freeze(self, ())
+            made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
+            return self._frozen_as(made)
+
+    def _frozen_as(self, freeze: Freeze) -> Freeze:
+        self._frozen = {run.path for run in (*freeze.base, *freeze.delta, *freeze.logs)}
+        return freeze
+
+    def rewrite(self, freeze: Freeze, only_broken: bool) -> None:
+        """Write the rows of a freeze's logs to new ones: of all, or of those that are broken."""
+        for number, log in enumerate(freeze.logs):
+            if log.broken or not only_broken:
+                freeze.logs[number] = self._rewritten(log)
+
+    def take_published(self, freeze: Freeze, content: Content) -> None:
+        """Take note that a freeze is a commit now. The caller has the lock."""
+        self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
+        self.logs = [log for log in self.logs if log not in freeze.logs]
+        self.content, self._frozen = content, set()
+        self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
+
+    def remove_empty(self, freeze: Freeze) -> None:
+        """Remove the logs of a freeze that got no records."""
         self._remove([log for log in freeze.logs if log.is_empty])
-        self.collect(keep)
 
-    def commit_base(self, time: str, keep: int) -> None:
-        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction).
-
-        Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
-        """
-        self.check_commits()
-        with self.lock:
-            if self.base_is_ahead:
-                return
-            freeze, last = Freeze(tuple(self.base_runs), tuple(self.delta), ()), self.manifest
-            if [run.entry for run in (*freeze.base, *freeze.delta)] == [*last.base, *last.delta]:
-                return
-            self._frozen = {run.path for run in (*freeze.base, *freeze.delta)}  # a compaction may end meanwhile
-        try:
-            self.publish(freeze, {"time": time, "name": None}, keep)
-        except BaseException:
-            self.take_back()
-            raise
-
-    def _publish(self, freeze: Freeze, changes: dict[str, Any]) -> Manifest:
-        entries = [log.entry or log.seal() for log in freeze.logs if not log.is_empty]
-        manifest = replace(
-            self.manifest,
-            commit=self.manifest.commit + 1,
-            parent=self.manifest.commit,
-            base=tuple(run.entry for run in freeze.base),
-            delta=(*(run.entry for run in freeze.delta), *entries),
-            **changes,
-        )
-        manifests.publish(self.system, self.folder, manifest)
-        return manifest
-
-    def _publish_again(self, freeze: Freeze, changes: dict[str, Any]) -> tuple[Freeze, Manifest]:
-        """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
-        try:
-            freeze = replace(freeze, logs=tuple(self._rewritten(log) for log in freeze.logs))
-            return freeze, self._publish(freeze, changes)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                self.broken = str(error)
-            raise
-
-    def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
-        """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
+    def take_back(self) -> None:
+        """Clear up after a commit that failed: what it has written of rows, the next one takes."""
         with self.lock:
             empty = [log for log in self.logs if not log.count and not log.noted and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
             if self._active is None and self.logs and self.logs[-1].can_grow:
                 self._active = self.logs[-1]
-            spared, self._frozen = self._frozen - self._needed(), set()
+            spared, self._frozen = self._frozen - self.needed(), set()
             self.drop(empty)
             for log in empty:  # nobody reads it, and an error's traceback would keep it open
                 log.close()
-            self._unlink([*spared, *(log.path for log in empty), *(part.file for part in history)])
-
-    def rollback(self, target: Manifest, time: str, keep: int) -> None:
-        """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
-
-        Raises:
-            OSError: the disk. Nothing has changed.
-        """
-        self.check_commits()
-        commit = self.manifest.commit
-        manifest = replace(target, commit=commit + 1, parent=commit, name=None, time=time)
-        logs = self.logs
-        try:  # what cannot be opened must not become the last commit
-            self.load(manifest, lambda: manifests.publish(self.system, self.folder, manifest))
-        except OSError:
-            self._check_unpublished()
-            raise
-        # from here on, numbers of runs mean others
-        self._unlink([log.path for log in logs])
-        self.collect(keep)
-
-    def emptied(self, record_bytes: int) -> Store:
-        """Return a store of the same files that holds no records yet, of another size: its next commit replaces all."""
-        self.check_commits()
-        manifest = replace(self.manifest, record_bytes=record_bytes, base=(), delta=(), history=(), count=0)
-        return Store(self.system, self.folder, manifest, self._held)
+            self.volume.unlink([*spared, *(log.path for log in empty)])
 
     def give_up(self) -> None:
         """Forget what was not committed."""
         with self.lock:
             logs, self.logs, self._active = self.logs, [], None
         self._remove(logs)
-
-    def _check_unpublished(self) -> None:
-        number = self.manifest.commit + 1
-        if number in manifests.numbers(self.system, self.folder):
-            self.broken = f"commit {number} was made, but may not survive a loss of power"
-            raise OSError(errno.EIO, self.broken, self.folder)
 
     def _rewritten(self, log: Log) -> Log:
         """Return a new log in place of another, with the newest record of each of its rows."""
@@ -533,7 +373,7 @@ class Store:
         """Append records that are elsewhere to a log, and return where they are in it."""
         for start in range(0, len(ids), REWRITE_ROWS):
             part, old = ids[start : start + REWRITE_ROWS], locations[start : start + REWRITE_ROWS]
-            slots, records = np.arange(len(part)), np.empty((len(part), self.manifest.record_bytes), np.uint8)
+            slots, records = np.arange(len(part)), np.empty((len(part), self.content.record_bytes), np.uint8)
             self.read(Located(slots, part, old, self.runs), records, slots)
             sealed = self.seal(records, slots, part)
             log.append(sealed, part)
@@ -550,7 +390,7 @@ class Store:
             self.logs = [log for log in self.logs if log not in runs]
             self._active = self._active if self._active in self.logs else None
             self.drop(runs)
-            self._unlink([run.path for run in runs if run.path not in self._frozen])
+            self.volume.unlink([run.path for run in runs if run.path not in self._frozen])
 
     def replace(
         self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray, gone: np.ndarray
@@ -573,61 +413,57 @@ class Store:
             self.delta[first : first + len(runs)] = [made]
             self.drop(runs)
             self.take(made)
-            committed = {entry.file for entry in self.manifest.delta}
-            self._unlink([run.path for run in runs if run.path not in committed | self._frozen])
+            committed = {entry.file for entry in self.content.delta}
+            self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
     def _remove(self, logs: Sequence[Log]) -> None:
         """Remove logs that hold nothing of use."""
         self.drop(logs)
-        self._unlink([log.path for log in logs], [log for log in logs if log.entry])
+        self.volume.unlink([log.path for log in logs], lambda: any(log.entry for log in logs))
 
-    def _unlink(self, paths: Iterable[str], sealed: Sequence[Run] | None = None) -> None:
-        """Remove those files that no commit names. A failure costs disk space only.
-
-        Args:
-            paths: of the files, relative to the folder.
-            sealed: those runs that a commit could name; None: it could name any of the files.
-        """
-        paths = list(paths)
-        try:
-            named = folders.named_files(self.system, self.folder) if paths and sealed != [] else set()
-        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
-            self.add(collections_failed=1)
-            return
-        for path in paths:
-            if path in named:
-                continue
-            try:
-                self.system.unlink(folders.join(self.folder, path))
-            except OSError:
-                self.add(collections_failed=1)
-
-    # ---------------------------------------------------------------- retention
-
-    def collect(self, keep: int) -> None:
-        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
-
-        A failure costs disk space only, which the next writer gives back.
-        """
-        try:
-            folders.collect(self.system, self.folder, keep, self._needed())
-        except OSError:
-            self.add(collections_failed=1)
-
-    def _needed(self) -> set[str]:
+    def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
         with self.lock:
             return {run.path for run in (*self.base_runs, *self.delta, *self.logs)}
+
+    # ---------------------------------------------------------------- members of a pool
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a pool has no number left for one more member."""
+        return self.parts is not None and self.parts >= MAX_PARTS
+
+    def new_part(self) -> int:
+        """Return a number for one more member of a pool, which no other has had."""
+        with self.lock:
+            assert self.parts is not None  # a table alone has no members
+            self.parts += 1
+            return self.parts - 1
+
+    def drop_part(self, number: int) -> None:
+        """Note that the records of a member are of no use any more. The next commit says so."""
+        with self.lock:
+            self.dropped |= {number}
+
+    def forget_parts(self, numbers: frozenset[int]) -> None:
+        """Note that no records of members are left which were dropped."""
+        with self.lock:
+            self.dropped -= numbers
+
+
+def keys_of_part(number: int) -> tuple[int, int]:
+    """Return the first key of a member of a pool, and the one behind its last: at most `KEYS`."""
+    return number << PART_BITS, min((number + 1) << PART_BITS, KEYS)
 
 
 REWRITE_ROWS = 8192
 SCAN_ROWS = 1 << 16
 
 
-def open_run(system: System, folder: str, entry: RunFile, manifest: Manifest, number: int) -> Run:
+def open_run(system: System, folder: str, entry: RunFile, content: Content, number: int) -> Run:
     """Open a file of a commit: past the page cache, if it is large, as its records are read one by one."""
     direct = entry.size >= DIRECT_BYTES
-    return Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, number, direct)
+    return Run.open(system, folder, entry, content.uuid, content.record_bytes, number, direct)
 
 
 def base_of(runs: Sequence[Run]) -> Base:

@@ -13,7 +13,7 @@ from embedrock.machine.vfs import System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
-from embedrock.store.manifest import Manifest
+from embedrock.store.manifest import Content
 from embedrock.store.orphans import strange_files
 from embedrock.store.runs import Run, RunFile
 from embedrock.wording import counted
@@ -75,20 +75,22 @@ def _check_commit(
     except (EmbedrockError, OSError) as error:
         problems[f"commit {number}"] = [str(error)]
         return {f"commit {number}"}, 0
-    records = 0
-    for entry in (*manifest.base, *manifest.delta):
-        if entry not in problems:
-            problems[entry] = _problems_of(system, folder, entry, manifest)
-            records += entry.count
+    records, entries = 0, list[RunFile]()
+    for content in manifest.contents:
+        entries += (*content.base, *content.delta)
+        for entry in (*content.base, *content.delta):
+            if entry not in problems:
+                problems[entry] = _problems_of(system, folder, entry, content)
+                records += entry.count
     for part in manifest.history:
         if part not in problems:
             problems[part] = check_history(system, folder, part, manifest.uuid)
-    return {*manifest.base, *manifest.delta, *manifest.history}, records
+    return {*entries, *manifest.history}, records
 
 
-def _problems_of(system: System, folder: str, entry: RunFile, manifest: Manifest) -> list[str]:
+def _problems_of(system: System, folder: str, entry: RunFile, content: Content) -> list[str]:
     try:
-        run = Run.open(system, folder, entry, manifest.uuid, manifest.record_bytes, 0)
+        run = Run.open(system, folder, entry, content.uuid, content.record_bytes, 0)
     except (EmbedrockError, OSError) as error:
         return [str(error)]
     try:

@@ -15,14 +15,16 @@ from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import as_ids, check_ids, check_range
 from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
-from embedrock.batch.plan import bounds_of
+from embedrock.batch.plan import bounds_of, make_plan
 from embedrock.batch.pooling import Bags, Places, Source
+from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.part import Part, Pool
+from embedrock.tiers.records import Records
 from embedrock.wording import check_choice
 
 MODES = ("sum", "mean", "max")
@@ -414,7 +416,8 @@ def _looked_up(pool: Pool, asked: Sequence[tuple[Rows, np.ndarray]]) -> Iterator
         own = slice(start, start + ids.size)
         out, missing = all_rows[own], is_missing[own]
         if any_missing:
-            out[missing] = rows.first_values(ids.reshape(-1)[missing])
+            absent = ids.reshape(-1)[missing]
+            out[missing] = rows.read(make_plan(absent)) if pool.tier.evicts else rows.first_values(absent)
         start += ids.size
         yield out.reshape(*ids.shape, pool.dim)
 
@@ -467,6 +470,20 @@ def _located(share: Share) -> np.ndarray:
     return share.slots
 
 
+def _found(share: Share) -> tuple[Records, np.ndarray]:
+    """Return records in which a share's rows are, and their slots there; -1 for rows without a record."""
+    slots, tier = _located(share), share.route.pool.tier
+    if not tier.evicts:
+        return tier.records, slots
+    keys = share.keys()
+    try:
+        share.slots = tier.bring(keys, slots)
+    except CacheTooSmallError:  # a batch that is only read may have any size
+        return tier.reach(keys)
+    share.epoch = tier.epoch
+    return tier.records, share.slots
+
+
 def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return slots in which ``-1 - k`` stands for row k of the first values, which are returned too."""
     missing = slots < 0
@@ -487,8 +504,9 @@ def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
     """Return the row of each position: float32 (n, dim)."""
     out = buffers.empty((len(share.plan.inverse), share.route.pool.dim), np.float32)
     if values is None:
-        slots, fresh = _fresh(share, _located(share))
-        share.route.pool.tier.records.read(slots, share.plan.inverse, fresh, out)
+        records, slots = _found(share)
+        slots, fresh = _fresh(share, slots)
+        records.read(slots, share.plan.inverse, fresh, out)
     else:
         np.take(values, share.plan.inverse, axis=0, out=out, mode="clip")
     return out
@@ -496,20 +514,21 @@ def _positions_of(share: Share, values: np.ndarray | None) -> np.ndarray:
 
 def _values(share: Share) -> np.ndarray:
     """Return the rows, each once, up to date: float32 (unique, dim)."""
-    found = _located(share)
+    records, found = _found(share)
     slots, fresh = _fresh(share, found)
     values = buffers.empty((len(slots), share.route.pool.dim), np.float32)
-    share.route.pool.tier.records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
+    records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
     for k, table in enumerate(share.route.tables):
         rows, own = rows_of(table), share.plan.of(k)
         if rows.lags:
-            part_of(rows).records.refresh(found[own], values[own], rows.numbers_now())
+            records.refresh(found[own], values[own], rows.numbers_now())
     return values
 
 
 def _source(share: Share) -> Source:
     """Return where the rows are, of tables none of which lags behind."""
-    return Source(share.route.pool.tier.records.weights, *_fresh(share, _located(share)))
+    records, slots = _found(share)
+    return Source(records.weights, *_fresh(share, slots))
 
 
 def _pooled(share: Share, source: Source, places: Places) -> tuple[np.ndarray, np.ndarray]:

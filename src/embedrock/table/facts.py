@@ -10,7 +10,7 @@ from embedrock.errors import UnsupportedError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table.files import Files
+from embedrock.table.keeper import Keeper
 from embedrock.table.rows import Rows
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.side import Side
@@ -31,7 +31,7 @@ class Facts:
     device_memory: int | str | None
     name: str | None
     _rows: Rows
-    _files: Files | None
+    _files: Keeper | None
     _placing: dict[str, Any]  # of its options, those that a table in RAM and one on disk have
 
     @property
@@ -96,7 +96,7 @@ class Facts:
 
     # ---------------------------------------------------------------- tables on disk
 
-    def _on_disk(self) -> Files:
+    def _on_disk(self) -> Keeper:
         if self._files is None:
             raise UnsupportedError(
                 f"{self.subject} lives in RAM and has no commits. Make it with path=..., or save what state() returns."
@@ -126,17 +126,17 @@ class Facts:
     @property
     def uuid(self) -> str:
         """What tells a table on disk from all others, wherever it is moved: 32 hexadecimal digits."""
-        return self._on_disk().store.manifest.uuid
+        return self._on_disk().volume.manifest.uuid
 
     @property
     def last_commit(self) -> int:
         """Number of the last commit that is durable."""
-        return self._on_disk().store.manifest.commit
+        return self._on_disk().volume.manifest.commit
 
     @property
     def last_step(self) -> int | None:
         """The `step` that was given to the last commit."""
-        return self._on_disk().store.manifest.step
+        return self._on_disk().volume.manifest.step
 
     def commits(self) -> list[dict[str, Any]]:
         """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +15,28 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, ClosedTableError, UnknownTableError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
+from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process.callers import caller
+from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.spec import Spec
-from embedrock.table import batches, checks, named
+from embedrock.store.verify import Verification, verify
+from embedrock.store.volume import Volume
+from embedrock.table import batches, checks, named, opened
 from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
-from embedrock.table.description import describe_spec
-from embedrock.table.member import InGroup
-from embedrock.table.opening import FirstValues, check_on_nonfinite, new_spec
+from embedrock.table.description import describe_spec, rule_of
+from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
+from embedrock.table.keeper import Opening
+from embedrock.table.member import InFolder, InGroup
+from embedrock.table.opened import open_alone
+from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
+from embedrock.table.options import TableOptions, defaults, refuse_options_of_files
+from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import Table, rows_of
+from embedrock.tiers.disk_pools import DiskPools
+from embedrock.tiers.part import Part
 from embedrock.tiers.pools import Pools
 from embedrock.tiers.turn import Turn
 from embedrock.wording import did_you_mean
@@ -30,17 +44,31 @@ from embedrock.wording import did_you_mean
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory")  # arguments of `Group.table`, by name
 
 
+NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
+_NO_IDS = np.empty(0, np.int64)
+
+
 class Group:
-    """Tables that share a budget of RAM, and are looked up and stepped together.
+    """Tables that share a budget of RAM, and are looked up and stepped together; with `path`, on disk.
 
     Each member is a `Table` like any other, with its own rows, dim, rule, first values and steps: its results are, to
     the bit, those of the same table alone. Members that are laid out alike (dim, dtype, rule) have their records in one
     place, so that a call for all of them costs hardly more than one for a single table with as many rows.
 
     Args:
-        memory: the most RAM that all members may take together, in bytes, "512MiB" or "25%". None: all of it.
+        memory: the most RAM that all members may take together, in bytes, "512MiB" or "25%". None: all of it; on disk
+            a share of half of it, which all is that tables on disk of this process were not told, together.
         on_nonfinite: of members that do not say it: what a step with NaN or Inf in its gradients does, "raise" or
             "skip".
+        path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
+        policy, keep, lock, mode, system: of a group on disk: see `Table`.
+        name: for error messages.
+
+    Raises:
+        ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
+        TableFileError: at `path` there is something else, or a table alone.
+        TableLockedError: another writer has the group at `path` open.
+        CorruptTableError: the files at `path` are damaged.
 
     Example:
         >>> import embedrock as er
@@ -53,12 +81,56 @@ class Group:
         {'users': array([[-0.5, -0.5]], dtype=float32), 'items': array([[-1., -1.]], dtype=float32)}
     """
 
-    def __init__(self, memory: Size | None = None, on_nonfinite: str = "raise") -> None:
+    def __init__(
+        self,
+        memory: Size | None = None,
+        on_nonfinite: str = "raise",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        policy: str = "lfu",
+        keep: int = 2,
+        lock: bool = True,
+        mode: str = "w",
+        name: str | None = None,
+        system: System = OS_SYSTEM,
+    ) -> None:
+        options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
+        options |= {"name": name, "system": system}
         check_on_nonfinite(on_nonfinite)
-        self.on_nonfinite, self.turn, self.pools = on_nonfinite, Turn(), Pools(memory, "the group")
-        self._tables: dict[str, Table] = {}
+        if path is None:
+            refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
+            self._begin(on_nonfinite)
+            self._pools = Pools(memory, "the group")
+            return
+        opening = opening_of(options)
+        with held_back():  # or Ctrl-C may leave files open that no group has
+            self._open(open_alone(opening.path, lambda: open_or_make_group(opening)), opening, on_nonfinite)
+
+    @classmethod
+    def over(cls, volume: Volume, opening: Opening, on_nonfinite: str) -> Group:
+        """Return the group of files that were opened."""
+        made = cls.__new__(cls)
+        made._open(volume, opening, on_nonfinite)
+        return made
+
+    def _begin(self, on_nonfinite: str) -> None:
+        self.on_nonfinite, self.turn = on_nonfinite, Turn()
+        self.files: GroupFiles | None = None
+        self._members: dict[str, Table | Resting] = {}
         self._routes = batches.Routes()
         self._closed_at = ""
+
+    def _open(self, volume: Volume, opening: Opening, on_nonfinite: str) -> None:
+        self._begin(on_nonfinite)
+        try:
+            self.files = GroupFiles(volume, opening, self)
+            self._members |= self.files.resume()
+        except BaseException:
+            volume.close()
+            raise
+        weakref.finalize(self, abandon, self.files)
+        if self.files.writes:
+            opened.note(self)
 
     # ---------------------------------------------------------------- members
 
@@ -107,66 +179,154 @@ class Group:
         spec, asked = new_spec(rows, dim, given, first)
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
         with self.turn.whole():
-            if self._closed_at:
-                raise ClosedTableError(f"the group is closed{self._closed_at}. Make a new er.Group.")
-            if name in self._tables:
-                check_same(self._tables[name], spec, {**asked, **options})
+            self._check_open()
+            member = self._members.get(name)
+            if member is None:
+                self._members[name] = self._new(name, spec, options)
+            elif isinstance(member, Resting):
+                self._members[name] = self._gone_on_with(name, member, spec, {**asked, **options})
             else:
-                self._tables[name] = self._new(name, spec, options)
-            return self._tables[name]
+                check_same(member, spec, {**asked, **options})
+            return self[name]
 
-    def _new(self, name: str, spec: Spec, options: dict[str, Any]) -> Table:
-        on_nonfinite = options["on_nonfinite"] or self.on_nonfinite
-        check_on_nonfinite(on_nonfinite)
-        home = InGroup(self, name)
-        rows = Rows(home, on_nonfinite)
+    def _check_open(self) -> None:
+        if self._closed_at:
+            raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self._reopening}")
+
+    @property
+    def _reopening(self) -> str:
+        return "Make a new er.Group." if self.files is None else f"Open it again, er.open({self.path!r})."
+
+    def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
+        home = InGroup(self, name) if self.files is None else InFolder(self, name, self.files)
+        rows = self._rows(home, options)
         rows.install(spec, home.empty_tier(spec))
         rows.given_rule = spec.rule
-        return Table.over(rows, None, {**options, "name": name, "memory": None, "directory": "hashed"})
+        if self.files is not None:
+            self.files.versions[name] = rows.version
+            rows.version.begin()
+        return self._table(rows, name, options)
 
-    def __getitem__(self, name: str) -> Table:
-        table = self._tables.get(name)
-        if table is None:
-            known = f"it has {', '.join(map(repr, self._tables))}" if self._tables else "it is empty"
-            raise UnknownTableError(f"the group has no table {name!r}: {known}.{did_you_mean(name, self._tables)}")
+    def _rows(self, home: InGroup, options: Mapping[str, Any]) -> Rows:
+        on_nonfinite = options["on_nonfinite"] or self.on_nonfinite
+        check_on_nonfinite(on_nonfinite)
+        return Rows(home, on_nonfinite)
+
+    def _table(self, rows: Rows, name: str, options: Mapping[str, Any]) -> Table:
+        return Table.over(rows, self.files, {**options, "name": name, "memory": None, "directory": "hashed"})
+
+    def _woken(self, name: str, member: Resting, options: Mapping[str, Any], init: Initializer | None) -> Table:
+        """Return the table of a member on disk that nobody had open."""
+        assert self.files is not None  # those in RAM never rest
+        rows = self._rows(InFolder(self, name, self.files), options)
+        self.files.wake(rows, name, member, init)
+        return self._table(rows, name, options)
+
+    def _gone_on_with(self, name: str, member: Resting, spec: Spec, asked: Mapping[str, Any]) -> Table:
+        """Return the table of a member that nobody had open, by the rule that was asked for, if it is that."""
+        own = rule_of(member.spec["rule"])
+        is_alike = spec.rule is None or own is None or spec.rule.same_layout(own)
+        check_alike(f"table {name!r}", member.spec, {**asked, "rule": None if is_alike else asked["rule"]}, name)
+        table = self._woken(name, member, asked, None if asked["init"] is None else spec.init)
+        if spec.rule is not None and table.mode == "w":
+            rows_of(table).set_rule(spec.rule)
+            rows_of(table).given_rule = spec.rule
         return table
 
+    def __getitem__(self, name: str) -> Table:
+        member = self._members.get(name)
+        if isinstance(member, Resting):
+            with self.turn.whole():
+                self._members[name] = member = self._woken(name, member, NO_OPTIONS, None)
+        if member is None:
+            known = f"it has {_names(self._members)}" if self._members else "it is empty"
+            meant = did_you_mean(name, self._members)
+            raise UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
+        return member
+
     def __contains__(self, name: object) -> bool:
-        return name in self._tables
+        return name in self._members
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._tables))
+        return iter(list(self._members))
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self._members)
 
     def drop(self, name: str) -> None:
-        """Close a member and give its memory back. Layers that have it raise `ClosedTableError` from then on."""
+        """Close a member and give its memory back. Layers that have it raise `ClosedTableError` from then on.
+
+        On disk the next commit is without it, and compaction, which begins after that, gives its space back. Commits
+        from before keep it.
+        """
         with self.turn.whole():
-            self[name].close()
+            if self.files is None:
+                self[name].close()
+                return
+            self.files.check_writable()
+            self.files.wait_for_quiet(None)
+            self.files.stop_compaction()
+            if not isinstance(self._members.get(name), Resting):
+                self[name].close()
+            member = self._members.pop(name)
+            assert isinstance(member, Resting)  # as it is closed
+            self.files.drop(member)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a member another name.
+        """Give a member another name; on disk from the next commit on.
 
         Raises:
             ArgumentError: there is a table of that name.
         """
-        if not isinstance(new, str) or not new or (new in self._tables and new != name):
-            taken = f"the group has a table {new!r}" if new in self._tables else f"got {new!r}"
+        if not isinstance(new, str) or not new or (new in self._members and new != name):
+            taken = f"{self.subject} has a table {new!r}" if new in self._members else f"got {new!r}"
             raise ArgumentError(f"table {name!r} must get a name that is not empty, and that no other has: {taken}.")
         with self.turn.whole():
             table = self[name]
+            if self.files is not None:
+                self.files.check_writable()
+                self.files.changed.advance()
+                self.files.versions[new] = self.files.versions.pop(name)
             home = rows_of(table).home
             assert isinstance(home, InGroup)  # members have no other
-            self._tables = {new if each == name else each: table for each, table in self._tables.items()}
+            self._members = {new if each == name else each: member for each, member in self._members.items()}
             home.rename(rows_of(table), new)
             table.name = new
             named.register(new, table)
 
-    def forget(self, name: str) -> None:
-        """Take a member that was closed off the list."""
-        del self._tables[name]
+    def forget(self, rows: Rows, name: str, part: Part) -> None:
+        """Take note that a member was closed: on disk it stays one."""
         self._routes.clear()
+        if self.files is None:
+            del self._members[name]
+        elif not self._closed_at:
+            self._members[name] = self.files.rest(rows, name, part)
+
+    def members(self) -> list[tuple[str, Rows | Resting]]:
+        """Return the members, by name: rows of those that are open."""
+        return [
+            (name, member if isinstance(member, Resting) else rows_of(member)) for name, member in self._members.items()
+        ]
+
+    def take_over(self, found: dict[str, Resting]) -> None:
+        """Go on with the members of another commit: tables that are open go on with theirs, or are closed."""
+        assert self.files is not None
+        tables = {name: member for name, member in self._members.items() if isinstance(member, Table)}
+        self._members = dict(found)
+        for name, table in tables.items():
+            if name in found:
+                self.files.wake(rows_of(table), name, found[name], rows_of(table).spec.init)
+                self._members[name] = table
+            else:
+                del self.files.versions[name]
+                rows_of(table).drop()
+
+    def lose(self) -> None:
+        """Let go of all rows, as they are not those of the files."""
+        for _, member in self.members():
+            if isinstance(member, Rows):
+                member.drop()
+        self._members = {}
 
     # ---------------------------------------------------------------- all members at once
 
@@ -255,26 +415,147 @@ class Group:
         """Return the gradients of positions' weights, float32 (n,), for each feature; None where it has none."""
         return batches.weight_gradients(reading, grads)
 
+    def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
+        """Go through batches, ids by name of the member, while the rows of the next `depth` ones are brought up.
+
+        That changes no bit of any result: see `Table.prefetch`. What a batch leaves out needs no rows.
+        """
+        return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
+
+    # ---------------------------------------------------------------- on disk
+
+    @property
+    def _kept(self) -> GroupFiles:
+        if self.files is None:
+            raise UnsupportedError(
+                f"{self.subject} lives in RAM and has no commits. Make it with path=..., or save what state() of each "
+                "table returns."
+            )
+        return self.files
+
+    def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
+        """Make all changes of all members so far durable, as one; return the commit's number: see `Table.commit`."""
+        with self.turn.whole():
+            self._check_open()
+            return self._kept.commit(None, index(step), name, wait)
+
+    def release(self, name: str) -> None:
+        """Let retention drop the commits called `name`. Nothing happens where there are none."""
+        self._kept.release(None, name)
+
+    def rollback(self, commit: int) -> int:
+        """Go back to an earlier commit of all members: its content becomes a new one, whose number is returned.
+
+        Changes that no commit has are dropped. Tables that the commit does not have are closed.
+
+        Raises:
+            ArgumentError: there is no such commit.
+        """
+        with self.turn.whole():
+            self._check_open()
+            return self._kept.rollback(None, index(commit))
+
+    def compact(self) -> int:
+        """Fold the changes of past commits into the base, and commit that: see `Table.compact`."""
+        self._check_open()
+        self._kept.compact(None)
+        with self.turn.whole():
+            return self._kept.commit_base(None)
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""
+        return self._kept.commits()
+
+    def verify(self) -> Verification:
+        """Read all files of all commits, and check every checksum: see `Verification`."""
+        volume = self._kept.volume
+        return verify(volume.system, volume.folder)
+
+    @property
+    def last_commit(self) -> int:
+        """Number of the last commit that is durable."""
+        return self._kept.volume.manifest.commit
+
+    @property
+    def last_step(self) -> int | None:
+        """The `step` that was given to the last commit."""
+        return self._kept.volume.manifest.step
+
+    @property
+    def uuid(self) -> str:
+        """What tells a group on disk from all others, wherever it is moved: 32 hexadecimal digits."""
+        return self._kept.volume.manifest.uuid
+
+    @property
+    def path(self) -> str | None:
+        """The folder of a group on disk, absolute; None for one in RAM."""
+        return None if self.files is None else self.files.opening.path
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its rows live on disk."""
+        return self.files is not None
+
+    @property
+    def mode(self) -> str:
+        """ "w", or "r" for a snapshot."""
+        return "w" if self.files is None else self.files.opening.mode
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether a group on disk has changes that no commit has. A commit under way is waited for."""
+        if self.files is None:
+            return False
+        is_committed = all(version.is_committed for version in self.files.all_versions)
+        return not is_committed or not self.files.is_durable(None)
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether it is open, and by this process, not by one whose child this is."""
+        return not self._closed_at and (self.files is None or self.files.is_of_this_process)
+
+    @property
+    def subject(self) -> str:
+        """What error messages call it."""
+        return "the group" if self.files is None else self.files.subject
+
     # ---------------------------------------------------------------- the group
 
     def stats(self) -> dict[str, float]:
         """Return numbers about all members together."""
         with self.turn.alone():
-            each = [table.stats() for table in self._tables.values()]
-            return {
-                "tables": len(each),
+            tiers = [each.tier if isinstance(each, Rows) else each.part for _, each in self.members()]
+            told: dict[str, float] = {
+                "tables": len(self),
                 "pools": len(self.pools),
-                "rows_touched": sum(stats["rows_touched"] for stats in each),
+                "rows_touched": sum(tier.count for tier in tiers),
                 "bytes_used": self.pools.bytes_used,
                 "budget_bytes": self.pools.budget_bytes,
             }
+            return told if self.files is None else told | self.files.stats()
 
     def close(self) -> None:
-        """Close all members, and give their memory back. Closing twice is allowed."""
+        """Close all members, and give their memory back. Closing twice is allowed.
+
+        On disk, a commit that runs in the background is waited for. Changes that no commit has are lost, with an
+        `UncommittedWarning`.
+        """
         with self.turn.whole():
-            for table in list(self._tables.values()):
-                table.close()
-            self._closed_at = self._closed_at or f", since {caller()}"
+            if self._closed_at:
+                return
+            tables = [member for member in self._members.values() if isinstance(member, Table)]
+            if self.files is None:
+                for table in tables:
+                    table.close()
+                self._closed_at = f", since {caller()}"
+                return
+            try:
+                self.files.end(None)
+            finally:
+                self._closed_at = f", since {caller()}"
+                for table in tables:
+                    table.close()
+                self.files.abandon(self.files.all_versions)
 
     def __enter__(self) -> Group:
         return self
@@ -282,9 +563,15 @@ class Group:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def pools(self) -> Pools | DiskPools:
+        """The tiers of all members."""
+        return self._pools if self.files is None else self.files.pools
+
     def __repr__(self) -> str:
         used, budget = format_bytes(self.pools.bytes_used), format_bytes(self.pools.budget_bytes)
-        return f"Group({_names(self._tables)}: {used} of {budget})"
+        where = "" if self.path is None else f" on disk at {self.path!r}"
+        return f"Group({_names(self._members)}{where}: {used} of {budget})"
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(
@@ -302,15 +589,38 @@ def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
         asked: its arguments; None, but for `rows`, means whatever the member has.
     """
     has = {**describe_spec(table.spec), "on_nonfinite": table.on_nonfinite, "device_memory": table.device_memory}
-    different = [key for key, value in asked.items() if value != has[key] and (value is not None or key == "rows")]
-    if asked["init"] is not None and not different and spec.init.digest != table.spec.init.digest:
-        different = ["init"]
+    check_alike(table.subject, has, asked, table.name)
+    if asked["init"] is not None and spec.init.digest != table.spec.init.digest:
+        raise _another(table.subject, has, asked, ["init"], table.name)
+
+
+def check_alike(subject: str, has: Mapping[str, Any], asked: Mapping[str, Any], name: str | None) -> None:
+    """Raise `ArgumentError` unless a member has what is asked for; None, but for `rows`, means whatever it has."""
+    different = [
+        key for key, value in asked.items() if key in has and value != has[key] and (value is not None or key == "rows")
+    ]
     if different:
-        got, own = (", ".join(f"{key}={values[key]!r}" for key in different) for values in (asked, has))
-        raise ArgumentError(
-            f"{table.subject} of the group is another one: asked for {got}, and it has {own}. Use its own arguments "
-            f"(group[{table.name!r}] needs none), or another name."
-        )
+        raise _another(subject, has, asked, different, name)
+
+
+def _another(
+    subject: str, has: Mapping[str, Any], asked: Mapping[str, Any], different: Sequence[str], name: str | None
+) -> ArgumentError:
+    got, own = (", ".join(f"{key}={values[key]!r}" for key in different) for values in (asked, has))
+    return ArgumentError(
+        f"{subject} of the group is another one: asked for {got}, and it has {own}. Use its own arguments "
+        f"(group[{name!r}] needs none), or another name."
+    )
+
+
+def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:
+    """Return what a batch needs of a member."""
+    return batch.get(name, _NO_IDS)
+
+
+def abandon(files: GroupFiles) -> None:
+    """Close the files of a group that nobody has any more."""
+    files.abandon(files.all_versions)
 
 
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:

@@ -26,6 +26,7 @@ class Version:
 
     def __init__(self) -> None:
         self.now = self.of_rows = self.committed = 0
+        self._begun = -1
 
     def advance(self, keeps_rows: bool = False) -> None:
         """Note a change; `keeps_rows`: no row is another after it."""
@@ -36,10 +37,19 @@ class Version:
         """Note that a commit has all changes so far."""
         self.committed = self.now
 
+    def begin(self) -> None:
+        """Note that a new table needs no commit for what it is now: it can be made again."""
+        self._begun = self.now
+
     @property
     def is_committed(self) -> bool:
         """Whether a commit has all changes."""
         return self.now == self.committed
+
+    @property
+    def can_be_lost(self) -> bool:
+        """Whether there are changes that nothing brings back."""
+        return not self.is_committed and self.now != self._begun
 
 
 class Home(ABC):

@@ -1,4 +1,4 @@
-"""`InGroup`: where a table of a group lives, in RAM."""
+"""`InGroup`: where a table of a group lives, in RAM. `InFolder`: in the folder of a group on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
+from embedrock.table.files import refuse_state
 from embedrock.table.home import Home
 from embedrock.table.ram import check_copy
 from embedrock.table.rows import Rows
@@ -16,6 +17,7 @@ from embedrock.tiers.turn import Turn
 
 if TYPE_CHECKING:
     from embedrock.table.group import Group
+    from embedrock.table.group_files import GroupFiles
 
 MOVED_BYTES = 8 << 20  # of records, at a time
 
@@ -28,7 +30,7 @@ def part_of(rows: Rows) -> Part:
 
 
 class InGroup(Home):
-    """Rows that live in the pools of a group, and are saved by `Table.state`.
+    """Rows that live in the pools of a group in RAM, and are saved by `Table.state`.
 
     Args:
         group: whose.
@@ -74,19 +76,21 @@ class InGroup(Home):
 
     def grown(self, rows: Rows, spec: Spec) -> Part:
         part = part_of(rows)
-        if may_share(spec):  # in its own range
-            part.spec = spec
+        if self._grows(part, spec):
             return part
-        made, pools = self.empty_tier(spec), self.group.pools
-        try:
+
+        def fill(made: Tier) -> None:
             made.check_room(part.count)
             for ids, records in part.record_batches(max(1, MOVED_BYTES // spec.record_bytes)):
                 made.paste_records(ids, records)
-        except BaseException:
-            pools.release(made)
-            raise
-        pools.release(part)
-        return made
+
+        return self.replaced(rows, spec, fill)
+
+    def _grows(self, part: Part, spec: Spec) -> bool:
+        """Let a table have more rows where it is; return whether it can."""
+        if may_share(spec):  # in its own range
+            part.spec = spec
+        return may_share(spec)
 
     def after_fork(self, rows: Rows) -> None:
         check_copy(rows)
@@ -95,4 +99,63 @@ class InGroup(Home):
         assert isinstance(tier, Part)  # it makes no other
         with held_back():
             self.group.pools.release(tier)
-            self.group.forget(self.name)
+            self.group.forget(rows, self.name, tier)
+
+
+class InFolder(InGroup):
+    """Rows that live in the files of a group.
+
+    Args:
+        group: whose.
+        name: of the table in it.
+        files: of the group.
+    """
+
+    def __init__(self, group: Group, name: str, files: GroupFiles) -> None:
+        super().__init__(group, name)
+        self.files = files
+
+    @property
+    def reopening(self) -> str:
+        path = self.files.opening.path
+        return f"Open the group again, er.open({path!r}), or make it anew by group.table({self.name!r}, ...)."
+
+    @property
+    def where(self) -> str:
+        return f"in the group on disk at {self.files.opening.path!r}{'' if self.files.writes else ' (read only)'}"
+
+    def empty_tier(self, spec: Spec) -> Part:
+        self.files.check_writable()
+        self.files.wait_for_quiet(None)
+        self.files.stop_compaction()
+        return super().empty_tier(spec)
+
+    def be_quiet(self, rows: Rows) -> None:
+        self.files.wait_for_quiet(None)
+
+    def is_quiet(self, rows: Rows) -> bool:
+        return all(tier.is_quiet for tier in self.files.pools.tiers)
+
+    def _grows(self, part: Part, spec: Spec) -> bool:
+        self.files.stop_compaction()
+        return self.files.pools.grow(part, spec)
+
+    def check_writable(self) -> None:
+        self.files.check_writable()
+
+    def raise_commit_failure(self, rows: Rows) -> None:
+        self.files.raise_commit_failure(None)
+
+    def after_fork(self, rows: Rows) -> None:
+        self.files.begin_child()
+
+    def check_in_ram(self, verb: str) -> None:
+        refuse_state(verb, f"table {self.name!r} of the group at {self.files.opening.path!r}")
+
+    def stats(self) -> dict[str, float]:
+        return {"compactions_failed": self.files.upkeep.failed}
+
+    def close(self, rows: Rows, tier: Tier) -> None:
+        """Close a member alone: its rows stay in the files, and in the next commits."""
+        assert isinstance(tier, Part)  # it makes no other
+        self.group.forget(rows, self.name, tier)

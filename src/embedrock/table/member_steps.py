@@ -12,6 +12,8 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.joint import rejoined
+from embedrock.errors import CacheTooSmallError
+from embedrock.machine.sizes import format_bytes
 from embedrock.rules import Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
@@ -19,6 +21,9 @@ from embedrock.table.batches import keys_of
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows
 from embedrock.tiers.part import NewRows, Pool
+from embedrock.tiers.placing import memory_for
+from embedrock.tiers.pools import MOST_NAMED
+from embedrock.wording import counted
 
 
 class MemberDue(NamedTuple):
@@ -68,13 +73,51 @@ class MemberSteps:
         by_pool: dict[Pool, list[MemberDue]] = {}
         for part in self._due:
             by_pool.setdefault(part_of(part.rows).pool, []).append(part)
-        self._pools = [_PoolStep(pool, parts) for pool, parts in by_pool.items()]
-        for new in self._new[:1]:
-            new.part.room.check_room(self._new)
+        self._pools = []  # what was found before is not so any more
+        pools = [_PoolStep(pool, parts) for pool, parts in by_pool.items()]
+        new = [each for pool in pools for each in pool.new]
+        for each in new[:1]:
+            each.part.room.check_room(new)
+        self._make_room(pools)
+        for pool in pools:
+            pool.preserve()
+        self._pools = pools
         for part in self._due:
             if part.rows.history is not None:
                 part.rows.history.make_room()
         self._versions = self._now()
+
+    def _make_room(self, pools: Sequence[_PoolStep]) -> None:
+        """See to it that all rows are in RAM at once, with room for new ones.
+
+        A pool that needs more of the budget than its share gets it from others, whose rows may move then, or leave. So
+        that is done again until all are there; what a pool holds for the batch, others never take.
+        """
+        try:
+            for pool in pools:
+                pool.make_room()
+            while not all(pool.is_current for pool in pools):
+                for pool in pools:
+                    if not pool.is_current:
+                        pool.find_again()
+                        pool.make_room()
+        except CacheTooSmallError as error:
+            raise self._explained(error, pools) from error
+
+    def _explained(self, error: CacheTooSmallError, pools: Sequence[_PoolStep]) -> CacheTooSmallError:
+        """Say what the batch needs of the group, table by table, which no pool knows."""
+        counts = sorted(((len(part.grads.plan.ids), part.rows) for part in self._due), key=_bytes_of, reverse=True)
+        named = [
+            f"{count:,} of {rows.subject} ({format_bytes(_bytes_of((count, rows)))})"
+            for count, rows in counts[:MOST_NAMED]
+        ]
+        if (more := len(counts) - MOST_NAMED) > 0:
+            named.append(f"others of {counted(more, 'table')}")
+        least = sum(pool.least_memory for pool in pools)
+        return CacheTooSmallError(
+            f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {', '.join(named)}. "
+            f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
+        )
 
     @property
     def _new(self) -> list[NewRows]:
@@ -86,6 +129,8 @@ class MemberSteps:
     def step(self) -> None:
         """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
         self.turn.settle()
+        for pool in self._pools:
+            pool.preserve()  # of a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [part.rows.draft(part.rule) for part in self._due]
         _admit(self._pools)
@@ -95,6 +140,11 @@ class MemberSteps:
         has_history = any(part.rows.history is not None for part in self._due)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
         self.turn.start(_make_all, calls, here=is_small and not has_history)
+
+
+def _bytes_of(rows: tuple[int, Rows]) -> int:
+    count, table = rows
+    return count * table.spec.record_bytes
 
 
 def _make_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -135,6 +185,29 @@ class _PoolStep:
         self._slots = rejoined([plan.slots for plan in plans]) if self._is_found else tier.find(self._keys())
         self.new, self._fresh = self._to_be_made()
 
+    def find_again(self) -> None:
+        """Look for rows that may have moved."""
+        self._is_found, self._slots = False, self._pool.tier.find(self._keys())
+
+    def make_room(self) -> None:
+        """Bring all rows to where they can be stepped, with room for those without a record."""
+        tier = self._pool.tier
+        if not tier.evicts:
+            return
+        self._slots = tier.make_room(self._keys(), self._slots)
+        self._epoch, self._is_found = tier.epoch, not (self._slots < 0).any()
+        self.new, self._fresh = self._to_be_made()
+
+    @property
+    def least_memory(self) -> int:
+        """The smallest budget that holds its rows."""
+        return memory_for(self._pool.tier.spec, len(self._slots))
+
+    def preserve(self) -> None:
+        """Save what a commit under way still needs of the records."""
+        if self._pool.tier.evicts:
+            self._pool.tier.preserve(self._slots[self._slots >= 0])
+
     def _keys(self) -> np.ndarray:
         return keys_of([(part.rows, part.grads.plan.ids) for part in self._due])
 
@@ -171,6 +244,7 @@ class _PoolStep:
             self._slots = self._pool.tier.admit(keys, self._slots, self._fresh, first_state)
             for part, count in self.new:
                 part.count += count
+        self._pool.tier.changing(self._slots)
 
     def take_back(self) -> None:
         """Forget the records that `admit` made."""

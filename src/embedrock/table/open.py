@@ -1,14 +1,21 @@
-"""`open_table`: a table on disk as of a commit."""
+"""`open_table`: a table on disk, or a group, as of a commit."""
 
 from __future__ import annotations
 
 import os
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
-from embedrock.errors import UnknownArgumentError
+from embedrock.errors import ArgumentError, UnknownArgumentError
 from embedrock.machine.sizes import parse_device_memory
 from embedrock.process.interrupts import held_back
-from embedrock.table.opening import open_rows
+from embedrock.store.manifest import GroupManifest
+from embedrock.store.volume import Volume
+from embedrock.table.files import open_volume
+from embedrock.table.group import Group
+from embedrock.table.keeper import Opening
+from embedrock.table.opened import open_alone
+from embedrock.table.opening import check_options, opening_of, rows_in
 from embedrock.table.options import OpenOptions, declared, filled, shows
 from embedrock.table.table import Table
 from embedrock.wording import did_you_mean
@@ -17,8 +24,8 @@ from embedrock.wording import did_you_mean
 @shows(OpenOptions)
 def open_table(
     path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
-) -> Table:
-    """Open a table on disk as of a commit.
+) -> Any:
+    """Open a table on disk, or a group, as of a commit.
 
     Args:
         path: its folder.
@@ -26,6 +33,9 @@ def open_table(
         at: number of the commit, for a reader; None: the last one.
         memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
         init: for a table whose first values come from an array: that `er.FromArray`.
+
+    Returns:
+        A `Table`; a `Group`, where there is one.
 
     Raises:
         TableFileError: there is no table, or `init` is missing or another one.
@@ -47,8 +57,23 @@ def open_table(
     given = filled(OpenOptions, options, _refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
+    check_options(given, "auto")
+    opening = opening_of(given, at)
     with held_back():  # or Ctrl-C may leave files open that no table has
-        return Table.over(*open_rows(at, given), given)
+        volume = open_alone(opening.path, lambda: open_volume(opening))
+        if isinstance(volume.manifest, GroupManifest):
+            return _group(volume, opening, given)
+        return Table.over(*rows_in(volume, opening, given), given)
+
+
+def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
+    refused = [name for name in ("init", "device_memory") if given[name] is not None]
+    if refused:
+        volume.close()
+        raise ArgumentError(
+            f"`{refused[0]}` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
+        )
+    return Group.over(volume, opening, given["on_nonfinite"])
 
 
 def _refuse(unknown: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tables on disk that this process writes, found by their path: `opened`, `close`.
+"""Tables and groups on disk that this process writes, found by their path: `opened`, `close`.
 
 A path has one writer. In a notebook that is often the table of a cell that was run before: the old model still has it
 while the new one is made, or the traceback of an error does. Neither to share that table nor to close it can be meant
@@ -13,28 +13,29 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from embedrock.errors import TableLockedError
 from embedrock.machine.paths import local_path
 from embedrock.process.callers import caller
 
 if TYPE_CHECKING:
+    from embedrock.table.group import Group
     from embedrock.table.table import Table
 
 T = TypeVar("T")
 
-_writers: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
-_since: weakref.WeakKeyDictionary[Table, str] = weakref.WeakKeyDictionary()  # where in the program they were opened
+_writers: weakref.WeakValueDictionary[str, Table | Group] = weakref.WeakValueDictionary()
+_since: weakref.WeakKeyDictionary[Table | Group, str] = weakref.WeakKeyDictionary()  # where they were opened
 
 
-def note(table: Table) -> None:
-    """Take note of a table on disk that was opened for writing."""
+def note(table: Table | Group) -> None:
+    """Take note of a table or group on disk that was opened for writing."""
     _writers[os.path.realpath(table.path or "")], _since[table] = table, caller()
 
 
-def opened(path: str | os.PathLike[str]) -> Table | None:
-    """Return the table on disk that this process has open for writing at a path; None where it has none.
+def opened(path: str | os.PathLike[str]) -> Any:
+    """Return the `Table` or `Group` that this process has open for writing at a path; None where it has none.
 
     Example:
         >>> import tempfile, embedrock as er
@@ -51,7 +52,7 @@ def opened(path: str | os.PathLike[str]) -> Table | None:
 
 
 def close(path: str | os.PathLike[str]) -> None:
-    """Close the table on disk that this process has open for writing at a path, whoever has it; nothing where none is.
+    """Close the table or group on disk that this process writes at a path, whoever has it; nothing where none is.
 
     As by its own `close`, changes that no commit has are lost, with an `UncommittedWarning`. A cell of a notebook that
     begins with it can be run again.
@@ -82,7 +83,7 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
         raise _taken(table, str(error.filename)) from None
 
 
-def _taken(table: Table, path: str) -> TableLockedError:
+def _taken(table: Table | Group, path: str) -> TableLockedError:
     changes = ", and it has changes that no commit has" * table.uncommitted
     return TableLockedError(
         errno.EWOULDBLOCK,

@@ -16,8 +16,10 @@ from embedrock.residents.eviction import Eviction
 from embedrock.residents.residents import Residents
 from embedrock.rules import Rule
 from embedrock.spec import Spec
+from embedrock.store.volume import Volume
 from embedrock.table.description import POLICIES, check_same, describe_spec
-from embedrock.table.files import Files, Opening, open_files, open_or_make_files
+from embedrock.table.files import Files, files_in, open_or_make_files
+from embedrock.table.keeper import Opening
 from embedrock.table.opened import open_alone
 from embedrock.table.options import refuse_options_of_files
 from embedrock.table.policies import change_policies
@@ -57,12 +59,12 @@ def make_rows(
         options: all of `TableOptions`.
         first: for a new table, where no init or no seed was given; None: `own_first_values`.
     """
-    _check(options, options["directory"])
+    check_options(options, options["directory"])
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
     # The rule, and who has a record, may become others.
-    opening, given = _opening(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
+    opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
     files, spec = open_alone(opening.path, lambda: open_or_make_files(opening, spec, given))
     return _as_of_last_commit(files, spec, options), files
 
@@ -85,20 +87,20 @@ def new_spec(
     return spec, describe_spec(spec) | left_out
 
 
-def open_rows(at: int | None, options: Mapping[str, Any]) -> tuple[Rows, Files]:
-    """Return the rows of a table that there is, as of a commit, and its files.
+def rows_in(volume: Volume, opening: Opening, options: Mapping[str, Any]) -> tuple[Rows, Files]:
+    """Return the rows of a table alone, as of the commit that was opened, and its files.
 
     Args:
-        at: number of the commit; None: the last one.
+        volume: which was opened.
+        opening: how.
         options: all of `OpenOptions`, path and mode.
     """
-    _check(options, "auto")
-    opening = _opening(options, at)
-    files, spec = open_alone(opening.path, lambda: open_files(opening, options["init"]))
+    files, spec = files_in(volume, opening, options["init"])
     return _as_of_last_commit(files, spec, {**options, "rule": None}), files
 
 
-def _check(options: Mapping[str, Any], directory: str) -> None:
+def check_options(options: Mapping[str, Any], directory: str) -> None:
+    """Raise `ArgumentError` for options that cannot work."""
     check_directory(directory)
     check_on_nonfinite(options["on_nonfinite"])
 
@@ -118,7 +120,8 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def _opening(options: Mapping[str, Any], at: int | None = None) -> Opening:
+def opening_of(options: Mapping[str, Any], at: int | None = None) -> Opening:
+    """Return how files are opened, by options that were checked."""
     own = {name: options[name] for name in Opening._fields if name in options}
     own |= {"path": options["path"], "keep": index(options["keep"]), "at": index(at)}
     return Opening(**own).checked()

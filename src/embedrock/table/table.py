@@ -18,8 +18,8 @@ from embedrock.rules import Rule
 from embedrock.store.verify import Verification, verify
 from embedrock.table import checks, named, opened, saved
 from embedrock.table.facts import exclusive, whole
-from embedrock.table.files import Files
 from embedrock.table.growing import Growing
+from embedrock.table.keeper import Keeper
 from embedrock.table.opening import check_rule, index, make_rows
 from embedrock.table.options import TableOptions, shows, table_options
 from embedrock.table.prefetch import prefetch
@@ -82,18 +82,18 @@ class Table(Growing):
             self._begin(*make_rows(rows, dim, given), given)
 
     @classmethod
-    def over(cls, rows: Rows, files: Files | None, options: Mapping[str, Any]) -> Self:
+    def over(cls, rows: Rows, files: Keeper | None, options: Mapping[str, Any]) -> Self:
         """Return a table of rows that were opened, with all `TableOptions` that are no part of its spec."""
         made = cls.__new__(cls)
         made._begin(rows, files, options)
         return made
 
-    def _begin(self, rows: Rows, files: Files | None, options: Mapping[str, Any]) -> None:
+    def _begin(self, rows: Rows, files: Keeper | None, options: Mapping[str, Any]) -> None:
         self._rows, self._files = rows, files
         self.name, self.device_memory = options["name"], options["device_memory"]
         self._placing = {name: options[name] for name in ("memory", "directory")}
-        if files is not None:
-            weakref.finalize(self, files.abandon, rows.version)
+        if files is not None and rows.home.group is None:
+            weakref.finalize(self, files.abandon, [rows.version])
             if files.writes:
                 opened.note(self)
         if self.name:
@@ -356,8 +356,8 @@ class Table(Growing):
 
     def verify(self) -> Verification:
         """Read all files of all commits, and check every checksum: see `Verification`."""
-        store = self._on_disk().store
-        return verify(store.system, store.folder)
+        volume = self._on_disk().volume
+        return verify(volume.system, volume.folder)
 
     # ---------------------------------------------------------------- ahead of time
 

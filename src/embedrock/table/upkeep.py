@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from embedrock.store.compaction import Stopped, compact, let_commits_pass
@@ -31,18 +31,26 @@ class Upkeep:
         self.compaction: threading.Thread | None = None
         self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
 
-    def compact(self, store: Store) -> None:
-        """Fold logs into base chunks while others go on, unless that is under way."""
-        args = compact, store, BYTES_PER_SECOND, self._stopping.is_set
-        self.compaction = self._start(self.compaction, "embedrock-compact", *args)
+    def compact(self, stores: Sequence[Store]) -> None:
+        """Fold logs into base chunks while others go on, store by store, unless that is under way."""
+        self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, stores)
 
-    def fold(self, store: Store) -> None:
+    def _compact(self, stores: Sequence[Store]) -> None:
+        for store in stores:
+            compact(store, BYTES_PER_SECOND, self._stopping.is_set)
+
+    def fold(self, stores: Sequence[Store]) -> None:
         """Make few logs of many, here and now where they are small."""
-        self._try(self._fold, store)
+        self._try(self._fold, stores)
 
-    def _fold(self, store: Store) -> None:
-        if fold(store, FOLDED_AT_ONCE, lambda: None):
-            self._folding = self._start(self._folding, "embedrock-fold", fold, store, None, lambda: self._pace(store))
+    def _fold(self, stores: Sequence[Store]) -> None:
+        large = [store for store in stores if fold(store, FOLDED_AT_ONCE, lambda: None)]
+        if large:
+            self._folding = self._start(self._folding, "embedrock-fold", self._fold_all, large)
+
+    def _fold_all(self, stores: Sequence[Store]) -> None:
+        for store in stores:
+            fold(store, None, lambda store=store: self._pace(store))
 
     def _pace(self, store: Store) -> None:
         """Leave the disk to others; called every few MB."""

@@ -3,7 +3,8 @@
 The tables on disk of a process that were opened without `memory=` have half of the machine's RAM together (`Pool`).
 They share it evenly, but what a table can never need the others have, and a batch that needs more than its table's
 share gets it from theirs, unless they need it for batches that are under way. What is in force never adds up to more
-than the whole: a table grows only into what others have given up.
+than the whole: a table grows only into what others have given up. The pools of a group share what the group was given
+in the same way.
 
 A table gives up what is over its share at its own next batch. Who opens a table, or needs room, does that for tables
 that nobody is using at the moment, so that one which is never used again keeps nothing from the others.
@@ -123,7 +124,10 @@ def _given(claim: Claim, level: int) -> int:
 
 
 class Pool:
-    """What tables on disk that were given no budget have together.
+    """What tables on disk that were given no budget have together, or the pools of a group.
+
+    Args:
+        given: bytes; None: half of the machine's RAM.
 
     Attributes:
         lock: held wherever shares change; who has it waits for nobody.
@@ -131,10 +135,17 @@ class Pool:
         shares: of the tables that are open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: int | None = None) -> None:
         self.lock = forks.lock(forks.Rank.SECTION)
-        self.total = 0
+        self._given, self.total = given, given or 0
         self.shares: list[Share] = []
+
+    def note(self, others: int) -> str:
+        """Say of what a share is a part, which so many others have a part of."""
+        if self._given is None:
+            whole = format_bytes(self.total)
+            return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
+        return f", its share of the group's {format_bytes(self.total)}" if others else ", the group's"
 
     def offer(self, share: Share, most: int) -> int:
         """Return what would be due to a table that could make use of `most` bytes, where others keep what they need."""
@@ -168,7 +179,7 @@ class Pool:
         return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
 
     def _measure(self) -> None:
-        self.total = memory_limit() // DEFAULT_SHARE
+        self.total = memory_limit() // DEFAULT_SHARE if self._given is None else self._given
 
 
 POOL = Pool()
@@ -195,8 +206,8 @@ class Share(Budget):
 
     @property
     def note(self) -> str:
-        whole, others = format_bytes(self.pool.total), len([each for each in self.pool.shares if each is not self])
-        return f", its share of the {whole} that it has with {counted(others, 'other table')} without memory="
+        others = len([each for each in self.pool.shares if each is not self])
+        return self.pool.note(others)
 
     @property
     def is_being_shared(self) -> bool:
@@ -275,12 +286,17 @@ class Share(Budget):
 
     def _relieve(self, waits: bool) -> None:
         """Make others give up what is over their share."""
+        own = None if self._tier is None else self._tier()
         for share in self.pool.excessive(self):
-            share._give_up_excess(waits)
+            share._give_up_excess(waits, own)
 
-    def _give_up_excess(self, waits: bool) -> None:
+    def _give_up_excess(self, waits: bool, asker: Resizable | None) -> None:
         tier = None if self._tier is None else self._tier()
-        if tier is None or tier.turn.lock._is_owned():  # this thread is in the middle of a call of it
+        if tier is None:
+            return
+        if tier.turn.lock._is_owned():  # this thread is in the middle of a call of it, or of another pool of its group
+            if asker is not None and asker.turn is tier.turn:
+                self._shrink(tier, waits=False)
             return
         with held_back():
             if waits:

@@ -1,10 +1,13 @@
-"""`Commit`: the rows that changed, on their way to disk while training goes on."""
+"""`Commit`: the rows that changed, on their way to disk while training goes on. `Frozen`: those of one tier."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -13,9 +16,14 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.process.spans import spanned
-from embedrock.store.runs import piece_rows
+from embedrock.store.manifest import HistoryFile
+from embedrock.store.runs import CRC_BYTES, piece_rows
+from embedrock.store.store import Freeze
+from embedrock.store.volume import Volume
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
+from embedrock.tiers.directory import ID_BYTES
 from embedrock.tiers.disk import Disk
+from embedrock.tiers.turn import Turn
 
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
@@ -69,35 +77,42 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
     return (slots[start : start + rows] for start in range(0, len(slots), rows))
 
 
-class Commit:
-    """One commit under way: the rows that are dirty when it begins, as they are then.
+class Frozen:
+    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then.
 
-    Its rows are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself
-    (`save`), so that the commit has the value of the moment that it began, and needs no memory but a piece.
+    They are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself (`save`),
+    so that the commit has the value of the moment that it began, and needs no memory but a piece.
 
     Attributes:
-        number: of the commit.
         rows: that were dirty in the cache.
-        is_done: it has ended, well or not.
-        error: what went wrong.
 
     Args:
-        tier: of the table; the caller has it for itself.
-        changes: fields of the manifest.
-        keep: commits to retain.
-        after: called once it is published.
+        commit: the whole.
+        tier: whose rows.
+        freeze: what the commit will publish of its store.
     """
 
-    def __init__(self, tier: Disk, changes: dict[str, Any], keep: int, after: Callable[[Disk], None]) -> None:
-        self._tier, self._changes, self._keep, self._after = tier, changes, keep, after
-        self._freeze = tier.store.freeze(lambda ids: tier.cache.find(ids) >= 0)
-        self.number = tier.store.manifest.commit + 1
-        self._writing, self._awaited = threading.Lock(), threading.Event()
-        self._ending, self._is_over = threading.Lock(), False
-        self._thread: threading.Thread | None = None
-        self.is_done = False
-        self.error: BaseException | None = None
+    def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
+        self._commit, self._tier, self._freeze = commit, tier, freeze
+        self._writing, self._awaited = threading.Lock(), commit.awaited
         self.rows = sum(self._freeze_rows(part) for _, part in self._parts())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the commit has ended, well or not."""
+        return self._commit.is_done
+
+    def hurry(self) -> None:
+        """Make the commit end soon."""
+        self._commit.hurry()
+
+    def wait(self) -> None:
+        """Return once the commit has ended; others may have the table meanwhile, but neither close nor drop it."""
+        self._commit.wait()
+
+    def await_it(self, is_awaited: bool) -> None:
+        """Let compaction leave the disk to the commit, or no longer."""
+        self._tier.store.commit_is_awaited = is_awaited
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
@@ -122,60 +137,8 @@ class Commit:
             self._tier.store.place(ids, locations)
             flags[frozen] &= ~np.uint8(FROZEN)
 
-    def hurry(self) -> None:
-        """Make it end soon, as somebody waits for that, at the cost of all else that goes on."""
-        with self._ending:
-            if not self._is_over:
-                self._tier.store.commit_is_awaited = True
-        self._awaited.set()
-
-    def start(self) -> None:
-        """Do the rest in the background."""
-        thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system allows no more threads
-            self._give_back()
-            self._end()
-            self.error, self.is_done = error, True
-        else:
-            self._thread = thread
-
-    def _end(self) -> None:
-        with self._ending:
-            self._tier.store.commit_is_awaited, self._is_over = False, True
-        del self._freeze  # who has the commit still need not have its files
-
-    def join(self) -> None:
-        """Return once it has ended, without a claim to the table."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self.hurry()
-            self._thread.join()
-
-    def _run(self) -> None:
-        """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
-        turn = self._tier.turn
-        try:
-            self._write_and_publish()
-        finally:
-            self._end()
-            # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
-            with turn.ahead():
-                self.is_done = True
-                turn.notify()
-
-    @spanned("commit")
-    def _write_and_publish(self) -> None:
-        try:
-            self._write_all()
-            self._tier.store.publish(self._freeze, self._changes, self._keep)
-        except BaseException as error:
-            self.error = error
-            self._give_back()
-        else:
-            self._after(self._tier)  # what goes wrong there is no failure of the commit
-
-    def _write_all(self) -> None:
+    def write(self) -> None:
+        """Write all of them."""
         parts, rows = self._frozen_slots(), piece_rows(self._tier.spec.record_bytes, PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
@@ -183,6 +146,11 @@ class Commit:
             self._write_together(pieces)
         else:
             self._write_one_by_one(pieces)
+
+    def give_back(self) -> None:
+        """Make the rows that were not written dirty again; the caller has the table."""
+        for _, flags in self._parts():
+            flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
 
     def _frozen_slots(self) -> Iterator[np.ndarray]:
         """Yield the slots of frozen rows, some at a time, in about the order of their ids. They stay where they are."""
@@ -293,15 +261,152 @@ class Commit:
             slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
             flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep files and rows of the tier as they are although others may have the table."""
+        return self._tier.in_use()
+
+    def leave(self) -> None:
+        """Let the tier know that it is over."""
+        if self._tier.commit is self:
+            self._tier.commit = None
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of files the rows need."""
+        return bytes_for(self._tier, self.rows)
+
+    def let_go(self) -> None:
+        """Forget the files."""
+        del self._freeze
+
+
+class Commit:
+    """One commit under way, of all tiers of a table or group.
+
+    Attributes:
+        number: of the commit.
+        parts: of the tiers.
+        awaited: somebody waits for its end.
+        is_done: it has ended, well or not.
+        error: what went wrong.
+
+    Args:
+        volume: that it is of.
+        tiers: one for each of its stores. The caller has them for itself.
+        turn: who has them.
+        changes: fields of the manifest.
+        keep: commits to retain.
+        after: called once it is published.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        tiers: Sequence[Disk],
+        turn: Turn,
+        changes: Mapping[str, Any],
+        keep: int,
+        after: Callable[[], None],
+    ) -> None:
+        self._volume, self._turn, self._changes, self._keep, self._after = volume, turn, changes, keep, after
+        self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
+        self._thread: threading.Thread | None = None
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.number = volume.manifest.commit + 1
+        self._freezes = volume.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
+        self.parts = [Frozen(self, tier, freeze) for tier, freeze in zip(tiers, self._freezes, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of files its rows need."""
+        return sum(part.nbytes for part in self.parts)
+
+    def hurry(self) -> None:
+        """Make it end soon, as somebody waits for that, at the cost of all else that goes on."""
+        with self._ending:
+            if not self._is_over:
+                self._await(True)
+        self.awaited.set()
+
+    def _await(self, is_awaited: bool) -> None:
+        for part in self.parts:
+            part.await_it(is_awaited)
+
+    def start(self) -> None:
+        """Do the rest in the background."""
+        thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system allows no more threads
+            self._give_back()
+            self._end()
+            self.error, self.is_done = error, True
+        else:
+            self._thread = thread
+
+    def _end(self) -> None:
+        with self._ending:
+            self._await(False)
+            self._is_over = True
+        self._freezes = ()  # who has the commit still need not have its files
+        for part in self.parts:
+            part.let_go()
+
+    def join(self) -> None:
+        """Return once it has ended, without a claim to the table."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self.hurry()
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Write all rows and publish them. What goes wrong is in `error` afterwards, and the rows are dirty again."""
+        try:
+            self._write_and_publish()
+        finally:
+            self._end()
+            # With the lock, or who sees it might, holding that, wait for this thread, and this one for the lock.
+            with self._turn.ahead():
+                self.is_done = True
+                self._turn.notify()
+
+    @spanned("commit")
+    def _write_and_publish(self) -> None:
+        try:
+            for part in self.parts:
+                part.write()
+            self._volume.publish(self._freezes, self._changes, self._keep)
+        except BaseException as error:
+            self.error = error
+            self._give_back()
+        else:
+            self._after()  # what goes wrong there is no failure of the commit
+
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
-        with self._tier.turn.lock:
-            for _, flags in self._parts():
-                flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
-        self._tier.store.take_back(self._changes["history"])
+        with self._turn.lock:
+            for part in self.parts:
+                part.give_back()
+        self._volume.take_back(history_of(self._changes))
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
         self.hurry()
-        with self._tier.in_use():
-            self._tier.turn.wait_for(lambda: self.is_done)
+        with contextlib.ExitStack() as users:
+            for part in self.parts:
+                users.enter_context(part.in_use())
+            self._turn.wait_for(lambda: self.is_done)
+
+
+def _are_in_cache(tier: Disk, ids: np.ndarray) -> np.ndarray:
+    return tier.cache.find(ids) >= 0
+
+
+def bytes_for(tier: Disk, rows: int) -> int:
+    """Return about how many bytes of files so many rows of a tier need."""
+    return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
+
+
+def history_of(changes: Mapping[str, Any]) -> list[HistoryFile]:
+    """Return the files of histories that a commit with these fields of its manifest has."""
+    return [part for owner in (changes, *map(vars, changes.get("members", ()))) for part in owner.get("history", ())]

@@ -18,10 +18,11 @@ from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
+from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
-from embedrock.tiers.budget import Budget
+from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
@@ -34,13 +35,12 @@ MOVED_ROWS = 8192  # from one cache to another, or out of one, at a time
 
 
 class CommitUnderWay(Protocol):
-    """What a tier has to know of a commit: see `Commit`, which has more.
+    """What a tier has to know of a commit: see `Frozen`, which has more."""
 
-    Attributes:
-        is_done: it has ended, well or not.
-    """
-
-    is_done: bool
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
 
     def save(self, slots: np.ndarray) -> None:
         """Write those rows that are part of it, which are about to change."""
@@ -81,19 +81,30 @@ class Disk(Tier):
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
-        self._stays = False
+        self._stays, self._is_pool = False, store.parts is not None
         self.commit: CommitUnderWay | None = None
         self.brings = 0  # calls of bring_ahead under way
         self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
-        budget.join(self, claim_of(spec))
-        super().__init__(spec, place(spec, budget.nbytes, subject, budget.note), subject)
+        budget.join(self, self._claim_of(spec))
+        super().__init__(spec, place(spec, budget.nbytes, subject, budget.note, self._is_pool), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0
         self._tickets = weakref.WeakSet[_Pins]()
-        self._count = store.manifest.count
+        self._count = store.content.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = 0
+
+    def _claim_of(self, spec: Spec) -> Claim:
+        return claim_of(spec, self._is_pool)
+
+    def _placed(self, spec: Spec, nbytes: int) -> Placement:
+        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool)
+
+    @property
+    def _keys(self) -> int | None:
+        """What ids are below, in its files; None for open ones."""
+        return KEYS if self._is_pool else self.spec.rows
 
     # ---------------------------------------------------------------- what a table asks of a tier
 
@@ -178,12 +189,16 @@ class Disk(Tier):
             CorruptTableError: a record is not what was written, or nothing that can have been written.
         """
         self.store.read(found, records, slots)
-        steps = 0 if self.history is None else self.history.steps
+        steps = self.steps_of(found.ids)
         wrong = wrong_last_steps(self.spec, records, slots, steps)
         if wrong.size:
             named = ", ".join(map(str, found.ids[wrong[:NAMED]].tolist()))
-            expected = f"records that were last stepped in one of its steps, 1 to {steps}"
+            expected = f"records that were last stepped in one of its steps, 1 to {np.max(steps)}"
             raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
+
+    def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
+        """Return in how many steps a rule that remembers them may have stepped rows: of all, or of each."""
+        return 0 if self.history is None else self.history.steps
 
     @contextmanager
     def _new_rows(self, ids: np.ndarray, used: bool) -> Iterator[np.ndarray]:
@@ -215,6 +230,10 @@ class Disk(Tier):
         self._count += len(made)
         return slots
 
+    def remove(self, ids: np.ndarray) -> None:
+        """Forget records of `ids`, without repeats, that were just made: see `discard`."""
+        self.discard(ids)
+
     def preserve(self, slots: np.ndarray) -> None:
         if self.commit is not None:
             self.commit.save(slots)
@@ -225,8 +244,7 @@ class Disk(Tier):
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
-            resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(size)]
-            base, rest = self.store.base, np.concatenate([self.store.ids_above_base(), *resident])
+            base, rest = self.store.base, self._ids_above_base()
             gone = self.store.ids_gone_from_base()
         there = base.count + len(rest) - len(gone)
         if there != self._count:  # those who go through them have made room for so many
@@ -238,6 +256,29 @@ class Disk(Tier):
             for start in range(0, chunk.count, size)
         )
         return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+
+    def _ids_above_base(self) -> np.ndarray:
+        resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
+        return np.concatenate([self.store.ids_above_base(), *resident])
+
+    def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
+        with self.store.lock:
+            base, rest = self.store.base, self._ids_above_base()
+            gone = self.store.ids_gone_from_base()
+        rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
+        below = _without(base.within(lo, hi)[0], gone)
+        return (ids[start : start + size] for ids in (below, rest) for start in range(0, len(ids), size))
+
+    def remove_within(self, lo: int, hi: int, rows: int) -> None:
+        """Forget the `rows` records of ids in ``[lo, hi)``, but for those in files. It is quiet."""
+        self.cache.release_current()
+        for ids, slots in list(self.cache.batches(MOVED_ROWS)):
+            own = slots[(ids >= lo) & (ids <= hi - 1)]
+            for ticket in list(self._tickets):
+                ticket.let_go(own)
+            self.cache.remove(own)
+        self._count -= rows
+        self.new_epoch()
 
     def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
@@ -291,8 +332,9 @@ class Disk(Tier):
             "cache_rows": self.cache.count,
             "overlay_rows": store.overlay.count,
             "overlay_bytes": store.overlay.nbytes,
-            "commit": store.manifest.commit,
+            "commit": store.content.commit,
             "disk_bytes": store.disk_bytes,
+            "collections_failed": store.volume.collections_failed,
             **store.counts,
         }
 
@@ -311,7 +353,7 @@ class Disk(Tier):
             crowded = self._crowds(needed)
             victims = self.cache.victims(needed)
             if crowded and (self.commit is None or self.commit.is_done):
-                relieve(self.store, self.spec.rows, functools.partial(self._crowds, needed))
+                relieve(self.store, self._keys, functools.partial(self._crowds, needed))
             elif len(victims) == needed and not crowded:
                 self._evict(victims)
             elif self.commit is None or self.commit.is_done:
@@ -369,7 +411,7 @@ class Disk(Tier):
         least = self._reduced_to(min(budget.nbytes, budget.due))
         budget.shrink_to(least)
         if least <= budget.nbytes:
-            placement = place(self.spec, budget.nbytes, self.subject, budget.note)
+            placement = self._placed(self.spec, budget.nbytes)
             if placement != self.placement:
                 self._move_to(placement)
         return self.epoch != epoch
@@ -391,13 +433,13 @@ class Disk(Tier):
 
     def _reduced_to(self, nbytes: int) -> int:
         """Let rows leave that have no room in so many bytes; return the bytes that those need that cannot."""
-        slots = place(self.spec, nbytes, self.subject, self.budget.note).slots
+        slots = self._placed(self.spec, nbytes).slots
         while (excess := self.cache.count - slots) > 0:
             victims = self.cache.victims(min(excess, MOVED_ROWS))
             if not victims.size:
                 return max(nbytes, memory_for(self.spec, self.cache.count))
             if self._crowds(len(victims)):
-                relieve(self.store, self.spec.rows, functools.partial(self._crowds, len(victims)))
+                relieve(self.store, self._keys, functools.partial(self._crowds, len(victims)))
             self._evict(victims)
         return nbytes
 
@@ -411,9 +453,9 @@ class Disk(Tier):
         """
         before = self.spec
         self.cache.release_current()
-        self.budget.join(self, claim_of(spec))
+        self.budget.join(self, self._claim_of(spec))
         try:
-            placement = place(spec, self.budget.nbytes, self.subject, self.budget.note)
+            placement = self._placed(spec, self.budget.nbytes)
             self.spec = spec
             if (least := self._reduced_to(self.budget.nbytes)) > self.budget.nbytes:
                 raise CacheTooSmallError(
@@ -423,7 +465,7 @@ class Disk(Tier):
                 )
         except BaseException:
             self.spec = before
-            self.budget.join(self, claim_of(before))
+            self.budget.join(self, self._claim_of(before))
             raise
         if placement != self.placement:
             self._move_to(placement)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from embedrock.machine.arena import Arena
 from embedrock.spec import Spec
-from embedrock.tiers.memory import Memory
+from embedrock.store.manifest import MAX_PARTS, PART_BITS
+from embedrock.store.store import keys_of_part
 from embedrock.tiers.records import Records
-from embedrock.tiers.tier import Placement, Tier
+from embedrock.tiers.tier import Placement, Ticket, Tier
 
-# Keys of a pool: each part has a range of 2**44, so that a table may grow in its own, and there may be 2**19 tables.
-PART_BITS = 44
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; a larger one, or one with open ids, has a pool alone
-MOST_PARTS = 1 << (63 - PART_BITS)
-SCANNED_ROWS = 1 << 16  # of a pool, looked through at a time for those of a part
+T = TypeVar("T", bound=Tier)
 
 
 class NewRows(NamedTuple):
@@ -40,54 +37,53 @@ class Room(Protocol):
         ...
 
 
-class Pool:
+class Pool(Generic[T]):
     """One tier for the records of tables that are laid out alike. Each has a range of its keys: a `Part`.
 
     Args:
         spec: how the records are laid out.
-        tier: empty.
+        tier: of the keys.
         is_shared: whether there may be more than one table.
 
     Attributes:
-        tier: of the keys.
+        tier: see above.
+        is_shared: see above.
+        parts: of the tables, by number.
     """
 
-    def __init__(self, spec: Spec, tier: Memory, is_shared: bool) -> None:
-        self._spec, self.tier, self._is_shared = spec, tier, is_shared
-        self._parts: dict[int, Part] = {}
+    def __init__(self, spec: Spec, tier: T, is_shared: bool) -> None:
+        self.spec, self.tier, self.is_shared = spec, tier, is_shared
+        self.parts: dict[int, Part] = {}
 
     @property
     def dim(self) -> int:
         """Weights in a row."""
-        return self._spec.dim
+        return self.spec.dim
 
     def takes(self, spec: Spec) -> bool:
         """Return whether a table may have its records here."""
-        return self._is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self._parts) < MOST_PARTS
+        return self.is_shared and may_share(spec) and self.is_laid_out_as(spec) and len(self.parts) < MAX_PARTS
 
     def is_laid_out_as(self, spec: Spec) -> bool:
         """Return whether records of a table would be laid out as those here."""
-        own, rule = self._spec, spec.rule
+        own, rule = self.spec, spec.rule
         is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
         return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
 
-    def add(self, spec: Spec, room: Room, subject: str) -> Part:
-        """Return a new, empty part for a table."""
-        number = next(number for number in itertools.count() if number not in self._parts)
-        self._parts[number] = Part(spec, self, number << PART_BITS, room, subject)
-        return self._parts[number]
+    def add(self, spec: Spec, number: int, room: Room, subject: str) -> Part:
+        """Return an empty part for a table: that of a number, which no other has."""
+        self.parts[number] = Part(spec, self, number << PART_BITS, room, subject)
+        return self.parts[number]
 
-    def release(self, part: Part) -> None:
-        """Forget a part and its records, and give their RAM back."""
-        if part.count:
-            self.tier.remove(np.concatenate(list(part.key_batches(part.count))))
+    def remove(self, part: Part) -> None:
+        """Forget a part."""
         part.count = 0
-        del self._parts[part.base >> PART_BITS]
+        del self.parts[part.number]
 
     @property
     def is_empty(self) -> bool:
         """Whether it has no parts."""
-        return not self._parts
+        return not self.parts
 
 
 def may_share(spec: Spec) -> bool:
@@ -109,11 +105,31 @@ class Part(Tier):
         count: how many records it has; whoever makes some for several parts at once tells it.
     """
 
-    def __init__(self, spec: Spec, pool: Pool, base: int, room: Room, subject: str) -> None:
+    def __init__(self, spec: Spec, pool: Pool[Any], base: int, room: Room, subject: str) -> None:
         self.spec, self.pool, self.base, self.subject = spec, pool, base, subject
-        self.records = Records(spec, pool.tier.arena.memory)
         self.history = None
         self.room, self._count = room, 0
+        self._arena: Arena | None = None
+
+    @property
+    def number(self) -> int:
+        """Which of its pool's parts it is."""
+        return self.base >> PART_BITS
+
+    @property
+    def evicts(self) -> bool:
+        return self.pool.tier.evicts
+
+    @property
+    def batch_rows(self) -> int:
+        return self.pool.tier.batch_rows
+
+    @property
+    def records(self) -> Records:
+        arena = self.pool.tier.arena
+        if self._arena is not arena:  # those of a tier that others make room in may move
+            self._arena, self._records = arena, Records(self.spec, arena.memory)
+        return self._records
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """Return the pool's keys of ids."""
@@ -151,6 +167,38 @@ class Part(Tier):
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self.pool.tier.look_up(self.keys(ids), positions, out)
 
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return self.pool.tier.bring(self.keys(ids), slots)
+
+    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        return self.pool.tier.reach(self.keys(ids))
+
+    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+        self.check_room(max(0, int(np.count_nonzero(slots < 0)) - leaving))
+        return self.pool.tier.make_room(self.keys(ids), slots, leaving)
+
+    def preserve(self, slots: np.ndarray) -> None:
+        self.pool.tier.preserve(slots)
+
+    def changing(self, slots: np.ndarray) -> None:
+        self.pool.tier.changing(slots)
+
+    def begin_bring(self) -> None:
+        self.pool.tier.begin_bring()
+
+    def bring_ahead(self, ids: np.ndarray) -> Ticket:
+        return self.pool.tier.bring_ahead(self.keys(ids))
+
+    def stay(self) -> None:
+        self.pool.tier.stay()
+
+    @property
+    def resident_rows(self) -> int:
+        return self.pool.tier.resident_rows
+
+    def stats(self) -> dict[str, float]:
+        return self.pool.tier.stats()
+
     def check_room(self, more: int) -> None:
         self.room.check_room([NewRows(self, more)])
 
@@ -170,19 +218,17 @@ class Part(Tier):
         return self.pool.tier.holds(self.keys(ids))
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
-        self.pool.tier.remove(self.keys(ids))
+        if self.evicts:
+            self.pool.tier.discard(self.keys(ids), is_final)
+        else:  # so that the records of a pool stay dense
+            self.pool.tier.remove(self.keys(ids))
         self.count -= len(ids)
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the keys of all rows that have records, at most `size` at a time."""
-        left = self.count
-        for keys in self.pool.tier.id_batches(max(size, SCANNED_ROWS)):
-            if not left:
-                return
-            own = keys[(keys >> PART_BITS) == self.base >> PART_BITS] if may_share(self.spec) else keys
-            left -= len(own)
-            for start in range(0, len(own), size):
-                yield own[start : start + size]
+        if self.pool.is_shared:
+            return self.pool.tier.ids_within(*keys_of_part(self.number), size)
+        return self.pool.tier.id_batches(size)
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (keys - self.base for keys in self.key_batches(size))
@@ -192,10 +238,10 @@ class Part(Tier):
         return self.pool.tier.used_slots
 
     @property
-    def bytes_used(self) -> int:
-        return self.record_bytes_in(self.count) + round(self.pool.tier.directory.bytes_with(0) * self._share)
+    def budget_bytes(self) -> int:
+        return self.pool.tier.budget_bytes
 
     @property
-    def _share(self) -> float:
-        """Which part of the pool's records are the table's."""
-        return self.count / max(1, self.pool.tier.count)
+    def bytes_used(self) -> int:
+        """RAM that the pool takes, in proportion to the records that the table has of its."""
+        return round(self.pool.tier.bytes_used * self.count / max(1, self.pool.tier.count))

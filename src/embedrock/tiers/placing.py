@@ -22,8 +22,10 @@ UNBOUNDED = 1 << 62  # of bytes, more than any budget
 BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
 
 
-def place(spec: Spec, budget: int, subject: str, note: str = "") -> Placement:
+def place(spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool = False) -> Placement:
     """Decide how a table of `spec` uses so many bytes; `note` says in an error why it is so many.
+
+    Of a pool, `spec` has the rows of all members, whose keys are not dense: so no slot is an id.
 
     Raises:
         ArgumentError: a row is too large for a file.
@@ -39,9 +41,11 @@ def place(spec: Spec, budget: int, subject: str, note: str = "") -> Placement:
         overlay = min(overlay, spec.rows * OVERLAY_ROW_BYTES)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
-    if rows is not None and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
+    if rows is not None and not is_pool and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
         return Placement(budget, rows, True, overlay)
     slots = _slots_in(room, spec.record_bytes)
+    if rows is not None and is_pool:
+        slots = min(slots, rows)
     if slots < 1:
         raise MemoryBudgetError(
             f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
@@ -67,24 +71,24 @@ def memory_for(spec: Spec, slots: int) -> int:
     return math.ceil(min((used + _index_bytes(spec)) / rest, used / (rest - 1 / INDEX_SHARE))) + 16
 
 
-def most_for(spec: Spec) -> int:
+def most_for(spec: Spec, is_pool: bool = False) -> int:
     """Return a budget in bytes of which a table makes full use, with a slot for each row: more is of no use to it."""
     if spec.rows is None:
         return UNBOUNDED
-    whole = spec.rows * spec.record_bytes + Whole.bytes_for(spec.rows)
+    whole = spec.rows * spec.record_bytes + (Cache if is_pool else Whole).bytes_for(spec.rows)
     shares = OVERLAY_SIXTEENTHS / 16 + 1 / BUFFER_SHARE + 1 / INDEX_SHARE  # of the budget, each also has a most
     rest = spec.rows * OVERLAY_ROW_BYTES + BUFFER_BYTES + _index_bytes(spec)
     return min(whole + rest, math.ceil(whole / (1 - shares)) + 16)
 
 
-def claim_of(spec: Spec) -> Claim:
+def claim_of(spec: Spec, is_pool: bool = False) -> Claim:
     """Return what a table asks of a budget that it shares: no less than a cache of one row needs."""
-    return Claim(memory_for(spec, 1), most_for(spec))
+    return Claim(memory_for(spec, 1), most_for(spec, is_pool))
 
 
-def check_budget(spec: Spec, budget: Budget, subject: str) -> None:
+def check_budget(spec: Spec, budget: Budget, subject: str, is_pool: bool = False) -> None:
     """Raise what `place` would raise for a table with a tier of `spec`."""
-    place(spec, budget.offer(claim_of(spec)), subject, budget.note)
+    place(spec, budget.offer(claim_of(spec, is_pool)), subject, budget.note, is_pool)
 
 
 def _index_bytes(spec: Spec) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from embedrock.errors import MemoryBudgetError
 from embedrock.initializers import Zeros
@@ -32,7 +36,7 @@ class Pools:
     def __init__(self, memory: Size | None, subject: str) -> None:
         self.budget_bytes = memory_limit() if memory is None else parse_bytes(memory)
         self._is_told, self._subject = memory is not None, subject
-        self._pools: list[Pool] = []
+        self._pools: list[Pool[Memory]] = []
 
     def part(self, spec: Spec, subject: str) -> Part:
         """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
@@ -42,12 +46,15 @@ class Pools:
             tier = Memory(layout, place(layout, self.budget_bytes, "hashed", subject), self._subject)
             pool = Pool(layout, tier, may_share(spec))
             self._pools.append(pool)
-        return pool.add(spec, self, subject)
+        number = next(number for number in itertools.count() if number not in pool.parts)
+        return pool.add(spec, number, self, subject)
 
     def release(self, part: Part) -> None:
         """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
         with held_back():
-            part.pool.release(part)
+            if part.count:
+                part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
+            part.pool.remove(part)
             self._pools = [pool for pool in self._pools if not pool.is_empty]
 
     def __len__(self) -> int:
@@ -64,7 +71,7 @@ class Pools:
 
     def check_room(self, new: Sequence[NewRows]) -> None:
         """Raise `MemoryBudgetError` unless new records fit the budget, and the RAM that is left."""
-        more = _by_pool(new)
+        more = by_pool(new)
         if not more:
             return
         needed = self._bytes_with(new)
@@ -80,7 +87,7 @@ class Pools:
             take_ram(needed, self._touched(new), f"{remedy} er.Group to say how much its tables")
 
     def _bytes_with(self, new: Sequence[NewRows]) -> int:
-        more = _by_pool(new)
+        more = by_pool(new)
         return sum(pool.tier.bytes_with(more.get(pool, 0)) for pool in self._pools)
 
     def _touched(self, new: Sequence[NewRows]) -> str:
@@ -96,9 +103,9 @@ def _bytes(new: NewRows) -> int:
     return new.rows * new.part.spec.record_bytes
 
 
-def _by_pool(new: Sequence[NewRows]) -> dict[Pool, int]:
+def by_pool(new: Sequence[NewRows]) -> dict[Pool[Any], int]:
     """Return how many records are to be made in each pool, of those where there are any."""
-    more: dict[Pool, int] = {}
+    more: dict[Pool[Any], int] = {}
     for part, count in new:
         if count:
             more[part.pool] = more.get(part.pool, 0) + count

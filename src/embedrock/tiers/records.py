@@ -14,7 +14,7 @@ from embedrock.rules import LAST_STEP
 from embedrock.spec import STATE_BYTES, Spec
 
 
-def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: int) -> np.ndarray:
+def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
     """Return which of ``records[slots]``, uint8 (n, record_bytes), name a step as their last that is not in [0, steps].
 
     Kernels look it up among the steps that the rule remembers.

@@ -15,6 +15,8 @@ from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
 
+SCANNED_ROWS = 1 << 16  # looked through at a time for those of a range
+
 # Never twice the same, so that slots of one tier are not taken for those of another, or of the same one later.
 _epochs = itertools.count(1)
 
@@ -151,6 +153,13 @@ class Tier(ABC):
     @abstractmethod
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the ids of all rows that have records, at most `size` at a time."""
+
+    def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
+        """Go through those in ``[lo, hi)`` of `id_batches`."""
+        for ids in self.id_batches(max(size, SCANNED_ROWS)):
+            own = ids[(ids >= lo) & (ids <= hi - 1)]
+            for start in range(0, len(own), size):
+                yield own[start : start + size]
 
     def record_batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Go through all (ids, records uint8 (n, record_bytes)), at most `size` at a time."""

@@ -30,7 +30,7 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
-from embedrock.table.files import MODES, UncommittedWarning
+from embedrock.table.keeper import MODES, UncommittedWarning
 from embedrock.vocabulary.files import Files, holds_vocabulary
 from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import MOST_STRINGS

@@ -1,0 +1,326 @@
+"""`Volume`: the folder of one table or of a group: who writes it, its commits, and the stores that these are of."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, CommitError, EmbedrockError
+from embedrock.machine.space import NO_SPACE
+from embedrock.machine.vfs import System
+from embedrock.process import forks
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.history import read_history
+from embedrock.store.manifest import AnyManifest, Content, HistoryFile, Manifest
+from embedrock.store.nearby import check_table
+from embedrock.store.orphans import remove_orphans
+from embedrock.store.store import Freeze, Store
+
+
+class Volume:
+    """The folder of one table or of a group. Any thread may call it.
+
+    A table alone has one store, and a group one for each pool. A commit is of all of them, or of none.
+
+    Args:
+        system: does the I/O.
+        folder: of the table or group.
+        manifest: the commit to start from.
+        held: descriptor of the lock that is held; None for a reader.
+
+    Attributes:
+        lock: held wherever its attributes change, or those of its stores.
+        manifest: the last commit.
+        stores: of the records, in the order of the manifest; those that no commit has yet come last.
+        histories: arrays of the rules', as of the commit that it was opened at, by the names of their files.
+        broken: why no further commit is taken; None where all is well.
+        collections_failed: how often files that nothing needs could not be removed.
+    """
+
+    def __init__(self, system: System, folder: str, manifest: AnyManifest, held: int | None) -> None:
+        self.system, self.folder, self.manifest, self._held = system, folder, manifest, held
+        self.lock = forks.lock(forks.Rank.SECTION)
+        self.broken: str | None = None
+        self.collections_failed = self._serial = 0
+        self.stores = [Store(self, content) for content in manifest.contents]
+        self.histories = self._histories_of(manifest)
+
+    @property
+    def kind(self) -> str:
+        """What messages call it."""
+        return "table" if isinstance(self.manifest, Manifest) else "group"
+
+    # ---------------------------------------------------------------- opening
+
+    @classmethod
+    def create(cls, system: System, folder: str, manifest: AnyManifest, locked: bool) -> Volume:
+        """Make an empty table or group, and publish it as commit 0. `locked`: see `open`."""
+        folders.make(system, folder)
+        held = folders.lock(system, folder, locked)
+        try:
+            manifests.publish(system, folder, manifest)
+            return cls(system, folder, manifest, held)
+        except BaseException:
+            folders.unlock(system, held)
+            raise
+
+    @classmethod
+    def open(cls, system: System, folder: str, at: int | None, write: bool, locked: bool) -> Volume:
+        """Open a table or a group.
+
+        Args:
+            system: does the I/O.
+            folder: of it.
+            at: number of a commit, for a reader; None: the last one.
+            write: become its one writer.
+            locked: refuse to write where the file system has no locks.
+        """
+        check_table(system, folder)
+        if not write:
+            return cls._open_to_read(system, folder, at)
+        held = folders.lock(system, folder, locked)
+        try:
+            volume = cls(system, folder, folders.newest(system, folder), held)
+            folders.make_folders(system, folder)
+            remove_orphans(system, folder, volume.manifest.uuid)
+            return volume
+        except BaseException:
+            folders.unlock(system, held)
+            raise
+
+    @classmethod
+    def _open_to_read(cls, system: System, folder: str, at: int | None) -> Volume:
+        """Open all files of a snapshot: from then on they stay, whatever the writer removes."""
+        while True:
+            commit = manifests.numbers(system, folder)[-1] if at is None else at
+            try:
+                return cls(system, folder, folders.manifest_at(system, folder, commit), None)
+            except (FileNotFoundError, ArgumentError) as error:
+                # The writer may have dropped this commit meanwhile. If it did not, a file is missing.
+                is_told = at is not None and isinstance(error, ArgumentError)
+                if is_told or commit in manifests.numbers(system, folder):
+                    raise
+
+    def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
+        return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
+
+    def close(self) -> None:
+        """Close all files, and let another writer in."""
+        with self.lock:
+            for store in self.stores:
+                store.close()
+            held, self._held = self._held, None
+            if held is not None:
+                folders.unlock(self.system, held)
+
+    # ---------------------------------------------------------------- stores
+
+    def add(self, content: Content) -> Store:
+        """Return a new, empty store, which the next commit has, too."""
+        made = Store(self, content)
+        with self.lock:
+            self.stores = [*self.stores, made]
+        return made
+
+    def discard(self, store: Store) -> None:
+        """Forget a store, which the next commit no longer has. No commit is under way."""
+        with self.lock:
+            self.stores = [each for each in self.stores if each is not store]
+        store.give_up()
+
+    def replace(self, store: Store, by: Store) -> None:
+        """Let the next commit have another store in the place of one. No commit is under way."""
+        with self.lock:
+            self.stores = [by if each is store else each for each in self.stores]
+        store.give_up()
+
+    def free_name(self, stem: str, suffix: str = "") -> str:
+        """Return the name of a file that is not there, and that no other call returns."""
+        while True:
+            with self.lock:
+                self._serial += 1
+                serial = self._serial
+            # With some of the uuid, so that a file whose first page a crash has torn is known for this table's.
+            name = f"{stem}-{self.manifest.uuid[:8]}-{serial}{suffix}"
+            if not self.system.exists(folders.join(self.folder, name)):
+                return name
+
+    # ---------------------------------------------------------------- commits
+
+    def freeze(self, have_newer: Sequence[Callable[[np.ndarray], np.ndarray]]) -> tuple[Freeze, ...]:
+        """Begin a commit: records that are appended from now on belong to the one after it.
+
+        Args:
+            have_newer: for each store, tells which ids have records that this commit is going to write, bool (n,).
+        """
+        self.check_commits()
+        with self.lock:
+            return tuple(store.freeze(newer) for store, newer in zip(self.stores, have_newer, strict=True))
+
+    def check_commits(self) -> None:
+        """Raise `CommitError` if commits are no longer taken, or would go to another table."""
+        if self._held is not None and not folders.is_held(self.system, self.folder, self._held):
+            raise CommitError(
+                errno.ESTALE,
+                "the table was moved or removed while it was open for writing, so nothing is committed here. Move it "
+                f"back; commit {self.manifest.commit} is whole, wherever it is",
+                self.folder,
+            )
+        if self.broken is not None:
+            raise CommitError(
+                errno.EIO,
+                f"commits are no longer taken after one that failed twice to reach the disk ({self.broken}). Commit "
+                f"{self.manifest.commit} is whole. Look after the disk, close the table and open it again",
+                self.folder,
+            )
+
+    def publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any], keep: int) -> None:
+        """Make the rows of a freeze durable, as one. Then remove files that no retained commit needs.
+
+        Args:
+            freezes: from `freeze`; their logs have the rows that were in RAM.
+            changes: fields of the manifest.
+            keep: commits to retain.
+
+        Raises:
+            OSError: the disk is full, or it failed twice. The last commit is whole.
+        """
+        try:
+            for freeze in freezes:
+                freeze.store.rewrite(freeze, only_broken=True)
+            manifest = self._publish(freezes, changes)
+        except OSError as error:
+            self._check_unpublished()
+            if error.errno in NO_SPACE:
+                raise
+            manifest = self._publish_again(freezes, changes)
+        with self.lock:
+            for freeze, content in zip(freezes, manifest.contents, strict=True):
+                freeze.store.take_published(freeze, content)
+            self.manifest = manifest
+        for freeze in freezes:
+            freeze.store.remove_empty(freeze)
+        self.collect(keep)
+
+    def _publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
+        contents = [freeze.content() for freeze in freezes]
+        manifest = self.manifest.after(self.manifest.commit + 1, contents, changes)
+        manifests.publish(self.system, self.folder, manifest)
+        return manifest
+
+    def _publish_again(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:
+        """Retry once, in new files: what became of the old ones after a failed write or sync is not known."""
+        try:
+            for freeze in freezes:
+                freeze.store.rewrite(freeze, only_broken=False)
+            return self._publish(freezes, changes)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                self.broken = str(error)
+            raise
+
+    def commit_base(self, time: str, keep: int) -> None:
+        """Publish the content of the last commit as it lies in files now, if that has changed (by compaction).
+
+        Where rows that were not committed lay in logs when the base was made, it goes with the next commit only.
+        """
+        self.check_commits()
+        with self.lock:
+            is_ahead = any(store.base_is_ahead for store in self.stores)
+            if is_ahead or [store.content for store in self.stores] != list(self.manifest.contents):
+                return
+            freezes = [store.as_committed() for store in self.stores]
+            if [freeze.content() for freeze in freezes] == list(self.manifest.contents):
+                return
+        try:
+            self.publish(freezes, {"time": time, "name": None}, keep)
+        except BaseException:
+            self.take_back()
+            raise
+
+    def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
+        """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
+        for store in self.stores:
+            store.take_back()
+        self.unlink([part.file for part in history])
+
+    def rollback(self, target: AnyManifest, time: str, keep: int) -> None:
+        """Publish the content of an earlier commit as a new one. What was not committed is forgotten.
+
+        The stores are others then.
+
+        Raises:
+            OSError: the disk. Nothing has changed.
+        """
+        self.check_commits()
+        manifest = target.after(self.manifest.commit + 1, target.contents, {"name": None, "time": time})
+        try:  # what cannot be opened must not become the last commit
+            stores = [Store(self, content) for content in manifest.contents]
+            histories = self._histories_of(manifest)
+            manifests.publish(self.system, self.folder, manifest)
+        except OSError:
+            self._check_unpublished()
+            raise
+        logs = [log.path for store in self.stores for log in store.logs]
+        with self.lock:
+            for before, store in zip(self.stores, stores, strict=False):
+                store.counts = before.counts
+            self.stores, self.manifest, self.histories = stores, manifest, histories
+        self.unlink(logs)
+        self.collect(keep)
+
+    def _check_unpublished(self) -> None:
+        number = self.manifest.commit + 1
+        if number in manifests.numbers(self.system, self.folder):
+            self.broken = f"commit {number} was made, but may not survive a loss of power"
+            raise OSError(errno.EIO, self.broken, self.folder)
+
+    # ---------------------------------------------------------------- retention
+
+    def unlink(self, paths: Iterable[str], may_be_named: Callable[[], bool] = lambda: True) -> None:
+        """Remove those files that no commit names. A failure costs disk space only.
+
+        Args:
+            paths: of the files, relative to the folder.
+            may_be_named: asked whether a commit could name one of them.
+        """
+        paths = list(paths)
+        try:
+            named = folders.named_files(self.system, self.folder) if paths and may_be_named() else set()
+        except (EmbedrockError, OSError):  # what a damaged commit needs is not known, so nothing is removed
+            self._count_failure()
+            return
+        for path in paths:
+            if path in named:
+                continue
+            try:
+                self.system.unlink(folders.join(self.folder, path))
+            except OSError:
+                self._count_failure()
+
+    def collect(self, keep: int) -> None:
+        """Drop all commits but the newest `keep` and those with a name, and the files that only they need.
+
+        A failure costs disk space only, which the next writer gives back.
+        """
+        with self.lock:
+            needed = set[str]().union(*(store.needed() for store in self.stores))
+        try:
+            folders.collect(self.system, self.folder, keep, needed)
+        except OSError:
+            self._count_failure()
+
+    def _count_failure(self) -> None:
+        with self.lock:
+            self.collections_failed += 1
+
+
+def emptied(store: Store, record_bytes: int) -> Store:
+    """Return a store that holds no records yet, of another size, to take the place of one: see `Volume.replace`."""
+    store.volume.check_commits()
+    return Store(store.volume, replace(store.content, record_bytes=record_bytes, base=(), delta=(), count=0))

@@ -1,0 +1,464 @@
+"""`Keeper`: who keeps the files of a folder, those of a table alone or of a group: commits, compaction, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
+from embedrock.machine.paths import local_path
+from embedrock.machine.sizes import Size, format_bytes
+from embedrock.machine.space import NO_SPACE
+from embedrock.machine.vfs import System
+from embedrock.process import forks
+from embedrock.process.callers import caller_level
+from embedrock.residents.residents import PREFIX, Residents
+from embedrock.rules import History
+from embedrock.spec import Spec
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store import publishing
+from embedrock.store.compaction import compact
+from embedrock.store.history import write_history
+from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
+from embedrock.store.runs import damaged
+from embedrock.store.store import Store
+from embedrock.store.volume import Volume
+from embedrock.table.home import Version
+from embedrock.table.rows import Rows
+from embedrock.table.upkeep import Upkeep
+from embedrock.tiers.cache import DIRTY, POLICIES
+from embedrock.tiers.commit import Commit, bytes_for
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import INDEX_SHARE
+from embedrock.tiers.turn import Turn
+from embedrock.wording import check_choice, counted
+
+MODES = ("w", "r")
+FULLNESS = 5 / 6  # of the overlay, from which on compaction makes room. It rewrites all, so it should fold many rows.
+LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
+LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
+
+
+class UncommittedWarning(UserWarning):
+    """A table on disk was closed, or forgotten, with changes that no commit has."""
+
+
+class Opening(NamedTuple):
+    """How the files of a table are opened.
+
+    Attributes:
+        path: their folder.
+        memory: budget of RAM, None for a share of half of the machine's.
+        policy: of eviction.
+        keep: commits that retention keeps.
+        lock: refuse to write where the file system has no locks.
+        mode: "w" or "r".
+        at: number of a commit, for a reader; None: the last one.
+        system: does the I/O.
+        name: of the table, for error messages.
+    """
+
+    path: str
+    memory: Size | None
+    policy: str
+    keep: int
+    lock: bool
+    mode: str
+    at: int | None
+    system: System
+    name: str | None
+
+    def checked(self) -> Opening:
+        """Return them with an absolute path.
+
+        Raises:
+            ArgumentError: a value that cannot work.
+            UnsupportedError: there are no tables on disk here.
+        """
+        check_choice("mode", self.mode, MODES)
+        if self.at is not None and self.mode != "r":
+            raise ArgumentError(
+                f'`at` ({self.at!r}) goes with mode="r": a writer works on the last commit. '
+                f"Call rollback({self.at!r}) to go on from an earlier one."
+            )
+        for name, value in (("keep", self.keep), ("at", self.at)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < (name == "keep")
+            ):
+                raise ArgumentError(
+                    f"`{name}` must be a whole number of at least {int(name == 'keep')}: got {value!r}."
+                )
+        check_choice("policy", self.policy, POLICIES)
+        path = os.path.abspath(local_path(self.path))
+        self.system.check_usable(f"table {self.name or path!r}")
+        return self._replace(path=path)
+
+
+class Keeper(ABC):
+    """Who keeps the files of a table alone, or of a group.
+
+    Whoever calls it for a table gives the rows of that. They are not kept: only who has a table keeps it.
+
+    Args:
+        volume: the files.
+        opening: how they were opened.
+
+    Attributes:
+        subject: what error messages call it.
+        upkeep: of the files, in the background.
+        went_back_to: the commit whose content the last one has, where that was a rollback.
+    """
+
+    def __init__(self, volume: Volume, opening: Opening) -> None:
+        self.volume, self.opening = volume, opening
+        self.subject = f"{volume.kind} {opening.name or opening.path!r}"
+        self.upkeep = Upkeep(opening.path)
+        self.went_back_to: int | None = None
+        self._commit: Commit | None = None  # the last one
+        self._pending: Commit | None = None  # whose end nobody has seen yet
+        self._process = os.getpid()
+        self._told = self._closed = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one writer."""
+        return self.opening.mode == "w"
+
+    # ---------------------------------------------------------------- what is kept
+
+    @abstractmethod
+    def tiers(self, rows: Rows | None) -> Sequence[Disk]:
+        """Return the tier of each store."""
+
+    @abstractmethod
+    def turn(self, rows: Rows | None) -> Turn:
+        """Return who has them."""
+
+    @abstractmethod
+    def _versions(self, rows: Rows | None) -> Sequence[Version]:
+        """Return what tells whether there are changes that no commit has."""
+
+    @abstractmethod
+    def _described(self, rows: Rows | None) -> dict[str, Any]:
+        """Return what a commit of now says of them, as fields of its manifest; writes histories."""
+
+    @abstractmethod
+    def rollback(self, rows: Rows, commit: int) -> int:
+        """Make the content of an earlier commit the newest; return its number."""
+
+    @abstractmethod
+    def _leave_budget(self) -> None:
+        """Give the RAM back."""
+
+    # ---------------------------------------------------------------- commits
+
+    def commit(self, rows: Rows | None, step: int | None, name: str | None, wait: bool) -> int:
+        """Make all changes so far durable, as one; return the commit's number: see `Table.commit`."""
+        self.check_writable()
+        _check_name(step, name)
+        self.end_commit(rows)
+        commit = self._begin(rows, {"step": step, "name": name})
+        for version in self._versions(rows):
+            version.commit()
+        if wait:
+            commit.hurry()
+        commit.start()
+        if wait:
+            commit.wait()
+            self._take_end(rows, commit)
+        return commit.number
+
+    def check_writable(self) -> None:
+        """Raise `ReadOnlyTableError` where nothing may be changed."""
+        self.check_process()
+        if not self.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f'{self.subject} was opened with mode="r" and cannot change. Open it with mode="w"',
+                self.opening.path,
+            )
+
+    def check_process(self) -> None:
+        """Raise `ReadOnlyTableError` in a child of the process that writes."""
+        if self.writes and self._process != os.getpid():
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
+                'here with mode="r", or use it in the parent only',
+                self.opening.path,
+            )
+
+    def _begin(self, rows: Rows | None, fields: dict[str, Any]) -> Commit:
+        """Freeze the rows that changed, and return the commit that will write them."""
+        tiers, self._written = self.tiers(rows), list[HistoryFile]()
+        try:
+            fields |= {"time": publishing.now(), **self._described(rows)}
+            args = self.volume, tiers, self.turn(rows), fields, self.opening.keep
+            commit = Commit(*args, self._after_commit_of(tiers))
+        except BaseException as error:
+            self.volume.take_back(self._written)
+            if not isinstance(error, OSError):
+                raise
+            dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
+            raise self._commit_error(error, self.volume.manifest.commit + 1, dirty) from error
+        for tier, part in zip(tiers, commit.parts, strict=True):
+            tier.commit = part
+        self._commit = self._pending = commit
+        self.went_back_to = None
+        return commit
+
+    def _history_of(self, remembered: Mapping[str, np.ndarray]) -> tuple[HistoryFile, ...]:
+        """Write what a table remembers besides records, if it remembers anything."""
+        arrays = {key: array.copy() if array.base is not None else array for key, array in remembered.items()}
+        if not arrays:
+            return ()
+        volume = self.volume
+        name = volume.free_name(f"history/{volume.manifest.commit + 1:010d}", ".his")
+        self._written.append(write_history(volume.system, volume.folder, name, volume.manifest.uuid, arrays))
+        return (self._written[-1],)
+
+    def history(self, spec: Spec, of: Manifest | Member) -> History | None:
+        """Return the history of a table's rule as of the last commit, which says `of` it."""
+        history, last = None if spec.rule is None else spec.rule.history(), self.volume.manifest
+        is_due = history is not None or spec.has_residents
+        if bool(of.history) != is_due and (of.history or (of.steps and last.commit)):
+            expected, got = ("one", "none") if is_due else ("none", "one")
+            where = manifests.path_of(self.opening.path, last.commit)
+            raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
+        if history is not None and of.history:
+            remembered = self.volume.histories[of.history[0].file]
+            arrays = {name: array for name, array in remembered.items() if not name.startswith(PREFIX)}
+            with self._reading_history(of):
+                history.load(arrays, of.steps)
+        return history
+
+    def residents(self, spec: Spec, of: Manifest) -> Residents | None:
+        """Return who has a record as of the last commit, which says `of` the table."""
+        made = Residents.of(spec, self.subject)
+        if made is not None and of.history:
+            with self._reading_history(of):
+                made.load(self.volume.histories[of.history[0].file])
+                if made.knows_rows and made.row_count != of.count:
+                    raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
+        return made
+
+    @contextlib.contextmanager
+    def _reading_history(self, of: Manifest | Member) -> Iterator[None]:
+        try:
+            yield
+        except ArgumentError as error:
+            where = f"{self.opening.path}/{of.history[0].file}"
+            raise CorruptTableError(f"{where} is damaged: {error}") from error
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this is no child of the process that opened it."""
+        return self._process == os.getpid()
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about what is done to the files."""
+        return {"compactions_failed": self.upkeep.failed}
+
+    def end(self, rows: Rows | None) -> None:
+        """Wait for what uses rows in the background, before they are closed."""
+        if self.is_of_this_process:
+            self.wait_for_quiet(rows)
+
+    def is_durable(self, rows: Rows | None) -> bool:
+        """Return whether nothing went wrong with the commit under way, if there is one, once it has ended."""
+        commit = self._pending
+        if commit is None or (rows is not None and rows.is_closed):
+            return True
+        commit.join()
+        return commit.error is None
+
+    def end_commit(self, rows: Rows | None) -> None:
+        """Wait for the commit under way, and raise what went wrong with it."""
+        while self._pending is not None:  # another thread may begin one while this one waits
+            self._pending.wait()
+            self.raise_commit_failure(rows)
+
+    def raise_commit_failure(self, rows: Rows | None) -> None:
+        """Raise what went wrong with a commit that has ended, once."""
+        if self._pending is not None and self._pending.is_done:
+            self._take_end(rows, self._pending)
+
+    def _take_end(self, rows: Rows | None, commit: Commit) -> None:
+        if self._pending is commit:
+            self._pending = None
+            for part in commit.parts:
+                part.leave()
+        if commit.error is not None:
+            for version in self._versions(rows):
+                version.committed = -1
+            raise self._error_of(commit)
+
+    def wait_for_quiet(self, rows: Rows | None) -> None:
+        """Wait for what uses rows in the background, and let others have the table meanwhile."""
+        tiers = self.tiers(rows)
+        self.turn(rows).wait_for(lambda: all(list(map(Disk.becomes_quiet, tiers))))
+        self.end_commit(rows)
+
+    def release(self, rows: Rows | None, name: str) -> None:
+        """Let retention drop the commits called `name`."""
+        self.check_writable()
+        folders.release(self.volume.system, self.volume.folder, name)
+
+    def _after_commit_of(self, tiers: Sequence[Disk]) -> Callable[[], None]:
+        return lambda: self._after_commit(tiers)
+
+    def _after_commit(self, tiers: Sequence[Disk]) -> None:
+        """Compact in the background where logs take more RAM or disk than they should."""
+        if due := [tier.store for tier in tiers if _is_due(tier.store)]:
+            self.upkeep.compact(due)
+        self.upkeep.fold([tier.store for tier in tiers])
+        for tier in tiers:
+            self._check_index(tier)
+
+    def _check_index(self, tier: Disk) -> None:
+        """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
+        index, kept = tier.store.base.nbytes, max(tier.budget_bytes // INDEX_SHARE, LEAST_OVERLAY_BYTES)
+        if index > kept and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.opening.path}: the index of {tier.store.base.count} rows takes {format_bytes(index)} of RAM, "
+                f"more than the {format_bytes(kept)} that memory={format_bytes(tier.budget_bytes)} leaves for it. "
+                f"Raise memory= to {format_bytes(index * INDEX_SHARE)} or more.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+    def _error_of(self, commit: Commit) -> BaseException:
+        """Return what went wrong with a commit, as the caller should see it."""
+        error = commit.error
+        assert error is not None  # the caller has looked
+        return self._commit_error(error, commit.number, commit.nbytes) if isinstance(error, OSError) else error
+
+    def _commit_error(self, error: OSError, number: int, needed: int) -> CommitError:
+        if isinstance(error, CommitError):
+            return error
+        text = f"commit {number} failed: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            free = self.volume.system.free_bytes(self.volume.folder)
+            text = (
+                f"commit {number} failed, the disk is full: it needs about {needed} bytes "
+                f"({format_bytes(needed)}), and {free} ({format_bytes(free)}) are free. Free some and commit again"
+            )
+        kept = f"{text}. Commit {self.volume.manifest.commit} is whole, and so are the rows in RAM"
+        made = CommitError(error.errno, kept, self.opening.path)
+        made.__cause__ = error
+        return made
+
+    def manifest(self, commit: int) -> AnyManifest:
+        """Return a commit by its number."""
+        return folders.manifest_at(self.volume.system, self.volume.folder, commit)
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that there are, the oldest first."""
+        system, folder = self.volume.system, self.volume.folder
+        return [_line(self.volume, manifest) for manifest in folders.manifests_of(system, folder)]
+
+    # ---------------------------------------------------------------- compaction
+
+    def compact_in_background(self) -> None:
+        """Fold logs into base chunks while others go on, unless that is under way."""
+        self.upkeep.compact(self.volume.stores)
+
+    def compact(self, rows: Rows | None) -> None:
+        """Fold logs into base chunks, while others have the table."""
+        self.check_writable()
+        with self.turn(rows).lock:
+            self.end_commit(rows)
+        with contextlib.ExitStack() as users:
+            for tier in self.tiers(rows):
+                users.enter_context(tier.in_use())
+            self.stop_compaction()
+            for store in self.volume.stores:
+                compact(store, None, lambda: False)
+
+    def commit_base(self, rows: Rows | None) -> int:
+        """Commit what compaction has made, unless that is done; return the last commit's number."""
+        self.end_commit(rows)
+        self.volume.commit_base(publishing.now(), self.opening.keep)
+        return self.volume.manifest.commit
+
+    def stop_compaction(self) -> None:
+        """End what compacts or folds in the background; what that has written so far is removed."""
+        self.upkeep.stop()
+
+    # ---------------------------------------------------------------- the end
+
+    @property
+    def _is_being_shared(self) -> bool:
+        """Whether this thread is in the middle of sharing budgets with others."""
+        return False
+
+    def abandon(self, versions: Sequence[Version]) -> None:
+        """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
+        if self._process != os.getpid() or self._closed:
+            return
+        self._closed = True
+        is_inside = threading.current_thread().name.startswith("embedrock-") or self._is_being_shared
+        if is_inside or forks.is_under_way():
+            # Garbage was collected inside of what has to end before the files are closed.
+            threading.Thread(target=self._abandon, args=(versions,), name="close-embedrock").start()
+        else:
+            self._abandon(versions)
+
+    def _abandon(self, versions: Sequence[Version]) -> None:
+        commit, last = self._commit, self.volume.manifest
+        self.close_all()
+        is_lost = commit is not None and commit is self._pending and commit.error is not None
+        if self.writes and (is_lost or any(version.can_be_lost for version in versions)):
+            warnings.warn(
+                f"{self.subject} is closed with changes since commit {last.commit}, which are lost. Call "
+                "commit() before.",
+                UncommittedWarning,
+                stacklevel=caller_level(),
+            )
+
+    def close_all(self) -> None:
+        """Close all files, once what runs in the background has ended, and let another writer in."""
+        if self._process != os.getpid():
+            return  # a child's: they are the parent's
+        if self._commit is not None:
+            self._commit.join()
+        self.stop_compaction()
+        self.volume.close()
+        self._leave_budget()
+
+
+def _is_due(store: Store) -> bool:
+    """Return whether logs take more RAM or disk than they should, or there are records of members that were dropped."""
+    base, delta = (sum(run.file.size for run in runs) for runs in (store.base_runs, store.delta))
+    crowded = store.overlay.nbytes > LEAST_OVERLAY_BYTES and store.fullness > FULLNESS
+    return crowded or delta > max(base, LEAST_COMPACTED_BYTES) or bool(store.content.dropped)
+
+
+def _check_name(step: Any, name: Any) -> None:
+    """Raise `ArgumentError` where a commit cannot be called so."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
+        raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
+    if name is not None and not is_name(name):
+        raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
+
+
+def _line(volume: Volume, manifest: AnyManifest) -> dict[str, Any]:
+    entries = [entry for content in manifest.contents for entry in (*content.base, *content.delta)]
+    return {
+        "commit": manifest.commit,
+        "step": manifest.step,
+        "name": folders.name_of(volume.system, volume.folder, manifest),
+        "time": manifest.time,
+        "rows": manifest.count,
+        "bytes": sum(entry.size for entry in (*entries, *manifest.history)),
+    }

@@ -1,0 +1,184 @@
+"""`DiskPools`: the tiers of a group of tables on disk, one for each store of its volume, within one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from embedrock.initializers import Zeros
+from embedrock.machine.sizes import Size, parse_bytes
+from embedrock.process.interrupts import held_back
+from embedrock.spec import Spec
+from embedrock.store.manifest import PART_BITS, Content, Member
+from embedrock.store.store import keys_of_part
+from embedrock.store.volume import Volume
+from embedrock.tiers import budget as budgets
+from embedrock.tiers.budget import Share
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.part import NewRows, Part, Pool, may_share
+from embedrock.tiers.placing import check_budget
+from embedrock.tiers.pools import by_pool
+from embedrock.tiers.turn import Turn
+
+
+class PoolTier(Disk):
+    """The tier of a pool on disk.
+
+    Attributes:
+        parts: of the pool, by number.
+    """
+
+    parts: dict[int, Part]
+
+    def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
+        steps = {number: part.history.steps for number, part in self.parts.items() if part.history is not None}
+        if not self._is_pool:
+            return max(steps.values(), default=0)
+        numbers, inverse = np.unique(ids >> PART_BITS, return_inverse=True)
+        return np.array([steps.get(number, 0) for number in numbers.tolist()], np.int64)[inverse]
+
+
+class DiskPools:
+    """The tiers of a group of tables on disk.
+
+    Args:
+        volume: the files.
+        memory: the most RAM that all of them may take together; None: a share of the default of tables on disk.
+        policy: of eviction.
+        turn: who has the group.
+        subject: the group, for error messages.
+    """
+
+    def __init__(self, volume: Volume, memory: Size | None, policy: str, turn: Turn, subject: str) -> None:
+        self._volume, self._policy, self._turn, self._subject = volume, policy, turn, subject
+        self._memory = memory
+        self._budgets = budgets.POOL if memory is None else budgets.Pool(parse_bytes(memory))
+        self._pools: list[Pool[PoolTier]] = []
+
+    def open(self, members: Sequence[tuple[Member, Spec]]) -> list[Part]:
+        """Make the tiers of the pools as of the last commit, and return the part of each member.
+
+        Args:
+            members: with their descriptions, whose first values are of no account yet.
+        """
+        for number, store in enumerate(self._volume.stores):
+            specs = [spec for member, spec in members if member.pool == number]
+            layout = _layout(specs[0])
+            if store.parts is not None:
+                layout = replace(layout, rows=sum(spec.rows or 0 for spec in specs))
+            self._pools.append(self._pool(layout, store.content, number))
+        return [self._known(member, spec) for member, spec in members]
+
+    def _known(self, member: Member, spec: Spec) -> Part:
+        part = self._pools[member.pool].add(spec, member.part or 0, self, f"table {member.name!r}")
+        part.count = member.count
+        return part
+
+    def _pool(self, layout: Spec, content: Content, number: int) -> Pool[PoolTier]:
+        store = self._volume.stores[number]
+        tier = PoolTier(layout, store, Share(self._budgets), self._policy, self._turn, self._subject)
+        pool = Pool(layout, tier, is_shared=content.parts is not None)
+        tier.parts = pool.parts
+        return pool
+
+    def part(self, spec: Spec, subject: str) -> Part:
+        """Return an empty part for the records of a table, in the pool of those that are laid out alike."""
+        pool = next((pool for pool in self._pools if pool.takes(spec) and not pool.tier.store.is_full), None)
+        if pool is None:
+            pool = self._new_pool(spec, subject)
+        else:
+            self.resize(pool, (pool.tier.spec.rows or 0) + (spec.rows or 0))
+        return pool.add(spec, pool.tier.store.new_part() if pool.is_shared else 0, self, subject)
+
+    def _new_pool(self, spec: Spec, subject: str) -> Pool[PoolTier]:
+        layout, is_shared = _layout(spec), may_share(spec)
+        check_budget(layout, Share(self._budgets), subject, is_shared)
+        last = self._volume.manifest
+        parts = 0 if is_shared else None
+        content = Content(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
+        store = self._volume.add(content)
+        try:
+            pool = self._pool(layout, content, self._volume.stores.index(store))
+        except BaseException:
+            self._volume.discard(store)
+            raise
+        self._pools.append(pool)
+        return pool
+
+    def resize(self, pool: Pool[PoolTier], rows: int) -> None:
+        """Let a pool have room for so many rows. It is quiet."""
+        pool.tier.grow(replace(pool.tier.spec, rows=rows))
+
+    def grow(self, part: Part, spec: Spec) -> bool:
+        """Let a table have more rows in its part; return whether it can. It is quiet."""
+        pool = part.pool
+        if pool.is_shared and not may_share(spec):
+            return False
+        if pool.is_shared:
+            self.resize(pool, (pool.tier.spec.rows or 0) + (spec.rows or 0) - (part.spec.rows or 0))
+        else:
+            pool.tier.grow(_layout(spec))
+        part.spec = spec
+        return True
+
+    def release(self, part: Part) -> None:
+        """Forget a part and its records: the next commit does, and compaction then gives their space back."""
+        pool = part.pool
+        with held_back():
+            count = part.count
+            pool.remove(part)
+            if pool.is_shared:
+                pool.tier.remove_within(*keys_of_part(part.number), count)
+                pool.tier.store.drop_part(part.number)
+            if pool.is_empty:
+                self._pools = [each for each in self._pools if each is not pool]
+                pool.tier.cache.release_current()
+                pool.tier.new_epoch()
+                pool.tier.budget.leave()
+                self._volume.discard(pool.tier.store)
+
+    def leave(self) -> None:
+        """Give all RAM back."""
+        for pool in self._pools:
+            pool.tier.budget.leave()
+        self._pools = []
+
+    @property
+    def tiers(self) -> list[PoolTier]:
+        """The tier of each store of the volume."""
+        return [pool.tier for pool in self._pools]
+
+    def index_of(self, part: Part) -> int:
+        """Return which of the pools has a part."""
+        return next(number for number, pool in enumerate(self._pools) if pool is part.pool)
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that caches take, and what finds rows in files."""
+        return sum(tier.bytes_used for tier in self.tiers)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most RAM that they may take now."""
+        return sum(tier.budget_bytes for tier in self.tiers) if self._memory is None else self._budgets.total
+
+    @property
+    def is_being_shared(self) -> bool:
+        """Whether this thread is in the middle of sharing the budget."""
+        return any(tier.budget.is_being_shared for tier in self.tiers)
+
+    def has_room(self, new: Sequence[NewRows]) -> bool:
+        """Return whether there are free slots for new records."""
+        return all(pool.tier.has_room(rows) for pool, rows in by_pool(new).items())
+
+    def check_room(self, new: Sequence[NewRows]) -> None:
+        """Do nothing: `Tier.make_room` frees slots, as files need no room of the budget."""
+
+
+def _layout(spec: Spec) -> Spec:
+    return replace(spec, init=Zeros(), seed=0)

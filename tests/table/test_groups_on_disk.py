@@ -1,0 +1,402 @@
+"""Groups on disk: members are the same as tables alone in RAM, and one folder, budget and commit are of all of them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
+from embedrock.testing import FaultFS, records_of
+from group_pair import DiskGroupPair, play
+from same_tables import check_same
+from small_pieces import cut_small
+
+ADAM = er.Adam(lr=0.1)
+KINDS: dict[str, dict[str, Any]] = {
+    "a": {"rows": 10**9, "dim": 4, "rule": ADAM},
+    "b": {"rows": 100, "dim": 4, "rule": er.Adam(lr=0.2)},
+    "c": {"rows": None, "dim": 3, "rule": er.Momentum(lr=0.1, dense=True)},
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_members_are_the_same_as_tables_alone(seed: int) -> None:
+    play(seed, 30, DiskGroupPair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4, 104))
+def test_members_are_the_same_as_tables_alone_for_long(seed: int) -> None:
+    er.set_threads(1 + seed % 4)
+    with cut_small():
+        play(seed, 100, DiskGroupPair)
+
+
+def made(path: Any, **how: Any) -> er.Group:
+    """Return a group of three tables, of which two share a pool."""
+    options: dict[str, Any] = {"memory": "64KiB"} | how
+    group = er.Group(path=path, **options)
+    for seed, (name, kind) in enumerate(KINDS.items()):
+        group.table(name, **kind, seed=seed)
+    return group
+
+
+def step(group: er.Group, number: int, names: Any = KINDS) -> None:
+    """Make a step that is a function of its number."""
+    rng = np.random.default_rng(number)
+    ids = {name: rng.integers(0, 100, 12) for name in names}
+    group.update(ids, {name: rng.standard_normal((12, group[name].dim)) for name in names})
+
+
+def content_of(group: er.Group) -> dict[str, Any]:
+    """Return all that a commit must bring back."""
+    found = {}
+    for name in group:
+        (ids, records), table = records_of(group[name]), group[name]
+        found[name] = (ids.tobytes(), records.tobytes(), table.steps, table.lookup(np.arange(100)).tobytes())
+    return found
+
+
+# -------------------------------------------------------------------- opened again
+
+
+def test_the_same_code_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "m.rock"
+    with made(path) as group:
+        step(group, 0)
+        before = content_of(group)
+        assert group.commit(step=7) == 1
+        assert (group.last_step, group.uncommitted) == (7, False)
+    with made(path) as group:
+        assert content_of(group) == before
+        assert not group.uncommitted
+        step(group, 1)
+        assert group["a"].commit() == 2  # which is a commit of all
+        assert not group.uncommitted
+        assert group["b"].last_commit == group.last_commit == 2
+    with er.open(path, mode="r", at=1) as snapshot:
+        assert list(snapshot) == list(KINDS)
+        assert content_of(snapshot) == before
+        with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
+            step(snapshot, 2)
+        with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
+            snapshot.table("new", 10, 4)
+    with er.open(path) as group:
+        assert group["b"].rule == er.Adam(lr=0.2)
+        assert group["c"].steps == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"dim": 5}, "asked for dim=5, and it has dim=4"),
+        ({"rows": 7}, "asked for rows=7, and it has rows=1000000000"),
+        ({"rule": er.SGD()}, "asked for rule={'name': 'SGD'.*and it has rule=.*'name': 'Adam'"),
+        ({"seed": 9}, "asked for seed=9, and it has seed=0"),
+        ({"init": er.Zeros()}, "asked for init={'name': 'Zeros'.*and it has init=.*'name': 'Normal'"),
+    ],
+)
+def test_another_table_is_refused(other: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with made(tmp_path / "m") as group:
+        group.commit()
+    with er.Group(path=tmp_path / "m") as group:
+        with pytest.raises(er.ArgumentError, match=f"table 'a' of the group is another one: {said}"):
+            group.table("a", **{**KINDS["a"], "seed": 0, **other})
+        assert group.table("a", 10**9, 4, rule=er.Adam(lr=3.0)).rule == er.Adam(lr=3.0)
+
+
+def test_first_values_from_an_array_are_given_again(tmp_path: Path) -> None:
+    init = er.FromArray(np.arange(8, dtype=np.float32).reshape(4, 2))
+    with er.Group(path=tmp_path / "m") as group:
+        group.table("fixed", 4, 2, init=init)
+        group.table("other", 4, 2)
+        group.commit()
+    with er.open(tmp_path / "m") as group:
+        with pytest.raises(TableFileError, match=r"m#fixed come from an array.*Pass it again"):
+            group["fixed"]
+        assert group["other"].rows == 4
+        group.commit()  # carries the other one along
+        assert group.table("fixed", 4, 2, init=init).lookup([3]).tolist() == [[6.0, 7.0]]
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    group = made(path)
+    group.commit()
+    assert er.opened(path) is group
+    for again in (lambda: made(path), lambda: er.open(path), lambda: er.Table(10, 4, path=path)):
+        with pytest.raises(TableLockedError, match=f"already: group '{path}', since .*er.close"):
+            again()
+    er.close(path)
+    assert er.opened(path) is None
+    with pytest.raises(ClosedTableError, match=r"group '.*' is closed, since"):
+        group.table("new", 10, 4)
+    with pytest.raises(ClosedTableError, match=r"table 'a' is closed, since .*Open the group again"):
+        next(iter(group._members.values())).lookup([1])  # type: ignore[union-attr]
+    made(path).close()
+
+
+def test_a_group_is_no_table_alone(tmp_path: Path) -> None:
+    made(tmp_path / "m").close()
+    with pytest.raises(TableFileError, match="holds a group of 0 tables, not one alone"):
+        er.Table(10, 4, path=tmp_path / "m")
+    er.Table(10, 4, path=tmp_path / "t").close()
+    with pytest.raises(TableFileError, match="holds a table alone, no group"):
+        er.Group(path=tmp_path / "t")
+    with pytest.raises(er.ArgumentError, match="keep=9"):
+        er.Group(keep=9)
+    with er.Group() as group:
+        for call in (group.commit, group.commits, group.compact, group.verify, lambda: group.rollback(0)):
+            with pytest.raises(er.UnsupportedError, match="the group lives in RAM and has no commits"):
+                call()
+
+
+# -------------------------------------------------------------------- members come and go
+
+
+def test_a_dropped_table_gives_its_space_back(tmp_path: Path) -> None:
+    with made(tmp_path / "m", memory="4MiB", keep=1) as group:
+        for number in range(20):
+            step(group, number)
+        group["a"].update(np.arange(5000), np.ones((5000, 4), np.float32))
+        group.commit()
+        group.compact()
+        large = group["b"].stats()["disk_bytes"]
+        kept = group["a"]
+        group.drop("a")
+        with pytest.raises(ClosedTableError, match="table 'a' is closed, since"):
+            kept.lookup([1])
+        assert group.uncommitted
+        group.commit()
+        group.compact()
+        assert group["b"].stats()["disk_bytes"] < large / 10
+        assert not group.verify().problems
+        group.table("a", **KINDS["a"], seed=0)  # another part: nothing is left of the one that was
+        assert group["a"].stats()["rows_touched"] == 0
+        assert np.array_equal(group["a"].lookup([3]), er.Table(10**9, 4, rule=ADAM, seed=0).lookup([3]))
+
+
+def test_going_back_brings_tables_back(tmp_path: Path) -> None:
+    with made(tmp_path / "m") as group:
+        step(group, 0)
+        first, before = group.commit(), content_of(group)
+        group.drop("b")
+        group.rename("c", "d")
+        new = group.table("new", 10, 4)
+        step(group, 1, ["a"])
+        group.commit(wait=False)
+        a = group["a"]
+        assert group.rollback(first) == 3
+        assert list(group) == list(KINDS)
+        assert content_of(group) == before
+        assert group["a"] is a
+        with pytest.raises(ClosedTableError):
+            new.lookup([1])
+
+
+def test_names_in_a_closed_group(tmp_path: Path) -> None:
+    with made(tmp_path / "m") as group:
+        step(group, 0)
+        before = content_of(group)
+        group["c"].close()  # as one that nobody has open, with changes
+        assert group.uncommitted
+        group.rename("a", "A")
+        group.commit()
+    with er.open(tmp_path / "m") as group:
+        assert list(group) == ["A", "b", "c"]
+        assert content_of(group) == {"A" if name == "a" else name: each for name, each in before.items()}
+
+
+# -------------------------------------------------------------------- one budget
+
+
+def test_a_batch_that_is_too_large_says_what_each_table_needs(tmp_path: Path) -> None:
+    with er.Group(path=tmp_path / "m", memory=100_000) as group:
+        for name, dim in (("wide", 64), ("narrow", 4)):
+            group.table(name, 10**6, dim, rule=er.SGD(lr=0.1))
+        ids = {"wide": np.arange(1000), "narrow": np.arange(10)}
+        grads = {name: np.ones((len(own), group[name].dim), np.float32) for name, own in ids.items()}
+        said = r"rows of 2 tables: 1,000 of table 'wide' \(250.0 KiB\), 10 of table 'narrow' \(160 B\). memory=(\d+)"
+        with pytest.raises(er.CacheTooSmallError, match=said) as caught:
+            group.update(ids, grads)
+        assert group["wide"].steps == group["narrow"].steps == 0
+        enough = int(str(caught.value).rpartition("memory=")[2].split()[0])
+        assert group.lookup(ids)["wide"].shape == (1000, 64)  # what is only read may have any size
+    with er.open(tmp_path / "m", memory=enough) as group:
+        for name, dim in (("wide", 64), ("narrow", 4)):
+            group.table(name, 10**6, dim, rule=er.SGD(lr=0.1))
+        group.update(ids, grads)
+        assert group["wide"].steps == 1
+        group.commit()
+
+
+def test_pools_lend_each_other_the_budget(tmp_path: Path) -> None:
+    with er.Group(path=tmp_path / "m", memory=1_000_000) as group:
+        alone = er.Group()
+        for each in (group, alone):
+            for seed, dim in enumerate((16, 17)):
+                each.table(f"t{seed}", 10**6, dim, rule=er.SGD(lr=0.1), seed=seed)
+        for number in range(6):  # now one needs most of it, now the other
+            rng = np.random.default_rng(number)
+            sizes = {"t0": 2500, "t1": 50} if number % 2 else {"t0": 50, "t1": 2500}
+            ids = {name: rng.integers(0, 10**6, size) for name, size in sizes.items()}
+            grads = {name: rng.standard_normal((len(own), group[name].dim)) for name, own in ids.items()}
+            for each in (group, alone):
+                each.update(ids, grads)
+        for name in alone:
+            check_same(group[name], alone[name])
+        group.commit()
+
+
+# -------------------------------------------------------------------- crashes and failures
+
+
+class Life:
+    """A small life of a group, whose content at each commit is known."""
+
+    def __init__(self, system: FaultFS) -> None:
+        self.system, self.contents, self.done = system, dict[int, Any](), -1
+
+    def commit(self, **how: Any) -> None:
+        assert self.group.files is not None
+        self.group.files.end_commit(None)
+        number = self.group.last_commit + 1
+        self.contents[number] = content_of(self.group)
+        assert self.group.commit(**how) == number
+        self.done = number if how.get("wait", True) else self.done
+
+    def live(self) -> None:
+        """Train, commit, compact, drop, go back and open again."""
+        self.contents[0] = {}
+        self.group = made("/m", memory=30_000, system=self.system)
+        self.done = 0
+        for number in range(4):
+            step(self.group, number)
+            self.commit(wait=number != 1)
+        self.group.compact()
+        self.contents[self.group.last_commit] = self.contents[self.done]
+        self.group.drop("b")
+        step(self.group, 9, ["a", "c"])
+        self.commit()
+        self.group.compact()
+        self.contents[self.group.last_commit] = self.contents[self.done]
+        self.done = self.group.last_commit
+        self.group.close()
+
+    def check(self, system: FaultFS) -> None:
+        """Fail unless a group that was opened after a crash is as of one commit, not before the last that was done."""
+        if self.done < 0 and not system.exists("/m/manifest/0000000000.json"):
+            return
+        with er.open("/m", memory=30_000, system=system) as group:
+            assert group.last_commit >= self.done
+            expected = self.contents.get(group.last_commit, self.contents[max(self.contents)])
+            assert content_of(group) == expected
+            assert not group.verify().problems
+            if "a" in group:
+                step(group, 99, ["a"])
+            group.commit()
+
+
+def crash_everywhere(share: int) -> int:
+    """Lose power after every call of a life (one in `share`), in several ways; return how often."""
+    system, rng, seen, calls = FaultFS(), np.random.default_rng(0), itertools.count(1), itertools.count()
+    life, count = Life(system), 0
+
+    def crash(name: str, path: str) -> None:
+        nonlocal count
+        if next(calls) % share:
+            return
+        for clone in system.crash_clones(rng):
+            count = next(seen)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", er.UncommittedWarning)
+                life.check(clone)
+
+    system.after = crash
+    with cut_small():
+        life.live()
+    return count
+
+
+def test_a_crash_leaves_all_tables_as_of_one_commit() -> None:
+    assert crash_everywhere(40) > 5
+
+
+@pytest.mark.slow
+def test_a_crash_after_every_call_leaves_all_tables_as_of_one_commit() -> None:
+    assert crash_everywhere(1) > 500
+
+
+def fail_at(op: int, fault: int) -> bool:
+    """Have one call of the file system fail; return whether there was such a call."""
+    system = FaultFS()
+    with made("/m", memory=30_000, system=system, keep=9) as group:
+        step(group, 0)
+        group.commit()
+        before = content_of(group)
+        step(group, 1)
+        after, start = content_of(group), system.ops
+        system.fail(start + op, fault)
+        try:
+            group.commit()
+        except er.CommitError as error:
+            assert error.errno in (fault, errno.EIO)  # noqa: PT017
+            assert group.last_commit == 1
+            assert content_of(group) == after
+            is_broken = group.files is not None and group.files.volume.broken is not None
+            with er.open("/m", mode="r", system=system) as reader:
+                assert content_of(reader) in (before, *[after] * is_broken)
+            if is_broken:  # the manifest is there, but may not survive a loss of power
+                with pytest.raises(er.CommitError, match="no longer taken"):
+                    group.commit()
+                system.mend()
+                return True
+        was_there = system.ops > start + op
+        system.mend()
+        if group.uncommitted:
+            group.commit()
+        with er.open("/m", mode="r", system=system) as reader:
+            assert content_of(reader) == after
+            assert not reader.verify().problems
+    return was_there
+
+
+@pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning")
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC])
+def test_a_commit_that_fails_leaves_all_tables(fault: int) -> None:
+    op = 0
+    while fail_at(op, fault):
+        op += 1
+    assert op > 10
+
+
+def test_flipped_bits_are_noticed(tmp_path: Path) -> None:
+    with made(tmp_path / "m", memory="1MiB") as group:
+        for number in range(5):
+            step(group, number)
+            group.commit()
+        group.compact()
+        step(group, 6)
+        group.commit()
+    rng = np.random.default_rng(0)
+    for file in sorted(path for path in (tmp_path / "m").rglob("*") if path.is_file() and path.name != "LOCK"):
+        data = file.read_bytes()
+        for position in rng.integers(0, len(data), 6).tolist():
+            bad = bytearray(data)
+            bad[position] ^= 1 << int(rng.integers(8))
+            file.write_bytes(bad)
+            try:
+                with er.open(tmp_path / "m", mode="r") as group:
+                    assert group.verify().problems, (file, position)
+            except er.CorruptTableError:
+                pass
+        file.write_bytes(data)
+    with er.open(tmp_path / "m", mode="r") as group:
+        assert not group.verify().problems
