@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -395,3 +396,16 @@ def test_many_merges_do_not_keep_all_batches():
     for plan in draw_plans(3 * planning.MAX_PARTS):
         merged = planning.merge_plans([merged, plan])
     assert planning._count(merged) <= planning.MAX_PARTS
+
+
+def test_extremes_equal_their_reference():
+    rng, bounds = np.random.default_rng(0), np.array([0, 0, 1, 60, 60, 200])
+    ids = rng.integers(-(2**63), 2**63 - 1, 200, endpoint=True)
+    found = []
+    fast = functools.partial(kernels.cpu.launch, kernels.cpu.plan.extremes)
+    for call in (kernels.reference.plan.extremes, fast):
+        lowest, highest = np.full(5, 7), np.full(5, 7)
+        call(ids, bounds, lowest, highest)
+        found.append((lowest.tolist(), highest.tolist()))
+    assert found[0] == found[1]
+    assert (found[1][0][0], found[1][1][0], found[1][0][4]) == (2**63 - 1, -(2**63), ids[60:].min())

@@ -352,9 +352,10 @@ _NONE = np.empty(0, np.int64)
 
 def _check_range(ids: np.ndarray, layout: Layout, route: Route, features: Sequence[Feature]) -> None:
     """Raise `IdError` unless the ids of features, one after the other, lie in their tables."""
-    outside = np.empty(len(route.tables), np.int64)
-    kernels.cpu.launch(kernels.cpu.plan.count_outside, ids, layout.tables, *route.limits(), outside)
-    for k in np.flatnonzero(outside).tolist():
+    lowest, highest = np.empty((2, len(route.tables)), np.int64)
+    kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
+    low, high = route.limits()
+    for k in np.flatnonzero((lowest < low) | (highest > high)).tolist():
         for feature in features[route.own[k] : route.own[k + 1]]:
             check_range(feature.ids, feature.table.rows, feature.table.subject)
 

@@ -13,6 +13,7 @@ from embedrock.kernels.cpu.runtime import kernel
 # Entries, 512 KiB: half a core's L2. To start at this size rather than at an eighth of it halves the time of
 # 65,536 distinct ids; to grow only with the unique ids keeps a partition that one hot id made huge in cache.
 FIRST_TABLE = 1 << 17
+LOWEST, HIGHEST = np.int64(-(2**63)), np.int64(2**63 - 1)
 
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
@@ -97,13 +98,14 @@ def segments(inverse, count, starts, order):
 
 
 @kernel(reads=("ids", "bounds"))
-def count_outside(ids, bounds, lowest, highest, counts):
-    """Count how many ids of each table lie outside of it."""
-    for t in range(counts.shape[0]):
-        low, high, count = lowest[t], highest[t], 0
-        for i in range(bounds[t], bounds[t + 1]):
-            count += (ids[i] < low) | (ids[i] > high)
-        counts[t] = count
+def extremes(ids, bounds, lowest, highest):
+    """Write the lowest and the highest id of each table."""
+    for t in range(lowest.shape[0]):
+        own, low, high = ids[bounds[t] : bounds[t + 1]], HIGHEST, LOWEST
+        for i in range(own.shape[0]):  # to count those outside of a range took 0.25 instead of 0.04 ms of 438,272 ids
+            low = min(low, own[i])
+            high = max(high, own[i])
+        lowest[t], highest[t] = low, high
 
 
 @kernel(over="counts", grain=1)

@@ -44,20 +44,17 @@ def segments(inverse: Int32Array, count: int, starts: Int32Array, order: Int32Ar
     order[:] = np.argsort(inverse, kind="stable")
 
 
-def count_outside(
-    ids: Int64Array, bounds: Int64Array, lowest: Int64Array, highest: Int64Array, counts: Int64Array
-) -> None:
-    """Count how many ids of each table lie outside of it.
+def extremes(ids: Int64Array, bounds: Int64Array, lowest: Int64Array, highest: Int64Array) -> None:
+    """Write the lowest and the highest id of each table, which for a table without ids are those of int64 in turn.
 
     Args:
         ids: int64 (n,), those of each table, one after the other.
         bounds: int64 (tables + 1,), where those of each table begin.
-        lowest, highest: int64 (tables,), its first and last id.
-        counts: int64 (tables,).
+        lowest, highest: int64 (tables,).
     """
-    for t in range(counts.size):
+    for t in range(lowest.size):
         own = ids[bounds[t] : bounds[t + 1]]
-        counts[t] = np.count_nonzero((own < lowest[t]) | (own > highest[t]))
+        lowest[t], highest[t] = own.min(initial=2**63 - 1), own.max(initial=-(2**63))
 
 
 def _partition_of(ids: Int64Array, partitions: int) -> Int64Array:

@@ -15,7 +15,7 @@ from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
-from embedrock.torch.layers.features import check_bounds
+from embedrock.torch.layers.features import HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
@@ -158,11 +158,18 @@ class EmbeddingBag(RowLayer):
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         return PooledReading(handle, side, bags, self._options()), weights
 
-    def asked(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Asked:
-        """Return what the layer asks of a lookup together with others: see `forward`."""
+    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None) -> Asked:
+        """Return what the layer asks of a lookup together with others.
+
+        Args:
+            ids, offsets, weights: as of `forward`.
+            host: the ids and offsets, where they are arrays already.
+        """
         handle = self._usable_handle()
         bounds = None
-        if offsets is None and not is_jagged(ids) and getattr(ids, "ndim", None) == 2:  # each bag has as many ids
+        if host is not None:
+            array, bounds = host
+        elif offsets is None and not is_jagged(ids) and getattr(ids, "ndim", None) == 2:  # each bag has as many ids
             array = host_ids(ids, handle.label)
         else:
             flat, cuts = self._flat(ids, offsets, handle)

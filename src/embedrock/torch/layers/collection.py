@@ -299,10 +299,11 @@ class EmbeddingBagCollection(Collection[BagInput]):
 
     def _of_parts(self, features: Keyed) -> list[BagInput]:
         parts = zip(self.features, parts_of(features, self.features, self._label), strict=True)
-        return [BagInput(p.ids, p.offsets if self._has_end[f] else p.offsets[:-1], p.weights) for f, p in parts]
+        ends = ((p, p.offsets if self._has_end[f] else p.offsets[:-1]) for f, p in parts)
+        return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
 
     def _call(self, layer: Any, given: BagInput) -> Tensor:
-        return layer(*given)
+        return layer(*given[:3])
 
     def _asked(self, layer: EmbeddingBag, given: BagInput) -> Asked:
         return layer.asked(*given)

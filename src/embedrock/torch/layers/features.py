@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedrock.errors import ArgumentError, IdTypeError, UnsupportedError
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.lookup import host_ids
+from embedrock.torch.training.lookup import ID_DTYPES, host_ids
 
 
 class Keyed(Protocol):
@@ -41,12 +41,29 @@ class Keyed(Protocol):
 METHODS = ("keys", "values", "offsets", "weights_or_none", "stride")
 
 
+class HostBags(NamedTuple):
+    """Bags of one feature as arrays, which are known to fit each other.
+
+    Attributes:
+        ids: (n,), int32 or int64.
+        bounds: int64 (bags + 1,), where bags begin, and where the last one ends.
+    """
+
+    ids: np.ndarray
+    bounds: np.ndarray
+
+
 class BagInput(NamedTuple):
-    """What a bag layer is called with for one feature: the arguments of `EmbeddingBag.forward`."""
+    """What a bag layer is called with for one feature: the arguments of `EmbeddingBag.forward`.
+
+    Attributes:
+        host: the ids and offsets, where they are arrays already.
+    """
 
     ids: Any
     offsets: Tensor | None = None
     weights: Tensor | None = None
+    host: HostBags | None = None
 
 
 class Parts(NamedTuple):
@@ -56,11 +73,13 @@ class Parts(NamedTuple):
         ids: (n,).
         offsets: int64 (stride + 1,).
         weights: (n,) or None.
+        host: the ids and offsets; None where those are no ids.
     """
 
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
+    host: HostBags | None
 
 
 def is_keyed(features: Any) -> TypeGuard[Keyed]:
@@ -118,12 +137,14 @@ def parts_of(features: Keyed, wanted: Sequence[str], label: str) -> list[Parts]:
             f"{len(offsets)} offsets. Call it with a dict of (ids, offsets)."
         )
     check_bounds(offsets, len(values))
-    places, cuts, found = {key: place for place, key in enumerate(keys)}, offsets[:: max(1, bags)], []
+    array = values.resolve_neg().cpu().numpy() if values.dtype in ID_DTYPES and values.ndim == 1 else None
+    places, cuts, found = {key: place for place, key in enumerate(keys)}, offsets[:: max(1, bags)].tolist(), []
     for name in wanted:
         place = places[name]
-        start, stop = (int(cuts[place]), int(cuts[place + 1])) if bags else (0, 0)
-        own = torch.from_numpy(offsets[place * bags : (place + 1) * bags + 1] - start)
-        found.append(Parts(values[start:stop], own, None if weights is None else weights[start:stop]))
+        start, stop = (cuts[place], cuts[place + 1]) if bags else (0, 0)
+        bounds, own = offsets[place * bags : (place + 1) * bags + 1] - start, slice(start, stop)
+        host = None if array is None else HostBags(array[own], bounds)
+        found.append(Parts(values[own], torch.from_numpy(bounds), None if weights is None else weights[own], host))
     return found
 
 
