@@ -591,14 +591,13 @@ def _summed(
             values, squares = sum_segments(share.plan, given)
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
-        may_miss = bool((share.slots < 0).any())
-        for k, table in enumerate(share.route.tables):
-            own = share.plan.of(k)
+        may_miss, cuts = bool((share.slots < 0).any()), share.plan.rows.tolist()
+        for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
+            own = slice(cuts[k], cuts[k + 1])
             rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch, may_miss)
-            summed = RowGradients(rows, values[own], float(squares[own].sum()))
+            summed = RowGradients(rows, values[own], float(np.add.reduce(squares[own])))
             if rows_of_share is not None:
                 summed = summed.kept(rows_of_share[own])
-            padding = share.route.paddings[k]
             found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 

@@ -157,9 +157,14 @@ class RowLayer(nn.Module):
 
     # ------------------------------------------------------------ forward
 
+    def _own_handle(self) -> Any:
+        """Return ``self.handle``. (To ask `nn.Module` for it takes a microsecond, of each of many features.)"""
+        handle = self._parameters.get("handle")
+        return self.handle if handle is None else handle
+
     def _usable_handle(self) -> Handle:
         """Return the handle, if a forward may use it."""
-        handle = self.handle
+        handle = self._own_handle()
         if torch.jit.is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
@@ -191,7 +196,7 @@ class RowLayer(nn.Module):
     @property
     def joined_by(self) -> Group | None:
         """The group whose tables can be looked up with the layer's in one call; None: it is looked up alone."""
-        group, handle = self.table.group, self.handle
+        group, handle = self._table.group, self._own_handle()
         if group is None or self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
         return group if type(handle.side()) is HostSide else None
