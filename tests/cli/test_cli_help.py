@@ -17,7 +17,8 @@ from embedrock.terminal.tables import format_count
 from embedrock.wording import did_you_mean, nearest
 
 USAGE = 2
-COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import", "vocabulary"]
+COMMANDS = ["demo", "bench", "info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS += ["reshard", "vocabulary"]
 
 
 @pytest.fixture(autouse=True)

@@ -266,7 +266,7 @@ def test_in_one_process_a_sharded_table_is_a_table(tmp_path: Path) -> None:
 
 def test_one_process_does_not_open_a_table_of_two(tmp_path: Path) -> None:
     (tmp_path / "items.rock" / "shard-1-of-2").mkdir(parents=True)
-    with pytest.raises(ArgumentError, match="must be opened by as many workers as made it, 2: got 1"):
+    with pytest.raises(ArgumentError, match="must be opened by as many processes as its parts, 2: got 1"):
         erk.Embedding(10, 2, path=tmp_path / "items.rock", sharded=True)
 
 
@@ -318,7 +318,7 @@ def erk_export(model: Any, folder: Path) -> None:
 REFUSED = {
     "own rows": r"\(3, 1\)",
     "rows of others": r"is sharded, and rows of ids \[.*\] are not here: this is worker \d of 2. Look them up on all",
-    "three workers": "must be opened by as many workers as made it, 3: got 2",
+    "three workers": "must be opened by as many processes as its parts, 3: got 2",
     "made outside": "was made as part 0 of 1, but is built as part . of 2. Make and build the model inside",
     "accumulation": "gradient_accumulation_steps=2 of SGD cannot go with several replicas: Keras 3",
     "early optimizer": "must be made under the strategy that the layer is under, CollectiveAllReduceStrategy: got one",

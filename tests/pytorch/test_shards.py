@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.shards.owners import owners
+from embedrock.shards.resharding import reshard
 
 STEPS, BLOCK, DIM = 6, 32, 8
 
@@ -350,3 +351,83 @@ def test_one_process_alone_trains_as_ever(sharded: Any) -> None:
     table = er.Table(100, 4, rule=er.SGD(lr=1.0), init=er.Normal(std=0.1), seed=7)
     table.update([3, 3], np.ones((2, 4)))
     np.testing.assert_array_equal(layer.table.lookup([3]), table.lookup([3]))
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def on_disk(folder: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    paths = [str(Path(folder) / name) for name in ("parts.rock", "whole.rock")]
+    options: dict[str, Any] = {"init": er.Normal(std=0.1), "memory": "2MiB"}
+    layers = [
+        ert.Embedding(None, DIM, seed=1, path=paths[0], sharded=True, **options),
+        ert.Embedding(None, DIM, seed=2, path=paths[1], sharded="rank 1", **options),
+        ert.Embedding(None, DIM, seed=3, init=er.Normal(std=0.1)),
+    ]
+    return nn.ModuleList(layers), ert.Adam(layers, lr=0.05)
+
+
+def step_on_disk(model: Any, optimizer: Any, step: int, blocks: Sequence[int]) -> None:
+    for block in blocks:
+        ids = ids_of(step, block)
+        torch.stack([layer(ids[:, column]).square().sum() for column, layer in enumerate(model)]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def close(model: Any) -> None:
+    for layer in model:
+        layer.table.close()
+
+
+def trains_on_disk(rank: int, folder: str, steps: range, saves_at: int) -> list[Any]:
+    """Train; save in the middle, and be cut off at the end."""
+    model, optimizer = on_disk(folder)
+    if steps.start:
+        assert ert.load(model, f"{folder}/checkpoints") == steps.start
+    for step in steps:
+        step_on_disk(model, optimizer, step, [rank])
+        if step + 1 == saves_at:
+            ert.save(model, f"{folder}/checkpoints", step=saves_at)
+    for layer in model:
+        layer.table.commit(step=99) if layer.table.is_on_disk and rank == 0 else None  # of which others never hear
+    found = [layer(torch.arange(60)).detach() for layer in model]
+    close(model)
+    return found
+
+
+def grows_bigger(rank: int, folder: str) -> str:
+    try:
+        ert.Embedding(None, DIM, seed=1, path=f"{folder}/parts.rock", sharded=True)
+    except er.ArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_tables_on_disk_go_back_to_what_all_ranks_have_and_train_on_to_the_same_bits(
+    pair: Ranks, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    pair.run(trains_on_disk, folder, range(4), 2)
+    found = pair.run(trains_on_disk, folder, range(2, 5), 4)
+    assert sorted(os.listdir(tmp_path / "parts.rock")) == ["SHARDED", "shard-0-of-2", "shard-1-of-2"]
+    layers = [ert.Embedding(None, DIM, seed=seed, init=er.Normal(std=0.1)) for seed in (1, 2, 3)]
+    optimizer = ert.Adam(layers, lr=0.05)
+    for step in range(5):
+        for handle in ert.handles(layers):
+            assert handle.grad is None
+        for block in range(2):
+            ids = ids_of(step, block)
+            losses = [layer(ids[:, column]).square().sum() for column, layer in enumerate(layers)]
+            (torch.stack(losses).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ranks in found:
+        for ours, layer in zip(ranks, layers, strict=True):
+            torch.testing.assert_close(ours, layer(torch.arange(60)).detach(), rtol=0, atol=0)
+    done = reshard(f"{folder}/parts.rock", 3)
+    assert (done.before, done.after, done.step) == (2, 3, 4)
+    for said in pair.run(grows_bigger, folder):
+        assert "must be opened by as many processes as its parts, 3: got 2" in said

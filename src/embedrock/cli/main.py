@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # The programs are imported here, so that Ctrl-C while they load is caught as well.
     import embedrock.bench.cli as bench
-    from embedrock.cli import curves, machines, plans, tables, vocabularies
+    from embedrock.cli import curves, machines, plans, shards, tables, vocabularies
     from embedrock.demo import command as demo
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_parser(subparsers)
     bench.add_parser(subparsers)
     tables.add_parsers(subparsers)
+    shards.add_parser(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
     machines.add_parser(subparsers)

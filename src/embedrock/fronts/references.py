@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.machine.paths import local_path
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
 Relocate = Mapping[str, str] | Callable[[str], str]
+PARTS = "parts"  # how many there are, in references to tables in parts
 KEYS = ("path", "uuid", "commit", "step")
 MANY = 16  # commits that references hold; it is told at this number, and at each doubling
 
@@ -101,6 +102,32 @@ def _warn_of_many(table: Table, holder: str, count: int) -> None:
         )
 
 
+def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
+    """Return the reference to a table whose rows several processes have, each as of the checkpoint that is being made.
+
+    It is the same on all of them: each that has rows has a commit of the checkpoint's name.
+
+    Args:
+        path: that the layers were given.
+        ranks: how many processes there are.
+
+    Raises:
+        UnsupportedError: no checkpoint is being made.
+    """
+    name = _keeper.get()
+    if name is None:
+        raise UnsupportedError(
+            f"the table at {path!r} is that of {ranks} processes, which commit together: a state dict cannot refer to "
+            "it. Save by ert.save on all ranks."
+        )
+    return {"path": path, "uuid": name, "commit": name, "step": None, PARTS: ranks}
+
+
+def _part_of(table: Table, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the commit of a table that a reference to parts names; None where it has none."""
+    return next((commit for commit in table.commits() if commit["name"] == state["commit"]), None)
+
+
 def is_reference(state: Mapping[str, Any]) -> bool:
     """Return whether the state of a layer is a reference, instead of rows."""
     return "uuid" in state
@@ -123,6 +150,13 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
             "Make the layer with path=, the place where that table is now; or take its rows into RAM, by "
             f"layer.table.load_state(er.open(path, mode='r', at={state['commit']}))."
         )
+    if PARTS in state:
+        if _part_of(table, state) is None:
+            raise ArgumentError(
+                f"the state of {label} refers to {meant}, in parts: the one at {str(table.path)!r} has no such commit. "
+                "Make the layer with the path and sharded= that it was saved with."
+            )
+        return
     if table.uuid != state["uuid"]:
         raise ArgumentError(
             f"the state of {label} must be that of its own table, at {str(table.path)!r}, uuid {table.uuid}: got a "
@@ -164,10 +198,12 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
 
 def go_to(table: Table, state: Mapping[str, Any]) -> None:
     """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost."""
-    if not table.uncommitted and table.last_commit == state["commit"]:
+    found = _part_of(table, state) if PARTS in state else None
+    commit = state["commit"] if found is None else found["commit"]
+    if not table.uncommitted and table.last_commit == commit:
         return
     wanted = table.rule
-    table.rollback(state["commit"])
+    table.rollback(commit)
     keep_rule(table, wanted)
 
 

@@ -64,6 +64,18 @@ class Verdict(NamedTuple):
     square_norm: float
 
 
+class Act(NamedTuple):
+    """What is done in an exchange.
+
+    Attributes:
+        said: in words, which may differ between ranks: layers are called by their places in a model, once known.
+        mark: what tells it from others, on all ranks.
+    """
+
+    said: str
+    mark: str
+
+
 class Sizes(NamedTuple):
     """How long messages are, in words, by rank, where both ends know it; then a refusal is as long.
 
@@ -101,7 +113,7 @@ class Exchange:
         with self._lock:
             asked = self._swap(what, lambda: stages.ask(wanted, splits))
             known = Sizes(sizes, [stages.asked_words(one, tables) for one in asked])
-            served = self._swap(f"{what}, rows", lambda: [stages.serve(one, tables) for one in asked], known)
+            served = self._swap(what, lambda: [stages.serve(one, tables) for one in asked], known)
         return stages.receive(served, splits, tables)
 
     def refuse(self, members: Sequence[Member], error: Exception) -> None:
@@ -122,7 +134,7 @@ class Exchange:
             known: finds a table by its key.
         """
         with self._lock:
-            messages = self._swap("gradients", lambda: _letters(brought, self.transport.ranks))
+            messages = self._swap(_act("gradients"), lambda: _letters(brought, self.transport.ranks))
             blocks = _by_key(messages)
             members = {key: known(key) for key in blocks}
             folded: list[tuple[Member, RowGradients]] = []
@@ -134,22 +146,37 @@ class Exchange:
                     folded.append((member, member.fold(blocks[key])))
                 return np.array([[grads.square_norm, member.table.steps] for member, grads in folded], np.float64)
 
-            theirs = self._gather("gradients, sums", facts, (len(blocks), 2))
+            theirs = self._gather(_act("gradients, sums"), facts, (len(blocks), 2))
         verdicts = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, place, 1])
             verdicts.append((member, Verdict(grads, member.placement.total(theirs[:, place, 0]))))
         return verdicts
 
+    # ---------------------------------------------------------------- all else
+
+    def tell(self, what: str, make: Callable[[], np.ndarray]) -> list[np.ndarray]:
+        """Return what each rank has made: an array of one dimension, of the same dtype of 8 bytes on all.
+
+        What one of them raises is an error on all.
+        """
+        made: list[np.ndarray] = []
+
+        def letters() -> list[Letter]:
+            made.append(make())
+            return [made] * self.transport.ranks
+
+        with self._lock:
+            messages = self._swap(_act(what), letters)
+        return [message.copy().view(made[0].dtype) for message in messages]
+
     def numbers(self, what: str, number: float) -> np.ndarray:
         """Return the number that each rank has: float64 (ranks,)."""
-        with self._lock:
-            messages = self._swap(what, lambda: [[np.array([number])]] * self.transport.ranks)
-        return np.concatenate([message.view(np.float64) for message in messages])
+        return np.concatenate(self.tell(what, lambda: np.array([number])))
 
     # ---------------------------------------------------------------- messages
 
-    def _swap(self, what: str, make: Callable[[], Sequence[Letter]], known: Sizes | None = None) -> list[np.ndarray]:
+    def _swap(self, what: Act, make: Callable[[], Sequence[Letter]], known: Sizes | None = None) -> list[np.ndarray]:
         """Give each rank its letter; return what each has for this one, int32 (words,).
 
         Args:
@@ -166,14 +193,14 @@ class Exchange:
 
     def _carry(
         self,
-        what: str,
+        what: Act,
         letters: Sequence[Letter] | None,
         error: Exception | None,
         known: Sizes | None = None,
     ) -> list[np.ndarray]:
         sizes = Sizes(None, [0] * self.transport.ranks) if known is None else known
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
-        head = np.array([zlib.crc32(f"{self._count} {what}".encode()), error is not None], np.int64)
+        head = np.array([zlib.crc32(f"{self._count} {what.mark}".encode()), error is not None], np.int64)
         ours = [pack([head, *letter]) for letter in sent]
         theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
@@ -181,7 +208,7 @@ class Exchange:
             self._tell(what, error)
         return [message[HEAD:] for message in theirs]
 
-    def _gather(self, what: str, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    def _gather(self, what: Act, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """Return the facts that each rank has: float64 (ranks, *shape)."""
         facts, error = _tried(make)
         ours = np.zeros(int(np.prod(shape)) + 1)
@@ -194,14 +221,18 @@ class Exchange:
             raise error
         return theirs[:, :-1].reshape(-1, *shape)
 
-    def _tell(self, what: str, error: Exception | None) -> None:
+    def _tell(self, what: Act, error: Exception | None) -> None:
         """Find out what each rank does, and raise an error of it, but where this one has its own."""
-        said = f"is at {what} (exchange {self._count})" if error is None else f"{REFUSED}{what}: {error}"
+        said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
         words = pack([np.frombuffer(said.encode().ljust(-(-len(said.encode()) // 4) * 4), np.uint8)])
         theirs = self.transport.swap([words] * self.transport.ranks)
         if error is not None:
             return
         raise _told([one.tobytes().decode().rstrip() for one in theirs])
+
+
+def _act(said: str) -> Act:
+    return Act(said, said)
 
 
 def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -223,8 +254,9 @@ def _told(said: Sequence[str]) -> OtherRankError:
     )
 
 
-def _looking_up(members: Sequence[Member]) -> str:
-    return f"a lookup in {', '.join(f'{member.label} [{member.key:x}]' for member in members)}"
+def _looking_up(members: Sequence[Member]) -> Act:
+    labels = ", ".join(f"{member.label} [{member.key:x}]" for member in members)
+    return Act(f"a lookup in {labels}", str([member.key for member in members]))
 
 
 def _shard_of(member: Member) -> Shard:
@@ -264,7 +296,8 @@ def _unknown(key: int, brought: Mapping[int, tuple[Member, Block]]) -> str:
 
 
 def _check_steps(member: Member, steps: np.ndarray) -> None:
-    if len(set(steps.tolist())) > 1:
+    holder = member.placement.holder if isinstance(member.placement, Shard) else None
+    if holder is None and len(set(steps.tolist())) > 1:  # who has no rows steps none, and counts from its start
         raise OtherRankError(
             f"{member.label} must have made the same steps on all ranks: got {steps.astype(int).tolist()}, by rank. A "
             "step was refused on some of them, or not all call step(). Load the last checkpoint on all ranks."

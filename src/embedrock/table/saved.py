@@ -55,8 +55,13 @@ def save(rows: Rows, batch_rows: int) -> Saved:
     Raises:
         UnsupportedError: the table is on disk.
     """
-    tier = _tier(rows, "save")
-    return Saved({**_header(rows), "count": tier.count}, remembered(rows), tier.record_batches(batch_rows))
+    _tier(rows, "save")
+    return saved_of(rows, batch_rows)
+
+
+def saved_of(rows: Rows, batch_rows: int) -> Saved:
+    """Return a table, in RAM or on disk, in batches of so many rows. The caller has the turn while it uses them."""
+    return Saved({**_header(rows), "count": rows.tier.count}, remembered(rows), rows.tier.record_batches(batch_rows))
 
 
 def remembered(rows: Rows) -> dict[str, np.ndarray]:
@@ -254,10 +259,9 @@ def _load_rows(rows: Rows, source: Rows) -> None:
     for each in (rows, source):
         each.turn.settle()
         each.check()
-    header, history = _header(source), remembered(source)
-    _check_state(rows, header)
-    batches = source.tier.record_batches(_loaded_rows(source.spec.record_bytes))
-    load(rows, Saved({**header, "count": source.tier.count}, history, batches), lambda ids: _repeated(rows, ids))
+    of_source = saved_of(source, _loaded_rows(source.spec.record_bytes))
+    _check_state(rows, of_source.header)
+    load(rows, of_source, lambda ids: _repeated(rows, ids))
 
 
 def _load_dict(rows: Rows, state: dict[str, Any]) -> None:

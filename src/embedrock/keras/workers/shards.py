@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.errors import ArgumentError, TableFileError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.machine.paths import local_path
+from embedrock.shards.folders import layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.table.description import POLICIES
 from embedrock.table.table import Table
-
-FOLDER = re.compile(r"shard-(\d+)-of-(\d+)")
 
 # Of tables that layers with ``sharded=True`` opened; of one process, too.
 _shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
@@ -67,31 +63,9 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
     """
     shard = current_shard()
     path = local_path(path, f"`path` of {label}")
-    made_by = _workers_of(path)
-    if made_by not in (None, shard.ranks):
-        raise ArgumentError(
-            f"the table of {label} at {path!r} must be opened by as many workers as made it, {made_by}: "
-            f"got {shard.ranks}. Start {made_by}; which worker has which rows depends on their number."
-        )
-    if shard.ranks == 1:
+    if shard.ranks == 1 and layout_of(path) is None:
         return path
-    _make_folder(Path(path))
-    return os.path.join(path, f"shard-{shard.rank}-of-{shard.ranks}")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(exist_ok=True)
-    except FileNotFoundError as error:
-        missing = "a table needs a folder to lie in. Make this one first"
-        raise TableFileError(errno.ENOENT, missing, str(folder.parent)) from error
-
-
-def _workers_of(path: str) -> int | None:
-    """Return by how many workers the table at `path` was made; None if there is none."""
-    names = os.listdir(path) if os.path.isdir(path) else []
-    counts = [int(match[2]) for name in names if (match := FOLDER.fullmatch(name))]
-    return max(counts) if counts else 1 if names else None
+    return part_to_open(path, shard.rank, shard.ranks, label)
 
 
 def note(table: Table) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,13 +14,15 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
+from embedrock.machine.paths import local_path
+from embedrock.shards.folders import layout_of, part_to_open
 from embedrock.table.group import Group
 from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
 from embedrock.torch.training.ranks import group_of
-from embedrock.torch.training.sharing import Sharded, check_sharded
+from embedrock.torch.training.sharing import Sharded, check_sharded, holder_of
 from embedrock.wording import not_one_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,14 +86,42 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
-def check_placed(layer: str, sharded: Sharded, path: Any) -> None:
-    """Raise an error unless rows can be shared with other processes as `sharded` says."""
+def path_here(layer: str, sharded: Sharded, path: Any) -> Any:
+    """Return where this process has its part of a table on disk; None where it has none, or the table is in RAM.
+
+    Raises:
+        ArgumentError: `sharded` says nothing of who has the rows, or the table has another number of parts.
+        UnsupportedError: several processes would each have all rows on disk.
+    """
     check_sharded(layer, sharded)
-    if path is not None and group_of(sharded) is not None:
-        raise UnsupportedError(
-            f"`path` of {layer}: tables on disk are not shared by several processes yet. Leave it out, and keep the "
-            "rows in RAM: sharded=True shares them out over all ranks, sharded='rank 0' gives all to one."
+    if path is None:
+        return None
+    label, group = f"{layer}(..., path=...)", group_of(sharded)
+    path = local_path(path, f"`path` of {layer}")
+    if sharded is False:
+        if group is not None:
+            raise UnsupportedError(
+                f"`path` of {layer} cannot be the place of one table that {group.size()} processes each have all rows "
+                "of. Pass sharded=True, and each has those that it owns, in a folder of its own inside of that; or "
+                "sharded='rank 0', and that rank has all."
+            )
+        return path
+    if isinstance(sharded, str):
+        return path if group is None or holder_of(sharded) == group.rank() else None
+    if group is None and layout_of(path) is None and not _is_launched(layer):
+        return path
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    return part_to_open(path, rank, ranks, label)
+
+
+def _is_launched(layer: str) -> bool:
+    """Return False; raise an error where torchrun has started several processes, which do not know each other."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ArgumentError(
+            f"{layer} with path= and sharded= must be made when this process knows its rank: call "
+            "torch.distributed.init_process_group() before."
         )
+    return False
 
 
 def table_of(
@@ -100,7 +131,7 @@ def table_of(
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     group, sharded = given.pop("group"), given.pop("sharded")
-    check_placed(layer, sharded, given["path"])
+    given["path"] = path_here(layer, sharded, given["path"])
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
@@ -113,7 +144,7 @@ def pretrained_table(
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
     known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | {"sharded"}
-    check_placed(layer, options.get("sharded", False), options.get("path"))
+    path = path_here(layer, options.get("sharded", False), options.get("path"))
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
@@ -134,5 +165,5 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
-    of_table = {name: value for name, value in options.items() if name != "sharded"}
+    of_table = {**{name: value for name, value in options.items() if name != "sharded"}, "path": path}
     return make_table(rows, dim, {**of_table, **made_of}, first_values(options.get("seed")))

@@ -72,7 +72,8 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options.get("sharded", False))
+        shared = options.get("sharded", False), options.get("path")
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, *shared)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -95,7 +96,7 @@ class EmbeddingBag(RowLayer):
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
-        layer.handle.share_by(options.get("sharded", False))
+        layer.handle.share_by(options.get("sharded", False), options.get("path"))
         layer.requires_grad_(not freeze)
         return layer
 

@@ -84,7 +84,8 @@ class Embedding(RowLayer):
     ) -> None:
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, options.get("sharded", False))
+        shared = options.get("sharded", False), options.get("path")
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, *shared)
 
     @classmethod
     @shows(PretrainedOptions)
@@ -120,7 +121,7 @@ class Embedding(RowLayer):
         """
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        layer.handle.share_by(options.get("sharded", False))
+        layer.handle.share_by(options.get("sharded", False), options.get("path"))
         layer.requires_grad_(not freeze)
         return layer
 

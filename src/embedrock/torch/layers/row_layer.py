@@ -20,7 +20,15 @@ from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
-from embedrock.torch.layers.row_state import META, RowKeys, averaged_tensors, row_tensors, take_rows, weights_of
+from embedrock.torch.layers.row_state import (
+    META,
+    RowKeys,
+    averaged_tensors,
+    part_tensors,
+    row_tensors,
+    take_rows,
+    weights_of,
+)
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
@@ -53,7 +61,7 @@ class RowLayer(nn.Module):
     Args:
         table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        sharded: as in `Embedding`.
+        sharded, path: as in `Embedding`.
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
@@ -69,6 +77,7 @@ class RowLayer(nn.Module):
         norm_type: float,
         scale_grad_by_freq: bool,
         sharded: Sharded = False,
+        path: Any = None,
     ) -> None:
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
@@ -79,7 +88,7 @@ class RowLayer(nn.Module):
         self.name_in_errors()
         self._claim_max_norm()
         if sharded is not False:  # layers on a table that is shared need not say so again
-            self.handle.share_by(sharded)
+            self.handle.share_by(sharded, path)
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
@@ -303,6 +312,8 @@ class RowLayer(nn.Module):
         if self.handle.average is not None:
             self.handle.average.load(*weights_of(state, self.handle.label))
             return
+        if self.handle.is_elsewhere:
+            return
         check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
             self._import_weight(state["weight"])
@@ -341,12 +352,18 @@ class RowLayer(nn.Module):
         self.name_in_model(prefix)
         self.handle.check_untouched()
         average = self.handle.average
-        if average is None:
-            self.handle.check_whole("put in a state dict")
-        tensors = row_tensors(self._table) if average is None else averaged_tensors(average, self.handle.label)
+        tensors = self._own_tensors() if average is None else averaged_tensors(average, self.handle.label)
         destination.update({prefix + key: tensor for key, tensor in tensors.items()})
         with self._handle_aside():
             super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        shard = self.handle.shard
+        if shard is None:
+            return row_tensors(self._table)
+        if self.handle.shared_path is None:
+            self.handle.check_whole("put in a state dict")
+        return part_tensors(str(self.handle.shared_path), shard.ranks)
 
     def _load_from_state_dict(
         self,

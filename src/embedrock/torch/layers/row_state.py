@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.references import is_reference, lasting_reference_to
+from embedrock.fronts.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
 from embedrock.spec import STATE_BYTES, Spec
 from embedrock.table import saved
@@ -79,6 +79,11 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
         tensors |= {ROWS + key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
     meta = _json_tensor({**state, "count": len(records)})
     return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
+
+
+def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
+    """Return what a state dict has of a table on disk that processes share: a reference, the same on all of them."""
+    return {META: _json_tensor(reference_to_parts(path, ranks))}
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from embedrock.machine.vfs import lacks_files, opened
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
+from embedrock.torch.saving.together import Together
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
 FORMAT = 1
@@ -72,16 +73,17 @@ def save(
         1000
     """
     model = uncompiled(model)
-    folder, tables = Path(local_path(folder, "`folder` of ert.save")), _tables_on_disk(model)
+    folder, tables, all_ranks = (
+        Path(local_path(folder, "`folder` of ert.save")),
+        _tables_on_disk(model),
+        Together(model),
+    )
     made = Checkpoint.new(folder, _checked_step(step), ENDINGS)
     _check_keep(keep)
     parts = _named(optimizer)
-    before = opened(checkpoints, folder, ENDINGS)
-    if before and before[-1].step > made.step:
-        raise ArgumentError(
-            f"`step` of ert.save must be at least that of the last checkpoint, {before[-1].step}: got {made.step}. "
-            f"Go on from that checkpoint by ert.load, or save to another folder than {str(folder)!r}."
-        )
+    if not all_ranks.is_alone:
+        return _save_together(all_ranks, all_ranks.same(made), model, parts, keep)
+    before = _earlier(made)
     collect(folder, ENDINGS, tables)
     try:
         _make(made, model, tables, parts)
@@ -93,10 +95,54 @@ def save(
     return made.file
 
 
+def _save_together(
+    all_ranks: Together, made: Checkpoint, model: nn.Module, parts: dict[str, Any], keep: int | None
+) -> Path:
+    """Save with other processes: each commits its tables; the first one writes the file once all have."""
+    tables, before, first = _tables_on_disk(model), list[Checkpoint](), all_ranks.is_first
+
+    def begin() -> None:
+        if first:
+            before.extend(_earlier(made))
+            collect(made.folder, ENDINGS, tables)
+            opened(made.begin)
+
+    all_ranks.do("ert.save", begin)
+    all_ranks.do("ert.save, commits", lambda: _commit(made, tables))
+    all_ranks.do("ert.save, the file", lambda: _write(made, model, parts) if first else None)
+    all_ranks.do("ert.save, older ones", lambda: drop_older(before, made, keep, tables) if first else None)
+    kept = all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made)
+    all_ranks.let_go(kept, made, tables)
+    return made.file
+
+
+def _earlier(made: Checkpoint) -> list[Checkpoint]:
+    """Return the checkpoints before one that is to be made.
+
+    Raises:
+        ArgumentError: the last one is of a later step.
+    """
+    folder, before = made.folder, opened(checkpoints, made.folder, ENDINGS)
+    if before and before[-1].step > made.step:
+        raise ArgumentError(
+            f"`step` of ert.save must be at least that of the last checkpoint, {before[-1].step}: got {made.step}. "
+            f"Go on from that checkpoint by ert.load, or save to another folder than {str(folder)!r}."
+        )
+    return before
+
+
 def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[str, Any]) -> None:
     opened(made.begin)
+    _commit(made, tables)
+    _write(made, model, parts)
+
+
+def _commit(made: Checkpoint, tables: list[Table]) -> None:
     for table in tables:
         table.commit(step=made.step, name=made.commit_name)
+
+
+def _write(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> None:
     states = {name: part.state_dict() for name, part in parts.items()}
     with kept_by(made.commit_name):
         content = dict(zip(KEYS, (FORMAT, made.step, model.state_dict(), states), strict=True))
@@ -165,10 +211,19 @@ def load(
     """
     model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
-    found = opened(checkpoints, folder, ENDINGS)
+    all_ranks = Together(model)
+    found = all_ranks.last(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    content = _read(found[-1].file)
+    step = all_ranks.do("ert.load", lambda: _load(model, found[-1].file, parts, relocate))
+    if all_ranks.is_first:
+        tell_resumed(folder, step)
+    return step
+
+
+def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocate | None) -> int:
+    """Take a model, and what else was saved, to a checkpoint; return its step."""
+    content = _read(file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # in files that embedrock 0.1 wrote
     if missing := sorted(parts.keys() - states.keys()):
@@ -178,11 +233,11 @@ def load(
     if relocate is not None:
         open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
-        check_state(layer.table, state, label, REMEDIES)
+        if not layer.handle.is_elsewhere:
+            check_state(layer.table, state, label, REMEDIES)
     model.load_state_dict(content["model"])
     for name, part in parts.items():
         part.load_state_dict(states[name])
-    tell_resumed(folder, content["step"])
     return content["step"]
 
 

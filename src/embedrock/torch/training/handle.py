@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import weakref
 from typing import Any, NoReturn, Protocol, Self, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
-from embedrock.shards.owners import Shard
+from embedrock.shards.owners import Replica, Shard
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
@@ -56,6 +57,7 @@ class Handle(nn.Parameter):
         vigil: sees to it that the gradients are applied.
         followers: told of each step before it is made.
         sharded: how the rows are shared with other processes, as in `Embedding`.
+        shared_path: where those that they share are on disk; None: in RAM.
         known_as: what the table is called among processes that share it.
         average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
@@ -72,6 +74,7 @@ class Handle(nn.Parameter):
     average: Any = None
     sharded: Sharded
     known_as: str
+    shared_path: str | None
     _sharing: Sharing | None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
@@ -92,7 +95,7 @@ class Handle(nn.Parameter):
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
         self.followers, self.sharded, self._sharing = weakref.WeakSet(), False, None
-        self.known_as = known_as(table)
+        self.known_as, self.shared_path = known_as(table), None
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -332,8 +335,8 @@ class Handle(nn.Parameter):
         self._sharing = sharing_of(self, self._sharing)
         return self._sharing
 
-    def share_by(self, sharded: Sharded) -> None:
-        """Share the rows with other processes as a layer's `sharded` says."""
+    def share_by(self, sharded: Sharded, path: Any) -> None:
+        """Share the rows with other processes as a layer's `sharded` says, on disk at a path; None: in RAM."""
         if self._sharing is not None and sharded is not self.sharded:
             raise ArgumentError(
                 f"the rows of {self.label} are shared with other processes by sharded={self.sharded!r} already: got "
@@ -345,17 +348,29 @@ class Handle(nn.Parameter):
                 f"sharded={sharded!r}, as processes would have to decide together who has a record. Leave one of them "
                 "out."
             )
-        self.sharded = sharded
+        self.sharded, self.shared_path = sharded, None if path is None else os.fspath(path)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part of the rows that is here; None: all of them."""
+        sharing = self.sharing
+        return None if sharing is None or isinstance(sharing.placement, Replica) else sharing.placement
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether one other process has all rows."""
+        shard = self.shard
+        return shard is not None and shard.holder not in (None, shard.rank)
 
     def check_whole(self, done: str) -> None:
         """Raise `UnsupportedError` where something needs all rows, and this process has only some of them."""
-        sharing = self.sharing
-        if sharing is not None and isinstance(sharing.placement, Shard):
+        shard = self.shard
+        if shard is not None:
             raise UnsupportedError(
-                f"the rows of {self.label} cannot be {done}: they are shared out over {sharing.placement.ranks} "
-                f"processes, and this one, rank {sharing.placement.rank}, has its own only. On each rank, "
-                "layer.table.export() returns those, and layer.table.state() saves them with the optimizer's state; "
-                "with sharded=False each rank has all rows."
+                f"the rows of {self.label} cannot be {done}: they are shared out over {shard.ranks} processes, and "
+                f"this one, rank {shard.rank}, has its own only. On each rank, layer.table.export() returns those, and "
+                "layer.table.state() saves them with the optimizer's state; with path=, ert.save on all ranks saves "
+                "all; with sharded=False each rank has all rows."
             )
 
     # ------------------------------------------------------------ rows on a GPU

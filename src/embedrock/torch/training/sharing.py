@@ -53,6 +53,11 @@ def check_sharded(layer: str, sharded: Sharded) -> None:
         )
 
 
+def holder_of(sharded: str) -> int:
+    """Return which rank has all rows."""
+    return int(sharded.removeprefix("rank "))
+
+
 class Crew:
     """The ranks of a group and the tables that they share.
 
@@ -120,6 +125,11 @@ class Sharing:
         self.side = HostSide(handle.table) if isinstance(self.placement, Replica) else ShardSide(handle.table, self)
 
     @property
+    def exchange(self) -> Exchange:
+        """What all tables of the group go by."""
+        return self._crew.exchange
+
+    @property
     def handle(self) -> Handle:
         """Of the rows."""
         handle = self._handle()
@@ -171,7 +181,7 @@ def _placement(handle: Handle, ranks: Ranks) -> Placement:
     sharded = handle.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
-    holder = int(sharded.removeprefix("rank ")) if isinstance(sharded, str) else None
+    holder = holder_of(sharded) if isinstance(sharded, str) else None
     if holder is not None and holder >= ranks.ranks:
         raise ArgumentError(f"`sharded` of {handle.label} must be a rank below {ranks.ranks}: got {sharded!r}.")
     if handle.max_norm is not None:

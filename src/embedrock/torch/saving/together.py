@@ -1,0 +1,90 @@
+"""Several processes that save and load a model together: each its parts of tables; the first one has the files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import numpy as np
+from torch import nn
+
+from embedrock.errors import UnsupportedError
+from embedrock.fronts.checkpoints import Checkpoint
+from embedrock.shards.exchange import Exchange
+from embedrock.table.table import Table
+from embedrock.torch.training.parameters import handles
+
+Result = TypeVar("Result")
+NUMBERED = re.compile(r"(.*)-(\d+)-([0-9a-f]{8})")  # names of commits that belong to checkpoints
+
+
+class Together:
+    """The processes that share tables of a model, or this one alone.
+
+    Args:
+        model: of all of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {sharing.exchange for handle in handles(model) if (sharing := handle.sharing) is not None}
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"tables of one model that is saved must be shared by the same processes: got {len(found)} groups of "
+                "them. Save the models of each group apart."
+            )
+        self._exchange: Exchange | None = next(iter(found), None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no others."""
+        return self._exchange is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the files."""
+        return self._exchange is None or self._exchange.transport.rank == 0
+
+    def do(self, what: str, act: Callable[[], Result]) -> Result:
+        """Do something on all processes. What one of them raises is an error on all."""
+        if self._exchange is None:
+            return act()
+        done: list[Result] = []
+
+        def told() -> np.ndarray:
+            done.append(act())
+            return np.empty(0, np.int64)
+
+        self._exchange.tell(what, told)
+        return done[0]
+
+    def same(self, made: Checkpoint) -> Checkpoint:
+        """Return the checkpoint that the first process names."""
+        return made if self._exchange is None else self._of_first("the name of a checkpoint", lambda: [made], made)[0]
+
+    def last(self, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
+        """Return the checkpoints that the first process finds."""
+        return find() if self._exchange is None else self._of_first("the checkpoints that there are", find, like)
+
+    def _of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
+        assert self._exchange is not None
+
+        def told() -> np.ndarray:
+            found = find() if self.is_first else []
+            return np.array([[each.step, int(each.token, 16)] for each in found], np.int64).reshape(-1)
+
+        numbers = self._exchange.tell(what, told)[0].reshape(-1, 2).tolist()
+        return [like._replace(step=step, token=f"{token:08x}") for step, token in numbers]
+
+    def let_go(self, kept: Iterable[Checkpoint], like: Checkpoint, tables: Iterable[Table]) -> None:
+        """Let go of the commits of checkpoints in the folder of `like` that are not kept: the first process' are gone.
+
+        That one finds them by its files, which others may not see.
+        """
+        names, own = {each.commit_name for each in kept}, NUMBERED.fullmatch(like.commit_name)
+        assert own is not None
+        for table in [] if self.is_first else tables:
+            for commit in table.commits():
+                match = NUMBERED.fullmatch(commit["name"] or "")
+                if match and match[1] == own[1] and commit["name"] not in names:
+                    table.release(commit["name"])

@@ -1,0 +1,156 @@
+"""Tables in parts: the folder of them, and the rows shared out over another number of ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.shards import resharding
+from embedrock.shards.folders import Layout, layout_of, part_to_open
+from embedrock.shards.owners import Shard
+from embedrock.shards.resharding import reshard
+
+DIM, ROWS = 4, 300
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(step)
+    return draw.integers(0, 1000, ROWS) * 7919, draw.normal(size=(ROWS, DIM)).astype(np.float32)
+
+
+def step_parts(tables: list[er.Table], steps: range) -> None:
+    """Step the parts of a table as ranks do, each its own rows."""
+    for step in steps:
+        ids, grads = batch(step)
+        for rank, table in enumerate(tables):
+            own = Shard(rank, len(tables)).owns(ids)
+            table.update(ids[own], grads[own])
+
+
+def opened(path: str, ranks: int, **options: Any) -> list[er.Table]:
+    parts = [part_to_open(path, rank, ranks, "users") for rank in range(ranks)]
+    return [er.Table(None, DIM, path=part, seed=3, rule=er.Adam(lr=0.1), memory="1MiB", **options) for part in parts]
+
+
+def commit(tables: list[er.Table], step: int, name: str | None) -> None:
+    for table in tables:
+        table.commit(step=step, name=name)
+        table.close()
+
+
+def content(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids and weights of all parts together, and of each row the part that has it."""
+    layout = layout_of(path)
+    assert layout is not None
+    found = [er.open(part, mode="r") for part in layout.parts]
+    ids, rows = (np.concatenate(part) for part in zip(*(table.export() for table in found), strict=True))
+    for rank, table in enumerate(found):
+        assert Shard(rank, layout.ranks).owns(table.export()[0]).all()
+        table.close()
+    order = np.argsort(ids)
+    return ids[order], rows[order], ids
+
+
+@pytest.mark.parametrize(("before", "after", "dense"), [(2, 3, False), (3, 1, True), (1, 2, False)])
+def test_rows_shared_out_anew_train_on_to_the_bits_of_one_table(
+    tmp_path: Path, before: int, after: int, dense: bool
+) -> None:
+    path = str(tmp_path / "users.rock")
+    rule = er.AdamW(lr=0.1, dense=True) if dense else er.Adam(lr=0.1)
+    parts = [part_to_open(path, rank, before, "users") for rank in range(before)]
+    tables = [er.Table(None, DIM, path=part, seed=3, rule=rule, memory="1MiB") for part in parts]
+    step_parts(tables, range(3))
+    commit(tables, 3, "three")
+
+    done = reshard(path, after)
+    assert (done.before, done.after, done.step, done.name) == (before, after, 3, "three")
+    tables = [er.open(part_to_open(path, rank, after, "users")) for rank in range(after)]
+    assert [table.steps for table in tables] == [3] * after
+    step_parts(tables, range(3, 5))
+    commit(tables, 5, None)
+
+    alone = er.Table(None, DIM, seed=3, rule=rule)
+    step_parts([alone], range(5))
+    ids, rows, _ = content(path)
+    np.testing.assert_array_equal(ids, alone.export()[0])
+    np.testing.assert_array_equal(rows, alone.export()[1])
+    assert done.rows == len(np.unique(np.concatenate([batch(step)[0] for step in range(3)])))
+
+
+def test_it_goes_on_where_it_was_killed_and_the_old_parts_stay_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "users.rock")
+    tables = opened(path, 2)
+    step_parts(tables, range(2))
+    commit(tables, 2, "two")
+    expected = content(path)[:2]
+
+    made: list[int] = []
+    make = resharding._make_part
+
+    def stops(before: Layout, after: Layout, rank: int, *args: Any) -> None:
+        if rank == 2:
+            raise KeyboardInterrupt
+        make(before, after, rank, *args)
+
+    monkeypatch.setattr(resharding, "_make_part", stops)
+    with pytest.raises(KeyboardInterrupt):
+        reshard(path, 3)
+    assert layout_of(path) == Layout(path, 2)
+    np.testing.assert_array_equal(content(path)[1], expected[1])
+
+    load = resharding.load
+    monkeypatch.setattr(resharding, "_make_part", make)
+    monkeypatch.setattr(resharding, "load", lambda rows, *args: (made.append(1), load(rows, *args)))
+    reshard(path, 3)
+    assert len(made) == 1  # the third: the two before it are there
+    np.testing.assert_array_equal(content(path)[0], expected[0])
+    np.testing.assert_array_equal(content(path)[1], expected[1])
+    assert sorted(os.listdir(path)) == ["SHARDED", *(f"shard-{rank}-of-3" for rank in range(3))]
+
+
+def test_parts_that_stopped_at_different_commits_go_by_the_newest_that_all_have(tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    tables = opened(path, 2)
+    step_parts(tables, range(2))
+    for table in tables:
+        table.commit(step=2, name="two")
+    step_parts(tables, range(2, 3))
+    commit(tables[:1], 3, "three")  # of which the other one never heard
+    tables[1].rollback(tables[1].last_commit)
+    tables[1].close()
+    assert reshard(path, 1)[:2] == (2, 1)
+    alone = er.Table(None, DIM, seed=3, rule=er.Adam(lr=0.1))
+    step_parts([alone], range(2))
+    np.testing.assert_array_equal(content(path)[1], alone.export()[1])
+
+
+def test_what_cannot_be_resharded_is_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    with pytest.raises(er.TableFileError, match="no table in parts here: a folder with SHARDED"):
+        reshard(path, 2)
+    tables = opened(path, 2)
+    with pytest.raises(er.ArgumentError, match=r"as many processes as its parts, 2: got 3.* --shards 3"):
+        part_to_open(path, 0, 3, "users")
+    with pytest.raises(er.TableLockedError):
+        reshard(path, 3)
+    step_parts(tables[:1], range(1))
+    commit(tables, 1, None)
+    with pytest.raises(er.ArgumentError, match=r"a commit in common: .* have made \[0, 1\] steps"):
+        reshard(path, 3)
+    (tmp_path / "users.rock/SHARDED").write_text("two")
+    with pytest.raises(er.CorruptTableError, match="must say how many parts"):
+        layout_of(path)
+    (tmp_path / "users.rock/SHARDED").write_text('{"format": 2}')
+    with pytest.raises(er.NewerFormatError, match="format 2, and this release reads 1"):
+        layout_of(path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").touch()
+    with pytest.raises(er.TableFileError, match=r"a folder of their own: this one has 'notes\.txt'"):
+        part_to_open(str(tmp_path / "other"), 0, 2, "users")
