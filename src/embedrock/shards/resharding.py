@@ -130,8 +130,8 @@ def _make_part(before: Layout, after: Layout, rank: int, common: Common, name: s
         of_first, spec = saved_of(rows_of(first), 1), first.spec
     if spec.has_residents:
         raise UnsupportedError(
-            f"the rows of the table at {before.path!r} come and go (admission= or eviction=), and each part has decided "
-            "by itself who has a record: they cannot be shared out anew."
+            f"the rows of the table at {before.path!r} come and go (admission= or eviction=), and each part decides by "
+            "itself who has a record: they cannot be shared out anew."
         )
     count = sum(len(ids) for at in sources for ids in _own_ids(before, at, common, shard))
     options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": memory}
