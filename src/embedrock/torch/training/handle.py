@@ -394,11 +394,11 @@ class Handle(nn.Parameter):
             UnsupportedError: GPU memory was asked for, and the rows cannot be used there; or gradients of them wait on
                 a GPU that they have to leave.
         """
+        if self.sharing is not None:
+            return self._host_side()  # other processes' rows come by the CPU
         if self._placed_on is None and not self.is_cuda and self.pending.side is self._host:
             return self._host
         device = self.rows_on
-        if self.sharing is not None:
-            return self._host_side()  # other processes' rows come by the CPU
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
             return self._host_side()
         side = device_side(self.table, device)
