@@ -431,3 +431,31 @@ def test_tables_on_disk_go_back_to_what_all_ranks_have_and_train_on_to_the_same_
     assert (done.before, done.after, done.step) == (2, 3, 4)
     for said in pair.run(grows_bigger, folder):
         assert "must be opened by as many processes as its parts, 3: got 2" in said
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def traffic(rank: int, sharded: Any, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return the bytes that one step sends, what it should, and how many messages are exchanged."""
+    layer = ert.Embedding(None, 64, seed=1, sharded=sharded, dtype=dtype)
+    optimizer = ert.SGD(layer, lr=0.1)
+    ids = torch.from_numpy(np.random.default_rng(rank).zipf(1.05, 20_000).astype(np.int64))
+    assert layer.handle.sharing is not None
+    ranks: Any = layer.handle.sharing.exchange.transport
+    sent, rounds = ranks.sent, ranks.rounds
+    layer(ids).float().sum().backward()
+    optimizer.step()
+    unique = len(ids.unique())
+    row = 64 * (torch.finfo(dtype).bits // 8)
+    expected = ((row + 64 * 4 + 16) if sharded else 2 * (64 * 4 + 8)) * unique * 1 / 2
+    return ranks.sent - sent, expected, ranks.rounds - rounds
+
+
+@pytest.mark.parametrize(
+    ("sharded", "dtype", "rounds"), [(True, torch.float32, 6), (True, torch.bfloat16, 6), (False, torch.float32, 3)]
+)
+def test_a_step_sends_each_unique_row_once_each_way(pair: Ranks, sharded: Any, dtype: torch.dtype, rounds: int) -> None:
+    for sent, expected, made in pair.run(traffic, sharded, dtype):
+        assert abs(sent / expected - 1) < 0.02
+        assert made == rounds

@@ -12,7 +12,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import OtherRankError
 from embedrock.shards import stages
-from embedrock.shards.messages import WORD, Letter, MessageReader, pack
+from embedrock.shards.messages import WORD, Letter, MessageReader, pack, pack_all
 from embedrock.shards.owners import Placement, Shard
 from embedrock.shards.stages import Block
 from embedrock.shards.transport import Transport
@@ -201,7 +201,7 @@ class Exchange:
         sizes = Sizes(None, [0] * self.transport.ranks) if known is None else known
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
         head = np.array([zlib.crc32(f"{self._count} {what.mark}".encode()), error is not None], np.int64)
-        ours = [pack([head, *letter]) for letter in sent]
+        ours = pack_all([[head, *letter] for letter in sent])
         theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
         if heads[:, 1].any() or (heads[:, 0] != head[0]).any():

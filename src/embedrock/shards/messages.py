@@ -15,6 +15,22 @@ def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, WORD), *map(_words, arrays)])
 
 
+def pack_all(letters: Sequence[Letter]) -> list[np.ndarray]:
+    """Return messages, that lie in memory one after the other: see `joined`."""
+    words = [[_words(array) for array in letter] for letter in letters]
+    sizes = [sum(len(array) for array in letter) for letter in words]
+    flat = np.concatenate([np.empty(0, WORD), *(array for letter in words for array in letter)])
+    return np.split(flat, np.cumsum(sizes)[:-1])
+
+
+def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
+    """Return messages as one array, without a copy if `pack_all` made them."""
+    flat = messages[0].base
+    if isinstance(flat, np.ndarray) and all(one.base is flat for one in messages):
+        return flat
+    return np.concatenate(messages)
+
+
 def _words(array: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.nbytes % 4:
@@ -39,7 +55,7 @@ class MessageReader:
 
     def rows(self, count: int, dim: int) -> np.ndarray:
         """Return the next float32 (count, dim)."""
-        return self.words(count * dim).view(np.float32).reshape(count, dim)
+        return self._next(count * dim).view(np.float32).reshape(count, dim)  # of words, which are aligned for floats
 
     def stored(self, count: int, dim: int, dtype: str) -> np.ndarray:
         """Return the next rows of a table of `dtype` that `as_stored` made smaller, float32 (count, dim)."""
@@ -52,8 +68,11 @@ class MessageReader:
 
     def words(self, count: int) -> np.ndarray:
         """Return the next `count` words, int32."""
+        return self._next(count).copy()  # aligned, whatever came before
+
+    def _next(self, count: int) -> np.ndarray:
         start, self._at = self._at, self._at + count
-        return self._words[start : self._at].copy()  # aligned, whatever came before
+        return self._words[start : self._at]
 
 
 def words_of(weights: int, dtype: str) -> int:

@@ -43,13 +43,13 @@ class Split(NamedTuple):
 
     def parts(self, values: np.ndarray) -> list[np.ndarray]:
         """Return the values of the positions, (n, ...), as those of each rank."""
-        return np.split(values[self.order], self.bounds[1:-1])
+        return [values[places] for places in np.split(self.order, self.bounds[1:-1])]
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return values (n, ...) by position, of what `parts` returned, or came back for it."""
-        values = np.concatenate(parts)
-        out = np.empty_like(values)
-        out[self.order] = values
+        out = np.empty((len(self.order), *parts[0].shape[1:]), parts[0].dtype)
+        for place, part in zip(np.split(self.order, self.bounds[1:-1]), parts, strict=True):
+            out[place] = part
         return out
 
 

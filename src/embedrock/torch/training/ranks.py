@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from embedrock.errors import WorkerLostError
-from embedrock.shards.messages import WORD
+from embedrock.shards.messages import WORD, joined
 
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
@@ -40,7 +40,7 @@ class Ranks:
         ours = [len(part) for part in parts]
         theirs = self._sizes(ours) if sizes is None else list(sizes)
         got = torch.empty(sum(theirs), dtype=torch.int32)
-        message = torch.from_numpy(np.concatenate(parts))
+        message = torch.from_numpy(joined(parts))
         self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group))
         self._count_sent(ours, WORD)
         return [piece.numpy() for piece in got.split(theirs)]
