@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from embedrock import kernels
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.pairs import Pairs
 from embedrock.residents.sightings import Arrays, _int64, damaged
@@ -39,6 +40,7 @@ class Uses:
         self._numbers, self._kept = Pairs(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
+        self._known: tuple[np.ndarray, np.ndarray] | None = None  # ids of a batch, and their numbers
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
 
@@ -55,17 +57,18 @@ class Uses:
 
     def use(self, ids: np.ndarray, step: int) -> None:
         """Note that a step uses rows, without repeats; those that have no record yet get one in it, in their order."""
-        numbers = self._numbers.find(ids)
+        numbers = self._numbers_of(ids)
         new = numbers < 0
         self._touch(numbers[~new], step)
         self._add(ids[new], step)
         self._tick(step)
 
     def _touch(self, numbers: np.ndarray, step: int) -> None:
-        if self._eviction.by == "use":
-            faded = self._faded(numbers, step) + ONE_USE
-            self._marks[numbers] = np.minimum(faded, MOST_USES)
-        self._last[numbers] = step
+        if self._eviction.by != "use":
+            self._last[numbers] = step
+            return
+        numbers_of_step = step, self._eviction.half_life, ONE_USE, MOST_USES
+        kernels.cpu.launch(kernels.cpu.residents.touch, self._last, self._marks, numbers, *numbers_of_step)
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
         """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
@@ -117,17 +120,19 @@ class Uses:
         Returns:
             int64 (n,): at least `excess`, or fewer where no more may leave.
         """
-        excess = max(0, excess)
+        excess, self._known = max(0, excess), None
         look = min(self.count, max(SAMPLED * excess, self._look()))
         if not look:
             return np.empty(0, np.int64)
-        numbers = self._numbers.find(busy_ids)
-        numbers = numbers[numbers >= 0]
+        found = self._numbers.find(busy_ids)
+        numbers = found[found >= 0]
         self._busy[numbers] = True
         try:
-            return self._ids[self._chosen(excess, look, step)]
+            chosen = self._chosen(excess, look, step)
         finally:
             self._busy[numbers] = False
+        self._known = busy_ids, found
+        return self._ids[chosen]
 
     def _chosen(self, excess: int, look: int, step: int) -> np.ndarray:
         while True:
@@ -181,7 +186,9 @@ class Uses:
 
     def remove(self, ids: np.ndarray) -> None:
         """Forget rows, without repeats, that have records; the last ones take their places."""
-        numbers = self._numbers.find(ids)
+        if not len(ids):
+            return
+        numbers, known = self._numbers.find(ids), self._known
         count = self.count - len(numbers)
         left = np.ones(len(numbers), bool)  # of the places from `count` on, whose rows are to move
         left[numbers[numbers >= count] - count] = False
@@ -192,6 +199,16 @@ class Uses:
         self._numbers.set(self._ids[holes], holes)
         self.count = count
         self._hand = self._hand % count if count else 0
+        if known is not None:  # those of the batch are not among them, but may have moved
+            places = np.full(len(left), -1)
+            places[moved - count] = holes
+            late = known[1] >= count
+            known[1][late] = places[known[1][late] - count]
+
+    def _numbers_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of each id, -1 for none; those of the batch whose victims were looked for are known."""
+        known, self._known = self._known, None
+        return known[1] if known is not None and known[0] is ids else self._numbers.find(ids)
 
     # ---------------------------------------------------------------- saved
 

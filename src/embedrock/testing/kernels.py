@@ -274,6 +274,16 @@ class KernelSuite:
         often = np.array([1 + (k % 2 == 0) + (k % 3 == 0) + (k % 4 == 0) for k in range(len(ids))])
         assert (expected >= np.minimum(often, (1 << bits) - 1)).all()
 
+    def test_touch(self) -> None:
+        rng = np.random.default_rng(0)
+        last, marks = rng.integers(0, 90, 50), rng.integers(0, 2**22, 50)
+        numbers = rng.permutation(50)[:31]
+        expected, got = (last.copy(), marks.copy()), (last.copy(), marks.copy())
+        reference.residents.touch(*expected, numbers, 95, 7, 256, 2**22)
+        self.call(self.backend.residents.touch, 31, *got, numbers, 95, 7, 256, 2**22)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
     def test_values_of_ids(self) -> None:
         ids, values = np.array([0, -1, 2**63 - 1, -(2**63), 77]), np.array([0, 5, 2**40, 1, 2])
         entries, other = np.zeros((16, 2), np.int64), np.zeros((16, 2), np.int64)

@@ -51,6 +51,16 @@ def see(sketch, bits, key, ids):
                 line[at >> 3] = np.uint8(np.int64(line[at >> 3]) + (np.int64(1) << (at & 7)))
 
 
+@kernel(over="numbers", reads=("numbers",), grain=4096)
+def touch(last, marks, numbers, step, half_life, one, most, lo, hi):
+    now = step // half_life
+    for i in range(lo, hi):
+        row = numbers[i]
+        halvings = min(now - last[row] // half_life, 62)
+        marks[row] = min((marks[row] >> halvings) + one, most)
+        last[row] = step
+
+
 @kernel(reads=("ids", "values"))
 def set_values(entries, ids, values):
     bits = _bits(entries.shape[0])

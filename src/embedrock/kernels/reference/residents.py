@@ -43,6 +43,15 @@ def see(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
                     sketch[line, cell * bits // 8] += 1 << (cell * bits % 8)
 
 
+def touch(
+    last: np.ndarray, marks: np.ndarray, numbers: np.ndarray, step: int, half_life: int, one: int, most: int
+) -> None:
+    """Note that a step uses rows: their ``marks``, halved once for each half life that began since, grow by ``one``."""
+    halvings = step // half_life - last[numbers] // half_life
+    marks[numbers] = np.minimum((marks[numbers] >> np.minimum(halvings, 62)) + one, most)
+    last[numbers] = step
+
+
 def set_values(entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
     """Write the value of each id, without repeats, to a hash table as of ``directory.find_hashed``, which finds it."""
     for row, value in zip(ids.tolist(), values.tolist(), strict=True):
