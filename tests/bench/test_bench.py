@@ -33,7 +33,7 @@ from embedrock.bench.harness.report import Report, spread
 from embedrock.bench.harness.runner import Racer, Result, measure, plan_groups
 from embedrock.bench.harness.targets import Race, Target, Verdict, faster, format_verdicts, judge
 from embedrock.bench.harness.workload import SCATTER, Workload, bounded_zipf
-from embedrock.bench.step import benches, contenders
+from embedrock.bench.step import benches, contenders, open_ids
 from embedrock.bench.step.contenders import StepContender
 from embedrock.machine.ram import available_bytes, memory_limit, peak_rss_bytes, rss_bytes
 from embedrock.terminal.arguments import count
@@ -544,6 +544,13 @@ def test_verdicts_show_both_directions():
 
 
 # ---------------------------------------------------------------- command line
+
+
+def test_a_sketch_counts_within_its_bounds(capsys):
+    found = open_ids._counted(200_000)
+    assert found["sketch_bytes"] / found["ids"] < 5.37
+    assert 0 < found["wrong_share"] < 0.01
+    assert "200,000 ids, 2 times each" in capsys.readouterr().out
 
 
 def test_help_names_every_benchmark_and_contender(capsys):

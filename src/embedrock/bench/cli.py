@@ -23,6 +23,7 @@ from embedrock.bench.keras.fit import KERAS
 from embedrock.bench.keras.tf_data import TF_DATA
 from embedrock.bench.step.benches import LOOKUP, PLAN, STEP, TABLE_SIZES
 from embedrock.bench.step.create import CREATE
+from embedrock.bench.step.open_ids import OPEN_IDS
 from embedrock.bench.tables.benches import DLRM, GROUPS
 from embedrock.terminal.arguments import writable_file
 
@@ -33,7 +34,22 @@ and their rounds are interleaved. Those not installed or too large for the RAM a
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 # To add a benchmark: a folder that has a `Bench`, and a row here.
-BENCHES = (STEP, LOOKUP, PLAN, TABLE_SIZES, CREATE, DLRM, GROUPS, DISK, COMMIT, VOCABULARY, KERAS, TF_DATA, GPU)
+BENCHES = (
+    STEP,
+    LOOKUP,
+    PLAN,
+    TABLE_SIZES,
+    CREATE,
+    OPEN_IDS,
+    DLRM,
+    GROUPS,
+    DISK,
+    COMMIT,
+    VOCABULARY,
+    KERAS,
+    TF_DATA,
+    GPU,
+)
 
 # What `bench all` runs: every line of docs/measured.md for tables in RAM.
 LINES = (

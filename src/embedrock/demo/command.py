@@ -25,6 +25,7 @@ from embedrock.demo.options import (
     DlrmOptions,
     LogOptions,
     SourceOptions,
+    StreamOptions,
 )
 from embedrock.errors import RequirementError
 from embedrock.terminal.arguments import count, place, size, writable_file
@@ -40,17 +41,22 @@ items that the user never touched (HR@10, NDCG@10); the same model on nn.Embeddi
 
 With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
 
+With --stream, on items that are born and die, as strings, by a table of open ids with and without admission and
+eviction: AUC, rows, RAM and disk of each day (--png FILE draws them). It needs no framework.
+
 With --dlrm, a DLRM of 26 tables with the sizes of MLPerf's, cut to --max-rows and --max-bag; --full: not cut, 204
 million rows of 128, 314 GB with Adam's state, behind 4 GiB of RAM. On impressions drawn from planted effects; or with
 --data FILE on a log in Criteo's format: label, 13 numbers and 26 hexadecimal strings, separated by tabs.
 """
 KINDS: dict[type[DemoOptions], str] = {ClickOptions: "", LogOptions: "with --data", DlrmOptions: "with --dlrm"}
+KINDS |= {StreamOptions: "with --stream"}
 # Where options apply, by the demos that have them.
 LIMITS = {
     frozenset(KINDS): None,
     frozenset({ClickOptions}): "only without --data FILE",
     frozenset({LogOptions}): "only with --data FILE",
     frozenset({DlrmOptions}): "only with --dlrm",
+    frozenset({StreamOptions}): "only with --stream",
     frozenset({ClickOptions, LogOptions}): "not with --dlrm",
     frozenset({ClickOptions, DlrmOptions}): "only without --data FILE, or with --dlrm",
     frozenset({LogOptions, DlrmOptions}): None,
@@ -69,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     )
     parser.add_argument("--data", type=_readable_file, metavar="FILE", help="a log of interactions")
     parser.add_argument("--dlrm", action="store_true", help="train a DLRM on 26 tables")
+    parser.add_argument("--stream", action="store_true", help="a stream whose items are born and die")
     parser.add_argument("--full", action="store_true", help="MLPerf's sizes, only with --dlrm")
     parser.add_argument("--keras", action="store_true", help="train with Keras, on TensorFlow, only without --data")
     _add_option(parser, "model", choices=DIM_MULTIPLES, text="the model")
@@ -81,6 +88,11 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
     _add_option(parser, "max_rows", type=_rows, metavar="N", text="the most rows of a table")
     _add_option(parser, "max_bag", type=count, metavar="N", text="the most ids of a feature")
+    _add_option(parser, "steps_a_day", type=count, metavar="N", text="batches of each day")
+    _add_option(parser, "days", type=count, metavar="N", text="days of the stream")
+    _add_option(parser, "alive", type=count, metavar="N", text="items that are there at a time")
+    text = "draw the days, only with --stream; it needs matplotlib"
+    parser.add_argument("--png", type=writable_file, metavar="FILE", help=text)
     text = "take the ids of a log modulo N (default: as they are), only with --dlrm --data"
     parser.add_argument("--ids-below", type=count, metavar="N", help=text)
     text = "folder of the tables, which is kept (default: one in the user's cache, removed at the end)"
@@ -130,7 +142,8 @@ def _run(arguments: Namespace) -> int:
     if is_keras:
         os.environ["KERAS_BACKEND"] = "tensorflow"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    _check_packages("keras" if is_keras else "torch")
+    if not isinstance(options, StreamOptions):
+        _check_packages("keras" if is_keras else "torch")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that lines arrive as they come through a pipe too
     results = _demo(options)
@@ -151,6 +164,10 @@ def _demo(options: DemoOptions) -> dict[str, Any]:
         from embedrock.demo import dlrm
 
         return dlrm.run(options)
+    if isinstance(options, StreamOptions):
+        from embedrock.demo import stream
+
+        return stream.run(options)
     assert isinstance(options, ClickOptions)
     from embedrock.demo import clicks
 
@@ -169,7 +186,7 @@ def _check_packages(extra: str) -> None:
 
 def _options(arguments: Namespace) -> DemoOptions:
     """Return the options of the demo that was asked for, or exit as argparse does where they do not fit it."""
-    kind = DlrmOptions if "dlrm" in arguments else LogOptions if "data" in arguments else ClickOptions
+    kind = _kind(arguments)
     names = {field.name for field in fields(kind)}
     given: dict[str, Any] = {
         name: value for name, value in vars(arguments).items() if name not in ("run", "parser", "json")
@@ -190,10 +207,17 @@ def _options(arguments: Namespace) -> DemoOptions:
     return options
 
 
+def _kind(arguments: Namespace) -> type[DemoOptions]:
+    for name, kind in (("stream", StreamOptions), ("dlrm", DlrmOptions), ("data", LogOptions)):
+        if name in arguments:
+            return kind
+    return ClickOptions
+
+
 def _misfit(name: str, kind: type[DemoOptions]) -> str:
     """Return why a demo does not have an option."""
-    if kind is DlrmOptions:
-        return "does not go with --dlrm"
+    if kind in (DlrmOptions, StreamOptions):
+        return f"does not go with --{'dlrm' if kind is DlrmOptions else 'stream'}"
     if (limit := _limit(name)) == LIMITS[frozenset({ClickOptions, DlrmOptions})]:
         limit = "only without --data FILE"
     return f"only goes {str(limit).removeprefix('only ')}"

@@ -117,6 +117,32 @@ class DlrmOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamOptions(DemoOptions):
+    """Options of the demo on a stream whose items are born and die.
+
+    Attributes:
+        stream: this demo.
+        days: of the stream.
+        steps_a_day: batches of each day.
+        alive: items that are there at a time.
+        life: days that an item is there.
+        once: share of the impressions whose item is never shown again.
+        png: file to draw the days to.
+    """
+
+    stream: bool = True
+    dim: int = 16
+    batch_size: int = 4096
+    lr: float = 0.01
+    days: int = 10
+    steps_a_day: int = 150
+    alive: int = 20_000
+    life: int = 5
+    once: float = 0.3
+    png: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOptions(DemoOptions):
     """Options of the demo on a log of the user's own.
 

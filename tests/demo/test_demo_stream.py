@@ -1,0 +1,72 @@
+"""The demo on a stream whose items are born and die."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedrock.cli.main import FAILED, main
+from embedrock.demo.data.planted_stream import PlantedStream
+from embedrock.demo.metrics import auc
+
+TINY = [
+    "demo",
+    "--stream",
+    "--days",
+    "3",
+    "--steps-a-day",
+    "15",
+    "--alive",
+    "200",
+    "--batch-size",
+    "512",
+    "--lr",
+    "0.1",
+    "--dim",
+    "2",
+]
+
+
+def test_each_day_brings_new_items_and_takes_as_many():
+    stream = PlantedStream(alive=100, born=20, once=0.25, seed=0)
+    days = [stream.shown(day, 0, 20_000) for day in range(3)]
+    names = [set(day.names.tolist()) for day in days]
+    regular = [{name for name in day if len(name) < 12} for day in names]
+    assert [len(day) for day in regular] == [100, 100, 100]
+    assert [len(regular[0] & day) for day in regular] == [100, 80, 60]
+    once = [len(day) - 100 for day in names]
+    assert all(abs(count / 20_000 - 0.25) < 0.02 for count in once)
+    assert not set.intersection(*names) - set.intersection(*regular)
+    assert 0.7 < auc(days[0].labels, days[0].planted) < 0.9
+    again = PlantedStream(alive=100, born=20, once=0.25, seed=0).shown(2, 0, 20_000)
+    for one, other in zip(again, days[2], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_it_learns_with_fewer_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*TINY, "--json", str(tmp_path / "out.json")]) == 0
+    days = json.loads((tmp_path / "out.json").read_text())["days"]
+    last = {line["table"]: line for line in days if line["day"] == 3}
+    assert last.keys() == {"every id", "admission", "eviction", "both"}
+    for line in last.values():
+        assert 0.55 < line["auc"] < line["best"] < 0.9
+    assert 2 * last["both"]["rows"] < last["every id"]["rows"]
+    assert last["eviction"]["disk_bytes"] < last["every id"]["disk_bytes"]
+    assert last["eviction"]["rows"] <= 1024
+    assert "every id" in capsys.readouterr().out
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    with pytest.raises(SystemExit):
+        main([*TINY, "--users", "5"])
+    assert "argument --users: does not go with --stream" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--days", "5"])
+    assert "argument --days: only goes with --stream" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*TINY, "--png", str(tmp_path / "x.png")]) == FAILED
+    assert "--png needs matplotlib, which does not import" in capsys.readouterr().err
