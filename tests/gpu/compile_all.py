@@ -31,7 +31,7 @@ class NoGPU:
     """A driver of a GPU that is not there."""
 
     utils = SimpleNamespace(
-        load_binary=lambda *_: (None, None, 0, 0, 1024),
+        load_binary=lambda name, binary, *_: (None, (name, hash(binary)), 0, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": 232448},
     )
 
@@ -63,17 +63,61 @@ def compile_at_most(most: int) -> None:
     run = JITFunction.run
 
     def run_few(self: Any, *arguments: Any, **options: Any) -> Any:
-        return run(self, *arguments, **options) if len(compiled(self)) < most else None
+        if len(compiled(self)) < most:
+            return run(self, *arguments, **options)
+        before, self._do_compile = self._do_compile, lambda *_: None
+        try:
+            return run(self, *arguments, **options)  # if it was compiled before
+        finally:
+            self._do_compile = before
 
     JITFunction.run = run_few
 
 
+class Kept:
+    """Launches all that was launched before once more: by Triton, and by what `launch` keeps of it.
+
+    Both must be the same kernel, and be given the same arguments.
+    """
+
+    def __init__(self, gpu: NoGPU) -> None:
+        self._gpu, self._slow, self.count = gpu, runtime._launch_compiled, 0
+        self._calls: list[tuple[Any, ...]] = []
+        gpu.launcher_cls = lambda *_: lambda *call: self._calls.append(call)
+
+    def launch(self, kernel: Any, grid_size: int, args: Any, num_warps: int, constexprs: dict[str, Any]) -> None:
+        if not compiled(kernel):
+            return
+        del self._calls[:]
+        if kernel[(grid_size,)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs) is None:
+            return  # it is one of those that were left out
+        known = len(runtime._compiled)
+        self._slow(kernel, grid_size, args, num_warps, constexprs)
+        assert len(runtime._compiled) == known, f"{kernel.__name__} was not kept"
+        one, two = self._calls
+        assert (one[:3], one[4:6]) == (two[:3], two[4:6]), f"another kernel or grid of {kernel.__name__}"
+        assert plain(one[9:]) == plain(two[9:]), f"other arguments of {kernel.__name__}"
+        self.count += 1
+
+
+def plain(values: Any) -> list[Any]:
+    """Return arguments with tensors by their addresses."""
+    return [
+        plain(value) if isinstance(value, tuple) else value.data_ptr() if hasattr(value, "data_ptr") else value
+        for value in values
+    ]
+
+
 if __name__ == "__main__":
     gpu: Any = NoGPU()
+    kept = Kept(gpu)
     driver.set_active(gpu)
     if len(sys.argv) > 1:
         compile_at_most(int(sys.argv[1]))
     run_examples()
+    runtime._launch_compiled = kept.launch
+    run_examples()
+    assert kept.count, "nothing was launched again"
     for kernel in runtime.KERNELS:
         for binary in compiled(kernel):
             assert binary.asm["cubin"]

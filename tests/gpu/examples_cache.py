@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from embedrock.kernels.gpu import cache, plan
@@ -13,9 +15,10 @@ def example_plan() -> None:
     counts, fault = torch.empty(plan.blocks(N), dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     order, count = torch.arange(N), torch.empty(1, dtype=torch.int32)
     unique, starts, inverse = torch.empty(N, dtype=torch.int64), torch.empty(N + 1, dtype=torch.int32), order.int()
-    for dtype in (torch.int32, torch.int64):
+    limits = 1, 16, 17, 2**31, 2**62  # what Triton compiles kernels anew for
+    for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
-        plan.mark(keys, FAR, counts, fault, 7)
+        plan.mark(keys, limit, counts, fault, 7)
         plan.collect(keys, FAR, order, counts, unique, starts, inverse, count)
 
 
