@@ -1,7 +1,8 @@
-"""Every GPU kernel is compiled for an H200, whether there is one or not."""
+"""Every GPU kernel is compiled for an H200, whether there is one or not; and what its launches cost the host."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,27 @@ from embedrock.kernels.gpu import runtime
 from slow import slow
 
 
-@pytest.mark.parametrize("most", [["2"], *slow([])], ids=["two of each", "all"])
-def test_every_kernel_compiles(most: list[str]) -> None:
+@pytest.fixture(scope="module", params=[["2"], *slow([])], ids=["two of each", "all"])
+def told(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return what compile_all.py says, by the first word of its lines."""
     program = Path(__file__).with_name("compile_all.py")
-    done = subprocess.run([sys.executable, program, *most], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, program, *request.param], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    counts = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    missing = [kernel.__name__ for kernel in runtime.KERNELS if counts.get(kernel.__name__, "0") == "0"]
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+def test_every_kernel_compiles(told: dict[str, str]) -> None:
+    missing = [kernel.__name__ for kernel in runtime.KERNELS if told.get(kernel.__name__, "0") == "0"]
     assert not missing, f"no function example_* in tests/gpu/examples_*.py launches {', '.join(missing)}"
+
+
+# In a step of a table: kernels launched, and calls of PyTorch that allocate or do work there. Fewer is better.
+COSTS = {"near": (11, 24), "in place": (11, 24), "cached": (16, 26)}
+
+
+def test_a_step_costs_the_host_no_more_than_it_did(told: dict[str, str]) -> None:
+    costs = json.loads(told["costs"])
+    for where, (launches, calls) in COSTS.items():
+        found = costs[where]
+        assert found["launches"] == launches, found["kernels"]
+        assert found["calls"] == calls, found["of calls"]

@@ -8,7 +8,6 @@ The first chunk of a segment is summed by the program of its row. Each window of
 plan, has at most one start of a later chunk, and a row of `partial` for its sum.
 """
 
-import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
@@ -33,7 +32,7 @@ def partial_rows(n):
 
 def tile(dim):
     """Return the shape of what a program works on at once: rows and columns, constexprs of kernels."""
-    width = min(COLUMNS, triton.next_power_of_2(dim))
+    width = min(COLUMNS, 1 << (dim - 1).bit_length())
     return {"DIM": dim, "ROWS": TILE // width, "WIDTH": width}
 
 

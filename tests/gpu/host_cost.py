@@ -1,0 +1,122 @@
+"""What a step costs the host: kernels launched, calls of PyTorch, and time, with a driver that launches nothing.
+
+Run by compile_all.py, which has compiled the kernels; or by hand, with seconds to take the time of each way for:
+``PYTHONPATH=src python tests/gpu/host_cost.py 2``. "The GPU" is the CPU, and plans are of zeros, which is no matter to
+what is counted.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import collections
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from compile_all import NoGPU
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device import attach, memory_for
+from embedrock.kernels.gpu import runtime
+
+ROWS, DIM, BATCH = 2000, 64, 96
+NEAR = {"near": ROWS, "in place": 0, "cached": 500}
+
+
+class Steps:
+    """Lookups and steps of some tables, all alike."""
+
+    def __init__(self, near: int, tables: int) -> None:
+        spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
+        memory = near and memory_for(spec, near)
+        self._layers = [ert.Embedding(ROWS, DIM, seed=k, device_memory=memory) for k in range(tables)]
+        whole = torch.nn.ModuleList(self._layers)
+        ert.place(whole, "cpu")
+        self._optimizer = ert.Adam(whole, lr=1e-3)
+        self._gradient = torch.zeros(BATCH, DIM)
+        self._batches = [list(torch.randint(0, ROWS, (tables, BATCH)).unbind()) for _ in range(4)]
+
+    def run(self, count: int) -> None:
+        for k in range(count):
+            rows = [layer(ids) for layer, ids in zip(self._layers, self._batches[k % 4], strict=True)]
+            torch.autograd.backward(rows, [self._gradient] * len(rows))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of PyTorch that do work on the device or allocate there."""
+
+    # Views, spans for profilers, and what is asked of a handle or of a fault's copy, which are on the host here.
+    VIEWS = "aten.view", "aten.detach", "aten.alias", "aten.select", "aten.slice", "aten._unsafe_view", "aten.expand"
+    SPANS = "profiler._record_function_enter_new", "profiler._record_function_exit"
+    OF_HOST = *SPANS, "aten._local_scalar_dense", "aten.any"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function).rpartition(".")[0]
+        if name not in self.VIEWS + self.OF_HOST:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def launches_of(steps: Steps, count: int) -> collections.Counter[str]:
+    """Return how often each kernel is launched."""
+    seen: collections.Counter[str] = collections.Counter()
+
+    def noted(kernel: Any, *args: Any) -> None:
+        seen[kernel.__name__] += 1
+
+    before, runtime.on_launch = runtime.on_launch, noted
+    try:
+        steps.run(count)
+    finally:
+        runtime.on_launch = before
+    return seen
+
+
+def cost(near: int, tables: int = 1, seconds: float = 1.0) -> dict[str, Any]:
+    """Return what a step of a table costs."""
+    steps = Steps(near, tables)
+    steps.run(4)
+    launches = launches_of(steps, 4)
+    with Calls() as calls:
+        steps.run(4)
+    taken, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.thread_time()
+        steps.run(4)
+        taken.append((time.thread_time() - start) / 4)
+    each = 4 * tables
+    return {
+        "launches": sum(launches.values()) / each,
+        "calls": sum(calls.counts.values()) / each,
+        "us": round(min(taken) / tables * 1e6) if taken else 0,
+        "kernels": {name: count / each for name, count in sorted(launches.items())},
+        "of calls": {name: count / each for name, count in sorted(calls.counts.items())},
+    }
+
+
+def costs(seconds: float) -> dict[str, dict[str, Any]]:
+    """Return what a step costs, by where the rows are. A driver that launches nothing is in use."""
+    torch.set_num_threads(1)
+    attach.check_interpreter = lambda: None
+    torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
+    return {name: cost(near, seconds=seconds) for name, near in NEAR.items()}
+
+
+if __name__ == "__main__":
+    gpu: Any = NoGPU()
+    driver.set_active(gpu)
+    print(json.dumps(costs(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0), indent=1))
