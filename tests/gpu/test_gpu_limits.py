@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,8 @@ from gpu_models import (
     on_device,
     train,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
@@ -86,6 +90,80 @@ def test_too_little_memory_leaves_the_table_at_the_step_before(way: Way, left: i
     np.testing.assert_array_equal(
         train(model, batches(2, seed=3)).weights(), train(other, batches(2, seed=3)).weights()
     )
+
+
+class FailsAt(TorchDispatchMode):
+    """Has the n-th call of PyTorch that may allocate find no memory. What the interpreter does for a kernel is none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, left: int) -> None:
+        super().__init__()
+        self.left, self._in_kernel = left, False
+        launch = interpreter.GridExecutor.__call__
+
+        def launched(*args: Any, **options: Any) -> Any:
+            self._in_kernel = True
+            try:
+                return launch(*args, **options)
+            finally:
+                self._in_kernel = False
+
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name, *_ = str(function).split(".")
+        allocates_nothing = (
+            function.is_view or name.endswith("_") or name == "_local_scalar_dense" or namespace == "profiler"
+        )
+        if not (self._in_kernel or allocates_nothing):
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError(f"out of memory in {function}.")
+        return function(*args, **(kwargs or {}))
+
+
+def until_it_fits(act: Callable[[], object], after_failure: Callable[[], object]) -> int:
+    """Act with less and less missing memory; return how often there was too little."""
+    for left in itertools.count():
+        with pytest.MonkeyPatch.context() as patch:
+            scarce = FailsAt(patch, left)
+            try:
+                with scarce:
+                    act()
+            except (er.MemoryBudgetError, torch.OutOfMemoryError):  # of ours, or of the model that follows the rows
+                assert scarce.left < 0
+            else:
+                return left
+        after_failure()
+    raise AssertionError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2]], ids=lambda way: way.name)
+def test_no_allocation_that_fails_leaves_half_a_step(way: Way):
+    model, other = train(make(way), batches(2)), train(make(None), batches(2))
+    before, ids = other.weights(), batches(1, seed=1)
+
+    def is_as_before() -> None:
+        model.zero_grad()
+        assert model.table.steps == 2
+        np.testing.assert_array_equal(model.weights(), before)
+
+    def step() -> None:
+        loss_of(model, ids[0]).backward()
+        model.step_rows.step()
+
+    assert until_it_fits(step, is_as_before) > 20
+    other.zero_grad()
+    loss_of(other, ids[0]).backward()
+    other.step_rows.step()
+    assert_same_table(model.table, other.table)
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(SOME_NEAR[1], HOSTED[2])], ids=lambda way: way.name)
+def test_no_allocation_that_fails_loses_rows_that_are_brought_back(way: Way):
+    model, other = train(make(way), batches(2)), train(make(None), batches(2))
+    assert until_it_fits(model.weights, lambda: None) > 2
+    np.testing.assert_array_equal(model.weights(), other.weights())
 
 
 def test_a_table_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch):

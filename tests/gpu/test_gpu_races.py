@@ -1,0 +1,137 @@
+"""Kernels whose programs run in any order and at once, on memory that had anything in it before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import race_detector
+import torch
+import triton.language as tl
+from gpu_device import INTERPRETED
+from gpu_models import (
+    ALL_NEAR,
+    HOSTED,
+    NONE_NEAR,
+    ROWS,
+    SOME_NEAR,
+    Way,
+    assert_same_table,
+    batches,
+    by_name,
+    make,
+    train,
+)
+from triton import jit
+
+import embedrock.torch as ert
+from embedrock.kernels.gpu.runtime import launch
+from slow import slow
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
+
+
+def trained(way: Way | None, count: int, rule: str) -> Any:
+    model = make(way, rule)
+    ids = batches(2, seed=1) * count  # what was stepped comes back
+    return train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}))
+
+
+@pytest.mark.parametrize(
+    ("way", "rule"),
+    [
+        (SOME_NEAR[1], "Adam"),
+        *slow(*((way, rule) for way in (ALL_NEAR, NONE_NEAR, *SOME_NEAR, HOSTED[2]) for rule in ("Adam", "SGD"))),
+        *slow(*((SOME_NEAR[1], rule) for rule in ("RowwiseAdagrad", "Ftrl", "RMSprop"))),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_no_program_depends_on_another_and_none_misses_a_barrier(
+    way: Way, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(None, 2, rule).table
+    detector = race_detector.install(monkeypatch)
+    model = trained(way, 2, rule)
+    model.weights()
+    assert detector.found == set()
+    assert "_step" in detector.launched
+    assert "_swap" in detector.launched or not way.near_rows
+    rounding = 1e-6 if rule == "RowwiseAdagrad" else 0  # which sums squares in another order
+    np.testing.assert_allclose(model.weights(), expected.lookup(np.arange(ROWS)), rtol=rounding, atol=0)
+
+
+# ---------------------------------------------------------------- races that it is to find
+
+
+@jit
+def _write_one(out):
+    tl.store(out, tl.program_id(0))
+
+
+@jit
+def _read_the_next(out):
+    program = tl.program_id(0)
+    tl.store(out + program, tl.load(out + program + 1))
+
+
+@jit
+def _shift(out, BARRIER: tl.constexpr):
+    lane = tl.arange(0, 4)
+    value = tl.load(out + lane + 1)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(out + lane, value)
+
+
+@jit
+def _add_and_write(out):
+    if tl.program_id(0) == 0:
+        tl.store(out, 0)
+    tl.atomic_add(out, 1)
+
+
+@jit
+def _own(out):
+    lane = tl.program_id(0) * 4 + tl.arange(0, 4)
+    tl.store(out + lane, tl.load(out + lane) + 1)
+    tl.atomic_add(out + 100, 1)
+
+
+RACES: dict[str, tuple[Any, int, dict[str, bool], set[str]]] = {
+    "one place": (_write_one, 2, {}, {"two programs write the same"}),
+    "the next one's": (_read_the_next, 2, {}, {"a program reads what another one writes"}),
+    "no barrier": (_shift, 1, {"BARRIER": False}, {"no barrier between what reads and what writes"}),
+    "a barrier": (_shift, 1, {"BARRIER": True}, set()),
+    "add and write": (_add_and_write, 2, {}, {"a program adds what another one writes"}),
+    "each its own": (_own, 3, {}, set()),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, programs, options, wanted = RACES[name]
+    detector = race_detector.install(monkeypatch)
+    launch(kernel, programs, torch.zeros(128, dtype=torch.int32), **options)
+    assert {what for _, what in detector.found} >= wanted
+    assert bool(detector.found) == bool(wanted)
+
+
+# ---------------------------------------------------------------- memory that has anything in it
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have PyTorch fill what it does not initialize with NaN, and the largest integers."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("way", [SOME_NEAR[1], *slow(ALL_NEAR, NONE_NEAR, HOSTED[0], HOSTED[2])], ids=by_name)
+def test_what_nobody_wrote_is_not_read(way: Way) -> None:
+    assert torch.empty(1).isnan().all()
+    assert_same_table(trained(way, 2, "Adam").table, trained(None, 2, "Adam").table)
