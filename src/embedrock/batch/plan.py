@@ -70,7 +70,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
-            array.setflags(False)  # which takes a quarter of what array.flags takes
+            array.setflags(write=False)  # quicker than by array.flags
 
     def of_rows(self, rows: Int64Array) -> Plan:
         """Return what a step needs of some of its rows, positions in `ids`: nothing of who shares them."""
