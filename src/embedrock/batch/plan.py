@@ -68,6 +68,11 @@ class Plan:
     epoch: int = -1
     parts: tuple[Plan, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays."""
+        return sum(each.nbytes for each in (self.ids, self.inverse, self.starts, self.order, self.slots))
+
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
             array.setflags(write=False)  # quicker than by array.flags

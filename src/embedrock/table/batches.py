@@ -241,6 +241,11 @@ class Reading:
     side_by_side: bool = False
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays of its plans."""
+        return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
+
+    @property
     def outputs(self) -> list[np.ndarray]:
         """For each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
         found = dict[int, np.ndarray]()
@@ -424,9 +429,13 @@ def _looked_up(pool: Pool, asked: Sequence[tuple[Rows, np.ndarray]]) -> Iterator
 
 
 def unread(batch: GroupPlan) -> Reading:
-    """Return the reading of a batch of rows that is only stepped."""
-    none: list[None] = [None] * len(batch.shares)
-    return Reading(batch, places=[*none], traces=[*none])
+    """Return the reading of a batch that is only stepped: of rows, and of sums of them without weights."""
+    reading = Reading(batch)
+    for share in batch.shares:
+        is_summed = share.route.kind != "rows"
+        reading.places.append(share.layout.in_order if is_summed else None)
+        reading.traces.append(np.ones(len(share.layout.offsets) - 1, np.float32) if is_summed else None)
+    return reading
 
 
 def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Reading:

@@ -64,6 +64,9 @@ class Group:
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
         name: for error messages.
 
+    Attributes:
+        memory, on_nonfinite: what it was given.
+
     Raises:
         ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
         TableFileError: at `path` there is something else, or a table alone.
@@ -99,7 +102,7 @@ class Group:
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
-            self._begin(on_nonfinite)
+            self._begin(memory, on_nonfinite)
             self._pools = Pools(memory, "the group")
             return
         opening = opening_of(options)
@@ -113,15 +116,15 @@ class Group:
         made._open(volume, opening, on_nonfinite)
         return made
 
-    def _begin(self, on_nonfinite: str) -> None:
-        self.on_nonfinite, self.turn = on_nonfinite, Turn()
+    def _begin(self, memory: Size | None, on_nonfinite: str) -> None:
+        self.memory, self.on_nonfinite, self.turn = memory, on_nonfinite, Turn()
         self.files: GroupFiles | None = None
         self._members: dict[str, Table | Resting] = {}
         self._routes = batches.Routes()
         self._closed_at = ""
 
     def _open(self, volume: Volume, opening: Opening, on_nonfinite: str) -> None:
-        self._begin(on_nonfinite)
+        self._begin(opening.memory, on_nonfinite)
         try:
             self.files = GroupFiles(volume, opening, self)
             self._members |= self.files.resume()

@@ -13,6 +13,7 @@ from embedrock.keras.layers.lookup_layer import LookupLayer, ragged_rank
 from embedrock.keras.layers.options import RowLayerOptions, shows
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import Request
+from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.wording import not_one_of
 
@@ -39,7 +40,7 @@ class EmbeddingBag(LookupLayer):
         mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
             that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
             the largest value of each column, of equal ones the first.
-        sharded, options: as in `Embedding`.
+        group, sharded, options: as in `Embedding`.
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
     `weights`: floats of the same shape. (Gradients reach them.)
@@ -70,12 +71,14 @@ class EmbeddingBag(LookupLayer):
         mask_zero: bool = False,
         mode: str = "sum",
         *,
+        group: Group | None = None,
         sharded: bool = False,
         **options: Unpack[RowLayerOptions],
     ) -> None:
         mode = _checked_mode(self, mode)
         super().__init__(
             *(input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint, mask_zero),
+            group=group,
             sharded=sharded,
             **options,
         )

@@ -11,9 +11,11 @@ import keras
 from embedrock.initializers import Initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.saving.descriptions import (
+    describe_group,
     describe_initializer,
     describe_rule_of_layer,
     describe_table,
+    group_of,
     read_initializer_of,
     table_of,
 )
@@ -24,7 +26,7 @@ from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
 # What a layer on a ready-made table leaves to it. The rule is the layer's.
-OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "sharded", *declared(LayerOptions)} - {"rule"}
+OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "group", "sharded", *declared(LayerOptions)} - {"rule"}
 
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +47,8 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
         config["path"] = None if path is None else os.path.abspath(path)
         config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
+    if config.pop("group", None) is not None and loading.shared_objects() is not None:
+        config["group"] = describe_group(arguments["group"])
     if loading.shared_objects() is not None:
         config["shared"] = id(table)
     return config
@@ -67,6 +71,8 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
             config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
         if shared is None and config["path"] is not None:
             loading.check_not_copied(config["path"], label)
+        if (group := config.get("group")) is not None:
+            config["group"] = group_of(group, shared)
         layer = kind(**{**config, **policies_of(config)})
     if shared is not None:
         shared[key] = layer.table, layer.shares_open_table

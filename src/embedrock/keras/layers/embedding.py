@@ -41,6 +41,9 @@ class Embedding(LookupLayer):
         policy, keep, directory, on_nonfinite: as in `er.Table`.
         device_memory: as in `er.Table`, for layers of PyTorch on the same table: TensorFlow's reads and steps are
             those of rows in RAM.
+        group: an `er.Group`, whose member the table is, by the layer's name: one that is there, or a new one. Layers of
+            a group that are looked up together, by an `EmbeddingCollection` or in a model that was `fuse`d, are read,
+            and their gradients summed, in one go. A file of the model has the group; a copy of the layer is alone.
         sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, have each worker keep its part of the rows, in
             RAM or in a folder of its own inside of `path`, ``shard-<rank>-of-<workers>``. Rows are looked up by all
             workers at once; `layer.table` is the worker's part. In one process it changes nothing.

@@ -18,6 +18,7 @@ from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
 from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
+from embedrock.table.group import Group
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
@@ -46,6 +47,7 @@ class RowLayer(keras.layers.Layer):
         embeddings_constraint: Any = None,
         mask_zero: bool = False,
         *,
+        group: Group | None = None,
         sharded: bool = False,
         **options: Unpack[RowLayerOptions],
     ) -> None:
@@ -62,6 +64,7 @@ class RowLayer(keras.layers.Layer):
             "embeddings_regularizer": regularizer_of(embeddings_regularizer, kind),
             "embeddings_constraint": constraint_of(embeddings_constraint, kind, dim),
             "mask_zero": mask_zero,
+            "group": group,
             "sharded": sharded,
             **of_table,
         }
@@ -80,11 +83,14 @@ class RowLayer(keras.layers.Layer):
         rows, dim = config["input_dim"], config["output_dim"]
         if config["sharded"]:
             shards.check_options(kind, rows, options)
+        group = config["group"]
+        _check_group(kind, rows.group if isinstance(rows, Table) else group, config["sharded"])
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
             # The rule is the layer's: it says that the rows do not follow the optimizer.
-            return open_table(kind, rows, dim, None, {**options, "rule": None}, None, dim_name="output_dim")
+            options["rule"] = None
+            return open_table(kind, rows, dim, None, options, None, dim_name="output_dim", group=group)
         if self.variable_dtype not in TABLE_DTYPES:
             raise ArgumentError(
                 f"`dtype` of {kind} must keep variables in one of {', '.join(TABLE_DTYPES)}: got {self.dtype_policy}."
@@ -98,7 +104,7 @@ class RowLayer(keras.layers.Layer):
             options |= {"rows": rows, "dim": dim}
             table, self.shares_open_table = loading.open_for(options["path"], options, drawn.first)
             return table
-        return open_table(kind, rows, dim, None, options, drawn.first, dim_name="output_dim")
+        return open_table(kind, rows, dim, None, options, drawn.first, dim_name="output_dim", group=group)
 
     # ------------------------------------------------------------ arguments
 
@@ -106,7 +112,7 @@ class RowLayer(keras.layers.Layer):
     embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
     mask_zero = Argument(lambda layer, given: given)
     embeddings_initializer = Argument()
-    rule, seed, memory, directory, on_nonfinite, sharded = (Argument() for _ in range(6))
+    rule, seed, memory, directory, on_nonfinite, group, sharded = (Argument() for _ in range(7))
     policy, keep, device_memory, admission, eviction = (Argument() for _ in range(5))
 
     # ------------------------------------------------------------ rows
@@ -244,6 +250,17 @@ class RowLayer(keras.layers.Layer):
     def load_assets(self, dir_path: str | None) -> None:
         """Read the rows of a table in RAM."""
         state.load_assets(self, dir_path)
+
+
+def _check_group(kind: str, group: Any, sharded: bool) -> None:
+    """Raise `UnsupportedError` where the tables of a group cannot be those of layers."""
+    if group is not None and sharded:
+        raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")
+    if isinstance(group, Group) and group.is_on_disk:
+        raise UnsupportedError(
+            f"`group` of {kind} must be one in RAM: got one on disk, at {group.path!r}, to which files of models "
+            "cannot refer yet. Give each layer path=..., or make the group without."
+        )
 
 
 def _as_ids(given: Any) -> Any:

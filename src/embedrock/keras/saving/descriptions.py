@@ -14,6 +14,7 @@ from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
 from embedrock.rules import Rule, describe_rule
 from embedrock.table.description import policies_of, rule_of
+from embedrock.table.group import Group
 from embedrock.table.table import Table
 
 
@@ -88,6 +89,21 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
         return loading.open_for(path, options)
     loading.check_not_copied(path, label)
     return loading.open_or_make(options), False
+
+
+def describe_group(group: Group) -> dict[str, Any]:
+    """Return a group as plain data, for layers of a model that is being saved: they say which of them share it."""
+    return {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
+
+
+def group_of(description: Mapping[str, Any], shared: dict[Any, Any] | None) -> Group | None:
+    """Return the group that `describe_group` described: a new one for each model that is loaded; None for a copy."""
+    if shared is None:
+        return None
+    key = "embedrock group", description["shared"]
+    if key not in shared:
+        shared[key] = Group(description["memory"], description["on_nonfinite"])
+    return shared[key]
 
 
 def describe_rule_of_layer(rule: Rule | None) -> dict[str, Any] | None:

@@ -7,9 +7,12 @@ from collections import OrderedDict
 
 from embedrock.batch.plan import Plan
 from embedrock.process import forks
+from embedrock.table.batches import Reading
 
 # Of a lookup whose plans are no longer kept when its gradients come, they are made again.
 KEPT_BYTES = 1 << 27
+
+Leased = Plan | Reading  # of a table, or of tables of a group
 
 
 class Leases:
@@ -21,10 +24,10 @@ class Leases:
     def __init__(self) -> None:
         self._lock = forks.lock(forks.Rank.SECTION)
         self._numbers = itertools.count(1)
-        self._plans: OrderedDict[int, list[Plan]] = OrderedDict()
+        self._plans: OrderedDict[int, list[Leased]] = OrderedDict()
         self._bytes = 0
 
-    def grant(self, plans: list[Plan]) -> int:
+    def grant(self, plans: list[Leased]) -> int:
         """Return the number of a new lease, of the plans of a lookup."""
         with self._lock:
             number = next(self._numbers)
@@ -34,7 +37,7 @@ class Leases:
                 self._bytes -= _size(self._plans.popitem(last=False)[1])
             return number
 
-    def end(self, number: int) -> list[Plan] | None:
+    def end(self, number: int) -> list[Leased] | None:
         """Return the plans of the lookup whose gradients come; None where they are no longer kept, or came before."""
         with self._lock:
             plans = self._plans.pop(number, None)
@@ -42,8 +45,8 @@ class Leases:
             return plans
 
 
-def _size(plans: list[Plan]) -> int:
-    return sum(each.nbytes for plan in plans for each in (plan.ids, plan.inverse, plan.starts, plan.order, plan.slots))
+def _size(plans: list[Leased]) -> int:
+    return sum(plan.nbytes for plan in plans)
 
 
 LEASES = Leases()

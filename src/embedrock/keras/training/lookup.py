@@ -20,7 +20,7 @@ from embedrock.keras.training.fetching import Fetching
 from embedrock.keras.training.handle import Handle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import Request, TableLookup, by_table
+from embedrock.keras.training.requests import PartLookup, Request, TableLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.process.spans import span
@@ -55,7 +55,8 @@ class Lookup:
         self.functions = keeper_of(self.handles)
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
-        self._sharded = [one for one in self.by_table if shards.shard_of(one.handle.table) is not None]
+        alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
+        self._sharded = [one for one in alone if shards.shard_of(one.handle.table) is not None]
         self._fetching = Fetching(self._sharded) if self._sharded and shards.has_workers() else None
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
@@ -74,7 +75,7 @@ class Lookup:
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
-                plan, its_rows = fetched.get(one, (None, None))
+                plan, its_rows = fetched.get(one, (None, None)) if isinstance(one, TableLookup) else (None, None)
                 if plan is None and (self._keep or one.pools):
                     plan = one.plan(requests)
                 found, saved = one.read(requests, plan, its_rows)
@@ -104,7 +105,8 @@ class Lookup:
         for one, plan in zip(self.by_table, plans, strict=True):
             kept = next(saved) if one.saves else None
             summed, weights = one.sum_gradients(requests, plan, grads, kept)
-            by_handle[one.handle].append(summed)
+            for handle, of_rows in summed:
+                by_handle[handle].append(of_rows)
             weighted = [k for k in one.which if requests[k].weights is not None]
             of_weights.update(zip(weighted, weights, strict=True))
         tokens = [self._add(handle, (place, int(replica)), by_handle[handle]) for handle in self.trained]
@@ -227,7 +229,7 @@ def _shape(request: Request) -> list[int | None]:
     return [None if ends is None else ends - 1, dim]
 
 
-def _dtype_saved(one: TableLookup) -> tf.DType:
+def _dtype_saved(one: PartLookup) -> tf.DType:
     return tf.int32 if one.is_max else tf.float32
 
 

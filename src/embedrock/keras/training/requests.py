@@ -1,4 +1,4 @@
-"""What one lookup reads of tables, on the host: rows, and rows pooled into bags."""
+"""What one lookup reads of tables, on the host: rows, and rows pooled into bags; of a group's tables at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
 from embedrock.keras.training.handle import Handle
+from embedrock.table.batches import Feature, Reading, unread
+from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.wording import counted
 
@@ -60,6 +62,13 @@ class Request(NamedTuple):
         return in_bag
 
 
+class Summed(NamedTuple):
+    """The gradients of one table's rows."""
+
+    handle: Handle
+    grads: RowGradients
+
+
 class TableLookup:
     """Requests of a lookup that share a plan: all those of one table, but for maxima, which have a plan of their own.
 
@@ -88,19 +97,11 @@ class TableLookup:
         try:
             return self.handle.table.plan(self.ids(requests))
         except IdError:
-            self._refuse_outside(requests)
+            _refuse_outside([requests[k] for k in self.which])
             raise
 
-    def _refuse_outside(self, requests: Sequence[Request]) -> None:
-        """Raise the `IdError` of the first of its requests that has an id outside of the table."""
-        table, mine = self.handle.table, [requests[k] for k in self.which]
-        for number, request in enumerate(mine, 1):
-            place = request.place()
-            more = f" of input {number} of {len(mine)}" * (len(mine) > 1)
-            check_range(request.ids, table.rows, table.subject, lambda at, place=place, more=more: place(at) + more)
-
     def read(
-        self, requests: Sequence[Request], plan: Plan | None, rows: np.ndarray | None = None
+        self, requests: Sequence[Request], plan: Any, rows: np.ndarray | None = None
     ) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Read, and pool.
 
@@ -127,12 +128,12 @@ class TableLookup:
         try:
             return self.handle.table.lookup(self.ids(requests))
         except IdError:
-            self._refuse_outside(requests)
+            _refuse_outside([requests[k] for k in self.which])
             raise
 
     def sum_gradients(
-        self, requests: Sequence[Request], plan: Plan, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[RowGradients, list[np.ndarray]]:
+        self, requests: Sequence[Request], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
+    ) -> tuple[list[Summed], list[np.ndarray]]:
         """Sum the gradients of all that was read.
 
         Args:
@@ -142,14 +143,14 @@ class TableLookup:
             saved: as `read` returned it.
 
         Returns:
-            The gradients of the rows, and of the weights of those requests that have any.
+            The gradients of the rows of each table, and of the weights of those requests that have any.
         """
         flat = _joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return self.handle.table.sum(plan, flat), []
+            return [Summed(self.handle, self.handle.table.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
         trace = saved if self.is_max and saved is not None else np.ones(len(flat), np.float32)
-        summed = unpool(flat, weights, bags, trace)
+        summed = [Summed(self.handle, unpool(flat, weights, bags, trace))]
         if weights is None or saved is None:
             return summed, []
         of_positions = _cut(weight_grads(flat, saved, bags), [requests[k].ids.size for k in self.which])
@@ -176,12 +177,87 @@ class TableLookup:
         return [part.reshape(*shape, found.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def by_table(requests: Sequence[Request]) -> list[TableLookup]:
-    """Return the requests of a lookup by what is planned together."""
-    members: dict[tuple[Handle, bool], list[int]] = {}
+class GroupLookup:
+    """Requests of a lookup for rows, or sums of them without weights, of several tables of a group.
+
+    It does what a `TableLookup` does for each of the tables, to the bit. Its plans are readings of the group, whose
+    arrays are left out.
+
+    Attributes:
+        handles: of the tables.
+        which, pools, saves, is_max: as in `TableLookup`.
+    """
+
+    pools, saves, is_max = True, False, False
+
+    def __init__(self, group: Group, requests: Sequence[Request], which: Sequence[int]) -> None:
+        self._group, self.which = group, list(which)
+        self.handles = list(dict.fromkeys(requests[k].handle for k in which))
+
+    def plan(self, requests: Sequence[Request]) -> Reading:
+        """Plan all its requests."""
+        mine = [requests[k] for k in self.which]
+        features = [Feature(r.handle.table, r.ids, r.offsets, mode=None if r.offsets is None else "sum") for r in mine]
+        try:
+            return unread(self._group.plan(features))
+        except IdError:
+            for handle in self.handles:
+                _refuse_outside([request for request in mine if request.handle is handle])
+            raise
+
+    def read(
+        self, requests: Sequence[Request], plan: Any, rows: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], np.ndarray | None]:
+        """Read, and pool."""
+        plan = self.plan(requests) if plan is None else plan
+        found = self._group.read(plan.batch)
+        plan.batch, plan.places, plan.traces = found.batch, found.places, found.traces
+        return found.outputs, None
+
+    def sum_gradients(
+        self, requests: Sequence[Request], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
+    ) -> tuple[list[Summed], list[np.ndarray]]:
+        """Sum the gradients of all that was read."""
+        handles = {handle.table: handle for handle in self.handles}
+        found = self._group.sum(plan, [grads[k] for k in self.which])
+        return [Summed(handles[table], summed) for table, summed in found], []
+
+
+PartLookup = TableLookup | GroupLookup
+
+
+def by_table(requests: Sequence[Request]) -> list[PartLookup]:
+    """Return the requests of a lookup by what is planned together: those of a table, or of tables of a group."""
+    of_tables: dict[Handle, list[int]] = {}
     for k, request in enumerate(requests):
-        members.setdefault((request.handle, request.is_max), []).append(k)
-    return [TableLookup(requests, which) for which in members.values()]
+        of_tables.setdefault(request.handle, []).append(k)
+    groups: dict[Group, list[int]] = {}
+    for handle, which in of_tables.items():
+        if (group := handle.table.group) is not None and _is_plain([requests[k] for k in which]):
+            groups.setdefault(group, []).extend(which)
+    joint = [GroupLookup(group, requests, sorted(which)) for group, which in groups.items()]
+    joint = [one for one in joint if len(one.handles) > 1]
+    done = {handle for one in joint for handle in one.handles}
+    alone: dict[tuple[Handle, bool], list[int]] = {}
+    for k, request in enumerate(requests):
+        if request.handle not in done:
+            alone.setdefault((request.handle, request.is_max), []).append(k)
+    return [*joint, *(TableLookup(requests, which) for which in alone.values())]
+
+
+def _is_plain(requests: Sequence[Request]) -> bool:
+    """Return whether requests of a table are all for rows, or all for sums without weights."""
+    if any(request.is_max or request.weights is not None for request in requests):
+        return False
+    return len({request.offsets is None for request in requests}) == 1
+
+
+def _refuse_outside(requests: Sequence[Request]) -> None:
+    """Raise the `IdError` of the first of a table's requests that has an id outside of it."""
+    for number, request in enumerate(requests, 1):
+        table, place = request.handle.table, request.place()
+        more = f" of input {number} of {len(requests)}" * (len(requests) > 1)
+        check_range(request.ids, table.rows, table.subject, lambda at, place=place, more=more: place(at) + more)
 
 
 def _ends(request: Request) -> np.ndarray:
