@@ -118,6 +118,37 @@ def _lived() -> dict[str, bytes]:
     return {path.removeprefix("/t/"): data for path, data in system.files().items()}
 
 
+def _come_and_gone() -> dict[str, bytes]:
+    """Return the files of a table whose rows come and go: logs that name ids as gone, counts, and uses of rows."""
+    system, rng = FaultFS(), np.random.default_rng(1)
+    with mock.patch("os.urandom", rng.bytes):
+        table = er.Table(
+            None,
+            3,
+            rule=er.SGD(lr=0.1),
+            init=er.Normal(),
+            seed=3,
+            path="/t",
+            system=system,
+            keep=3,
+            memory="64KiB",
+            admission=er.Admission(2, within=8, sketch=64),
+            eviction=er.Eviction(max_rows=20, idle=9, keep=[3]),
+        )
+        for step in range(16):
+            ids = rng.integers(0, 40, 12) - 5
+            table.update(ids, rng.standard_normal((12, 3)).astype(np.float32))
+            if step == 6:
+                table.forget([1, 2, 3])
+            if step % 3 == 2:
+                table.commit(step=step)
+            if step == 8:
+                table.compact()
+        table.commit()
+        table.close()
+    return {path.removeprefix("/t/"): data for path, data in system.files().items()}
+
+
 @functools.cache
 def images() -> list[Image]:
     """Return the tables that are mutated: the golden ones, and one that has lived."""
@@ -125,7 +156,7 @@ def images() -> list[Image]:
     for folder in sorted(GOLDEN.glob("version-*/*/")):
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         found.append(image_of(f"{folder.parent.name}/{folder.name}", files))
-    return [*found, image_of("lived", _lived())]
+    return [*found, image_of("lived", _lived()), image_of("come and gone", _come_and_gone())]
 
 
 # ---------------------------------------------------------------- what is changed

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from embedrock.table.table import Table
 
+COME_AND_GONE = ("admitted", "evicted", "gradients_dropped")
+
 
 class _Counts(NamedTuple):
     """Rows that were asked for since a table was opened, by whether they were in its cache."""
@@ -22,6 +24,11 @@ class TableNumbers:
 
     - ``rows``: rows that were ever stepped, and so are stored;
     - ``ram_bytes``: RAM that they take now (for a table on disk, its cache and its index);
+
+    for a table whose rows come and go,
+
+    - ``admitted``, ``evicted``: rows that got a record, and that lost it, so far;
+    - ``gradients_dropped``: of rows that had no record yet;
 
     and for a table on disk,
 
@@ -50,6 +57,7 @@ class TableNumbers:
     def _of_one(self, table: Table) -> dict[str, float]:
         stats = table.stats()
         numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
+        numbers |= {what: stats[what] for what in COME_AND_GONE if what in stats}
         if not table.is_on_disk:
             return numbers
         before, now = self._counted.get(table, _Counts(0, 0)), _counts(stats)
