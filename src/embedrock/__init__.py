@@ -56,6 +56,7 @@ from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, 
 from embedrock.spec import Spec
 from embedrock.table.group import Group
 from embedrock.table.keeper import UncommittedWarning
+from embedrock.table.numbers import StatsWarning, keep_stats
 from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.table.opened import close, opened
 from embedrock.table.table import Table
@@ -99,6 +100,7 @@ __all__ = [
     "RowwiseAdagrad",
     "Rule",
     "Spec",
+    "StatsWarning",
     "Table",
     "TableFileError",
     "TableLockedError",
@@ -114,6 +116,7 @@ __all__ = [
     "close",
     "get_threads",
     "hash_ids",
+    "keep_stats",
     "open",
     "opened",
     "plan",

@@ -51,6 +51,11 @@ def opened(path: str | os.PathLike[str]) -> Any:
     return table if table is not None and table.is_open_here else None
 
 
+def all_opened() -> list[Table]:
+    """Return the tables on disk that this process has open for writing."""
+    return [table for table in list(_writers.values()) if table.is_open_here]
+
+
 def close(path: str | os.PathLike[str]) -> None:
     """Close the table or group on disk that this process writes at a path, whoever has it; nothing where none is.
 

@@ -1,0 +1,200 @@
+"""``embedrock top | report``, and the file of numbers that they read."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.cli.main import main
+from embedrock.cli.watching import changes, page
+from embedrock.process.spans import span
+from embedrock.table import numbers
+from embedrock.table.numbers import FIELDS, HEADER, PHASES, RECORD, SAMPLES, Clock, History, Ring, files_in
+
+
+@pytest.fixture
+def table(tmp_path: Path):
+    with er.Table(5000, 4, rule=er.SGD(lr=0.1), path=tmp_path / "u&v.rock", memory="64KiB", seed=0) as made:
+        yield made
+        made.commit()
+
+
+@pytest.fixture
+def kept(table: er.Table) -> er.Table:
+    """A table with three samples, of which the process took one at each of steps 0, 1 and 2."""
+    ring = Ring(table)
+    for k in range(3):
+        ring.add({"time": 100.0 + k, "steps": k, "hits": 3 * k, "misses": k, "reads": k, "timed": k / 8,
+                  "disk_s": k / 16, "committed": 90.0, "commit": 7})  # fmt: skip
+    ring.close()
+    return table
+
+
+def test_samples_are_those_of_the_table(table: er.Table):
+    er.keep_stats(0.01)
+    try:
+        end = time.monotonic() + 30
+        ids = np.arange(5000)
+        while time.monotonic() < end:
+            table.update(ids[:500], table.lookup(ids[:500]))
+            (path,) = files_in(table.path or "") or [None]
+            if path is not None and len(History.read(path).samples["time"]) > 3:
+                break
+    finally:
+        er.keep_stats(None)
+    told, samples = History.read(path)
+    assert (told["table"], told["uuid"]) == (table.path, table.uuid)
+    assert 1 <= samples["steps"][-1] <= table.steps
+    assert (np.diff(samples["number"]) == 1).all()
+    assert samples["budget_bytes"][-1] == 64 << 10
+    assert samples["hits"][-1] + samples["misses"][-1] > 0
+
+
+def test_numbers_change_no_bit(tmp_path: Path):
+    def trained(path: Path) -> np.ndarray:
+        with er.Table(300, 4, rule=er.Adam(), path=path, memory="64KiB", seed=0) as made:
+            for _ in range(20):
+                made.update(np.arange(300), made.lookup(np.arange(300)))
+            made.commit()
+            return made.lookup(np.arange(300))
+
+    plain = trained(tmp_path / "a")
+    er.keep_stats(0.01)
+    try:
+        assert np.array_equal(trained(tmp_path / "b"), plain)
+    finally:
+        er.keep_stats(None)
+
+
+def test_a_ring_goes_round_and_on(table: er.Table, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(numbers, "SAMPLES", 4)
+    for first in (0, 5):  # the second is that of a process that came later
+        ring = Ring(table)
+        assert ring.number == first
+        for k in range(5):
+            ring.add({"steps": first + k})
+        ring.close()
+    assert History.read(ring.path).samples["steps"].tolist() == [6, 7, 8, 9]
+    assert SAMPLES * RECORD + HEADER < 1 << 20
+
+
+def test_half_a_sample_is_none(kept: er.Table):
+    path = Path(f"{kept.path}.stats")
+    data = bytearray(path.read_bytes())
+    data[HEADER + 2 * RECORD - 8 : HEADER + 2 * RECORD] = np.float64(99).tobytes()
+    path.write_bytes(bytes(data[:-5]))
+    assert History.read(path).samples["steps"].tolist() == [0]
+
+
+def test_the_file_of_another_table_is_begun_anew(kept: er.Table, tmp_path: Path):
+    Path(f"{kept.path}.stats").rename(tmp_path / "w.rock.stats")
+    with er.Table(9, 4, path=tmp_path / "w.rock") as other:
+        assert Ring(other).number == 0
+    assert not len(History.read(tmp_path / "w.rock.stats").samples["time"])
+
+
+def test_a_clock_takes_what_is_inside_from_what_is_around():
+    clock = Clock()
+    assert clock("sum") is None
+    clock.is_on = True
+    around, inside = clock("read"), clock("disk")
+    assert around is not None
+    assert inside is not None
+    with around, inside:
+        time.sleep(0.01)
+    assert clock.seconds["disk"] >= 0.01 > clock.seconds["read"]
+
+
+def test_numbers_that_cannot_be_written_are_told_once(table: er.Table, monkeypatch: pytest.MonkeyPatch):
+    Path(f"{table.path}.stats").mkdir()
+    keeper = numbers._Keeper(1e6)
+    try:
+        with pytest.warns(er.StatsWarning, match=r"numbers of table .* are written no more: .*Is a directory"):
+            keeper.sample()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            keeper.sample()
+    finally:
+        keeper.stop()
+    with span("sum"):
+        assert "sum" not in keeper._clock.seconds
+
+
+@pytest.mark.parametrize("every", [0, -1, True, "1", float("nan")])
+def test_seconds_that_cannot_be(every: float):
+    with pytest.raises(er.ArgumentError, match=r"`every` of er\.keep_stats must be seconds"):
+        er.keep_stats(every)
+
+
+def test_top(kept: er.Table, capsys: pytest.CaptureFixture[str]):
+    assert main(["top", kept.path or "", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["tables"]
+    assert (told["table"], told["steps"], told["steps_per_s"], told["hit_rate"], told["commit"]) == (
+        "u&v.rock",
+        2,
+        1,
+        0.75,
+        7,
+    )
+    assert told["shares"]["disk"] == 0.5
+    assert not told["is_live"]
+    assert main(["top", str(Path(kept.path or "").parent), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "u&v.rock, of the time: disk 50% (no sample for " in shown
+
+
+def test_a_process_that_began_anew_has_no_rate():
+    samples = {name: np.array([5.0, 1.0, 2.0]) for name in FIELDS} | {"time": np.array([1.0, 2.0, 3.0])}
+    found = changes(samples)
+    assert np.isnan(found["steps_per_s"]).tolist() == [True, False]
+    assert set(PHASES) < set(found)
+
+
+class Page(HTMLParser):
+    """Notes tags, attributes that fetch something, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.fetched, self.text = [], [], ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 1 table\n"
+    read = Page()
+    read.feed(out.read_text())
+    assert not read.fetched
+    assert "script" not in read.tags
+    assert read.tags.count("svg") == read.tags.count("polyline") == 5  # steps, hits, reads, disk; commits
+    assert "u&v.rock" in read.text
+    assert "share of the time: disk: 0.5 at the end" in read.text
+    assert "prefers-color-scheme: dark" in read.text
+
+
+def test_a_report_without_samples(table: er.Table):
+    ring = Ring(table)
+    ring.close()
+    assert "No samples yet." in page([History.read(ring.path)])
+
+
+def test_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["top", str(tmp_path)]) == 1
+    assert "Call er.keep_stats() in the program that trains them." in capsys.readouterr().err
+    (tmp_path / "x.stats").write_text("something else")
+    assert main(["top", str(tmp_path)]) == 1
+    assert "has no numbers of a table, as er.keep_stats writes them" in capsys.readouterr().err
