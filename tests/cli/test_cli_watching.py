@@ -38,14 +38,14 @@ def kept(table: er.Table) -> er.Table:
 
 
 def test_samples_are_those_of_the_table(table: er.Table):
+    path = Path(f"{table.path}.stats")
     er.keep_stats(0.01)
     try:
         end = time.monotonic() + 30
         ids = np.arange(5000)
         while time.monotonic() < end:
             table.update(ids[:500], table.lookup(ids[:500]))
-            (path,) = files_in(table.path or "") or [None]
-            if path is not None and len(History.read(path).samples["time"]) > 3:
+            if path in files_in(table.path or "") and len(History.read(path).samples["time"]) > 3:
                 break
     finally:
         er.keep_stats(None)
@@ -114,7 +114,7 @@ def test_a_clock_takes_what_is_inside_from_what_is_around():
 
 def test_numbers_that_cannot_be_written_are_told_once(table: er.Table, monkeypatch: pytest.MonkeyPatch):
     Path(f"{table.path}.stats").mkdir()
-    keeper = numbers._Keeper(1e6)
+    keeper = numbers._Recorder(1e6)
     try:
         with pytest.warns(er.StatsWarning, match=r"numbers of table .* are written no more: .*Is a directory"):
             keeper.sample()

@@ -28,7 +28,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-TERMS = ("call", "position", "position_byte", "row", "row_byte", "disk_call", "disk_read", "miss", "miss_byte")
+TERMS: tuple[str, ...] = (
+    "call",
+    "position",
+    "position_byte",
+    "row",
+    "row_byte",
+    "disk_call",
+    "disk_read",
+    "miss",
+    "miss_byte",
+)
 OF_DISK = TERMS.index("disk_call")  # from here on
 
 

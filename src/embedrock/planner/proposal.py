@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -312,7 +312,7 @@ class _Search:
         found = split(options, limit - self._fixed_bytes)
         return None if found is None else [one.how for one in found]
 
-    def _refuse_memory(self, limit: int) -> None:
+    def _refuse_memory(self, limit: int) -> NoReturn:
         least = self._fixed_bytes + sum(min(way.ram_bytes for way in ways) for ways in self.ways)
         raise NoPlanError(
             f"the tables do not fit {format_bytes(limit)} of RAM, not even on disk: the process takes "

@@ -8,6 +8,7 @@ it: counts that only grow, which may be some microseconds apart.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import threading
@@ -135,12 +136,10 @@ class History(NamedTuple):
             ValueError: it is something else.
         """
         data = Path(path).read_bytes()
-        try:
-            told = json.loads(data[:HEADER])
-            fields = told["fields"] if told["format"] == FORMAT else None
-        except (ValueError, KeyError, TypeError):
-            fields = None
-        if fields != list(FIELDS):
+        told: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, TypeError):
+            told = dict(json.loads(data[:HEADER]))
+        if (told.get("format"), told.get("fields")) != (FORMAT, list(FIELDS)):
             raise ValueError(f"{os.fspath(path)!r} has no numbers of a table, as er.keep_stats writes them.")
         whole = (len(data) - HEADER) // RECORD
         records = np.frombuffer(data, np.float64, whole * len(FIELDS), HEADER).reshape(whole, len(FIELDS))
@@ -149,7 +148,7 @@ class History(NamedTuple):
         return cls(told, {name: records[:, k] for k, name in enumerate(FIELDS)})
 
 
-class _Keeper:
+class _Recorder:
     """The thread that writes, once in so many seconds, for all tables on disk that this process writes."""
 
     def __init__(self, every: float) -> None:
@@ -182,7 +181,7 @@ class _Keeper:
     def sample(self) -> None:
         """Write a sample of each table."""
         for table in opened.all_opened():
-            if table in self._lost:
+            if table in self._lost or not isinstance(table, Table):  # groups have no file of their own yet
                 continue
             try:
                 ring = self._rings.get(table)
@@ -201,7 +200,7 @@ class _Keeper:
         assert isinstance(tier, Disk)
         sizes = {"rows": tier.count, "ram_bytes": tier.bytes_used, "budget_bytes": tier.budget_bytes}
         phases = {f"{name}_s": self._clock.seconds.get(name, 0.0) for name in PHASES}
-        now = {"time": time.time(), "steps": rows.steps, "committed": _seconds(tier.store.manifest.time)}
+        now = {"time": time.time(), "steps": rows.steps, "committed": _seconds(tier.store.volume.manifest.time)}
         return {**tier.counters(), **sizes, **phases, **now, TIMED: self._timed}
 
 
@@ -210,7 +209,7 @@ def _seconds(told: str) -> float:
 
 
 _lock = threading.Lock()
-_keeper: _Keeper | None = None
+_recorder: _Recorder | None = None
 
 
 def keep_stats(every: float | None = 1.0) -> None:
@@ -230,15 +229,15 @@ def keep_stats(every: float | None = 1.0) -> None:
         >>> er.keep_stats(every=5)
         >>> er.keep_stats(None)
     """
-    global _keeper
+    global _recorder
     if every is not None and (isinstance(every, bool) or not isinstance(every, int | float) or not 0.01 <= every < 1e9):
         raise ArgumentError(f"`every` of er.keep_stats must be seconds, 0.01 or more, or None: got {every!r}.")
     with _lock:
-        before, _keeper = _keeper, None
+        before, _recorder = _recorder, None
         if before is not None:
             before.stop()
         if every is not None:
-            _keeper = _Keeper(every)
+            _recorder = _Recorder(every)
 
 
 @atexit.register

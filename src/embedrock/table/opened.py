@@ -51,8 +51,8 @@ def opened(path: str | os.PathLike[str]) -> Any:
     return table if table is not None and table.is_open_here else None
 
 
-def all_opened() -> list[Table]:
-    """Return the tables on disk that this process has open for writing."""
+def all_opened() -> list[Table | Group]:
+    """Return the tables and groups on disk that this process has open for writing."""
     return [table for table in list(_writers.values()) if table.is_open_here]
 
 
