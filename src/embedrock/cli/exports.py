@@ -26,6 +26,7 @@ from embedrock.cli.formats import (
 )
 from embedrock.cli.imports import words_of
 from embedrock.cli.journal import RESTART, Journal
+from embedrock.cli.places import opened, place_of
 from embedrock.machine.space import full_disk, is_full
 from embedrock.terminal.progress import progress
 from embedrock.terminal.tables import format_count
@@ -58,7 +59,7 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
     kind = format_to_write(path, arguments.format)
     if path.exists():
         fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
-    with er.open(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
+    with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
         job = _job(table, kind, path, arguments)
         kept = None if arguments.restart else job.journal.load()
         _check_part(job, kept, arguments.restart)
@@ -89,7 +90,7 @@ def _job(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Exp
         fail(Path(arguments.table), "rows that were stepped or assigned", "none", remedy)
     words = _words(Path(arguments.table), kind, arguments.words)
     described = {
-        "table": table.uuid,
+        "table": "#".join(filter(None, (table.uuid, place_of(arguments.table).member))),
         "commit": table.last_commit,
         "format": kind.name,
         "rows": rows,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.cli.places import opened
 
 PART_IDS = 1 << 16  # forgotten at a time
 
@@ -20,7 +21,7 @@ def run_forget(arguments: Namespace) -> dict[str, Any]:
         ArgumentError: a line of the file is no id.
     """
     ids = np.unique(read_ids(arguments.ids))
-    with er.open(arguments.table, memory=arguments.memory, keep=arguments.keep) as table:
+    with opened(arguments.table, memory=arguments.memory, keep=arguments.keep) as table:
         forgotten = sum(table.forget(ids[start : start + PART_IDS]) for start in range(0, len(ids), PART_IDS))
         commit = table.commit(step=table.last_step)
         commit = max(commit, table.compact())

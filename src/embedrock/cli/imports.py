@@ -20,6 +20,7 @@ from embedrock.cli.ahead import ahead
 from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
+from embedrock.cli.places import opened
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
 from embedrock.terminal.arguments import count
@@ -145,12 +146,20 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
 
 @contextmanager
 def _opened(job: ImportJob, arguments: Namespace) -> Iterator[er.Table]:
-    table = er.open(job.table, memory=arguments.memory) if job.into else _made(job, arguments)
+    if job.into:
+        with opened(job.table, memory=arguments.memory) as table:
+            try:
+                yield table
+            except BaseException:
+                _forget(table)
+                raise
+        return
+    table = _made(job, arguments)
     try:
         yield table
     except BaseException as error:
         # Without anything of the file, the table would only stand in the way of a mended file, or other options.
-        is_useless = isinstance(error, FileError) and not job.into and not table.last_commit
+        is_useless = isinstance(error, FileError) and not table.last_commit
         _forget(table)
         if is_useless:
             _unmake(job)

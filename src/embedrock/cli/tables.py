@@ -16,6 +16,7 @@ import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
+from embedrock.cli.places import check_there, opened, place_of, whole_folder
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
@@ -58,14 +59,14 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
 def _add(subparsers: Any, name: str, run: Callable[[Namespace], int], text: str, **options: Any) -> ArgumentParser:
     description = text[0].upper() + text[1:] + "."
     parser = subparsers.add_parser(name, help=text, description=options.pop("description", description), **options)
-    parser.add_argument("table", type=_table, metavar="TABLE", help="folder of the table")
+    parser.add_argument("table", type=_table, metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=partial(_on_table, run), parser=parser)
     return parser
 
 
 def _on_table(run: Callable[[Namespace], int], arguments: Namespace) -> int:
-    check_table(OS_SYSTEM, arguments.table)
+    check_there(arguments.table)
     return run(arguments)
 
 
@@ -129,7 +130,9 @@ def _info(arguments: Namespace) -> int:
 
 def _described(path: str, at: int | None) -> dict[str, Any] | None:
     """Return what a table is; None where a writer has dropped the commit meanwhile."""
-    with er.open(path, mode="r", at=at) as table:
+    if _is_group(path, at):
+        return _described_group(path, at)
+    with opened(path, mode="r", at=at) as table:
         commits = {one["commit"]: one for one in table.commits()}
         if table.last_commit not in commits:
             return None
@@ -147,9 +150,35 @@ def _described(path: str, at: int | None) -> dict[str, Any] | None:
                 "skipped_steps": stats["skipped_steps"],
                 "commit": commits[table.last_commit],
                 "commits": len(commits),
-                "bytes": _bytes_by_kind(path),
+                "bytes": _bytes_by_kind(place_of(path).folder),
             }
         )
+
+
+def _is_group(path: str, at: int | None) -> bool:
+    place = place_of(path)
+    if place.member is not None:
+        return False
+    with er.open(path, mode="r", at=at) as found:
+        return isinstance(found, er.Group)
+
+
+def _described_group(path: str, at: int | None) -> dict[str, Any] | None:
+    """Return what a group is; None where a writer has dropped the commit meanwhile."""
+    with er.open(path, mode="r", at=at) as group:
+        commits = {one["commit"]: one for one in group.commits()}
+        if group.last_commit not in commits:
+            return None
+        return {
+            "path": group.path,
+            "uuid": group.uuid,
+            "members": group.describe(),
+            "rows_touched": int(group.stats()["rows_touched"]),
+            "pools": len(group.pools),
+            "commit": commits[group.last_commit],
+            "commits": len(commits),
+            "bytes": _bytes_by_kind(path),
+        }
 
 
 def _bytes_by_kind(path: str) -> dict[str, int]:
@@ -166,6 +195,8 @@ def _bytes_by_kind(path: str) -> dict[str, int]:
 
 
 def _info_text(told: dict[str, Any]) -> str:
+    if "members" in told:
+        return _group_text(told)
     last, kinds = told["commit"], told["bytes"]
     rows = "any int64 as id" if told["rows"] is None else f"{told['rows']:,}"
     facts = {
@@ -179,10 +210,40 @@ def _info_text(told: dict[str, Any]) -> str:
         "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
         "commit": _commit_text(last),
         "commits": f"{told['commits']}",
-        "on disk": f"{format_bytes(sum(kinds.values()))}: "
-        + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items()),
+        "on disk": _bytes_text(kinds),
     }
     return format_facts(facts)
+
+
+def _group_text(told: dict[str, Any]) -> str:
+    kinds, names = told["bytes"], ("table", "rows", "with records", "dim", "dtype", "rule", "steps")
+    facts = {
+        "group": told["path"],
+        "uuid": told["uuid"],
+        "tables": f"{len(told['members'])}, in {format_count(told['pools'], 'pool')}",
+        "rows": f"{told['rows_touched']:,} with records",
+        "commit": _commit_text(told["commit"]),
+        "commits": f"{told['commits']}",
+        "on disk": _bytes_text(kinds),
+    }
+    rows = [
+        (
+            one["name"],
+            "any int64" if one["rows"] is None else f"{one['rows']:,}",
+            f"{one['rows_touched']:,}",
+            str(one["dim"]),
+            one["dtype"],
+            _call(one["rule"]),
+            f"{one['steps']:,}",
+        )
+        for one in told["members"]
+    ]
+    return f"{format_facts(facts)}\n\n{format_table(names, rows)}" if rows else format_facts(facts)
+
+
+def _bytes_text(kinds: dict[str, int]) -> str:
+    each = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
+    return f"{format_bytes(sum(kinds.values()))}: {each}"
 
 
 def _who_comes_and_goes(told: dict[str, Any]) -> dict[str, str]:
@@ -200,7 +261,7 @@ def _call(described: dict[str, Any] | None) -> str:
 
 
 def _commits(arguments: Namespace) -> int:
-    with er.open(arguments.table, mode="r") as table:
+    with er.open(whole_folder(arguments.table, "commits"), mode="r") as table:
         found = table.commits()
     text = format_table(("commit", "time", "rows", "size", "step", "name"), [_commit_cells(one) for one in found])
     return _tell(arguments, {"commits": found}, text)
@@ -222,7 +283,7 @@ def _commit_cells(commit: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _verify(arguments: Namespace) -> int:
-    folder = os.path.abspath(arguments.table)
+    folder = os.path.abspath(whole_folder(arguments.table, "verify"))
     _check_format(folder)
     verdict = _verdict(folder)
     told = {"path": folder, **verdict._asdict()}
@@ -260,7 +321,7 @@ def _verdict(folder: str) -> Verification:
 
 def _rollback(arguments: Namespace) -> int:
     try:
-        with er.open(arguments.table) as table:
+        with er.open(whole_folder(arguments.table, "rollback")) as table:
             made = table.rollback(arguments.commit)
     except CorruptTableError:
         made = _rescue(os.path.abspath(arguments.table), arguments.commit)
@@ -283,18 +344,19 @@ def _rescue(folder: str, commit: int) -> int:
 
 
 def _compact(arguments: Namespace) -> int:
-    before = sum(_bytes_by_kind(arguments.table).values())
-    with er.open(arguments.table, memory=arguments.memory) as table:
+    folder = whole_folder(arguments.table, "compact")
+    before = sum(_bytes_by_kind(folder).values())
+    with er.open(folder, memory=arguments.memory) as table:
         commit = table.compact()
-    after = sum(_bytes_by_kind(arguments.table).values())
+    after = sum(_bytes_by_kind(folder).values())
     told = {"commit": commit, "bytes_before": before, "bytes": after}
     return _tell(arguments, told, f"commit {commit}: {format_bytes(before)} before, {format_bytes(after)} now")
 
 
 def _forget(arguments: Namespace) -> int:
-    before = sum(_bytes_by_kind(arguments.table).values())
+    before = sum(_bytes_by_kind(place_of(arguments.table).folder).values())
     told = run_forget(arguments)
-    told |= {"bytes_before": before, "bytes": sum(_bytes_by_kind(arguments.table).values())}
+    told |= {"bytes_before": before, "bytes": sum(_bytes_by_kind(place_of(arguments.table).folder).values())}
     rows, ids = format_count(told["forgotten"], "row"), format_count(told["ids"], "id")
     sizes = f"{format_bytes(told['bytes_before'])} before, {format_bytes(told['bytes'])} now"
     names = [
@@ -317,7 +379,7 @@ def _import(arguments: Namespace) -> int:
     if arguments.into and given:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
     if arguments.into:
-        check_table(OS_SYSTEM, arguments.table)
+        check_there(arguments.table)
     told = imports.run_import(arguments)
     text = f"{_rate_text(told)}: {told['table']}, commit {told['commit']} ({told['format']})"
     if told["words"]:

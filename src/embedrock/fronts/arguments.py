@@ -95,8 +95,8 @@ def _member(
     for name in ("path", "memory", "directory", "policy", "keep"):
         if options.get(name, declared(TableOptions)[name].default) != declared(TableOptions)[name].default:
             raise ArgumentError(
-                f"`{name}` of {layer} does not go with `group`: its tables live in RAM, in the group's memory. Leave "
-                "one of them out."
+                f"`{name}` of {layer} does not go with `group`: its tables live where the group does, in its memory. "
+                "Leave one of them out."
             )
     for name in POLICIES:
         if options.get(name) is not None:

@@ -103,6 +103,11 @@ def drafts(folder: Path, endings: Endings) -> list[Checkpoint]:
     return _listed(folder, endings, endings.draft)
 
 
+def one_of_each(tables: Iterable[Table]) -> list[Table]:
+    """Return tables on disk, of each group only one: a commit of it is one of all."""
+    return list({str(table.path): table for table in tables}.values())
+
+
 def _listed(folder: Path, endings: Endings, ending: str) -> list[Checkpoint]:
     matches = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ())]
     found = [match for match in matches if match and match[3] == ending]

@@ -18,6 +18,7 @@ from embedrock.table.table import Table, rows_of
 Relocate = Mapping[str, str] | Callable[[str], str]
 PARTS = "parts"  # how many there are, in references to tables in parts
 KEYS = ("path", "uuid", "commit", "step")
+MEMBER = "member"  # of a reference to a table of a group: its name there
 MANY = 16  # commits that references hold; it is told at this number, and at each doubling
 
 _keeper: ContextVar[str | None] = ContextVar("keeper", default=None)
@@ -49,7 +50,8 @@ def reference_to(table: Table) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now. Changes that are not committed yet are, first."""
     if table.uncommitted:
         table.commit()
-    return {"path": str(table.path), "uuid": table.uuid, "commit": table.last_commit, "step": table.last_step}
+    made = {"path": str(table.path), "uuid": table.uuid, "commit": table.last_commit, "step": table.last_step}
+    return made if table.group is None else {**made, MEMBER: table.name}
 
 
 @contextlib.contextmanager
@@ -162,6 +164,11 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
             f"the state of {label} must be that of its own table, at {str(table.path)!r}, uuid {table.uuid}: got a "
             f"reference to {meant}. {remedies.moved}"
         )
+    own = None if table.group is None else table.name
+    if state.get(MEMBER) != own:
+        both = (f"table {name!r} of a group" if name else "a table alone" for name in (state.get(MEMBER), own))
+        meant_one, has = both
+        raise ArgumentError(f"the state of {label} refers to {meant}, {meant_one}: the layer has {has}.")
     there = [commit["commit"] for commit in table.commits()]
     if state["commit"] not in there:
         raise ArgumentError(
@@ -197,14 +204,20 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
 
 
 def go_to(table: Table, state: Mapping[str, Any]) -> None:
-    """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost."""
+    """Take a table to the commit that a reference names, which was checked. Changes since that commit are lost.
+
+    The other tables of its group go there with it.
+    """
     found = _part_of(table, state) if PARTS in state else None
     commit = state["commit"] if found is None else found["commit"]
-    if not table.uncommitted and table.last_commit == commit:
+    if not table.uncommitted and commit in (table.last_commit, rows_of(table).home.went_back_to):
         return
-    wanted = table.rule
+    tables = [table] if table.group is None else table.group.open_tables()
+    wanted = {each: each.rule for each in tables}
     table.rollback(commit)
-    keep_rule(table, wanted)
+    for each, rule in wanted.items():
+        if each.is_open_here:  # the commit has it
+            keep_rule(each, rule)
 
 
 def keep_rule(table: Table, wanted: Rule | None) -> None:

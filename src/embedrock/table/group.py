@@ -305,6 +305,10 @@ class Group:
         elif not self._closed_at:
             self._members[name] = self.files.rest(rows, name, part)
 
+    def open_tables(self) -> list[Table]:
+        """Return the members that are open: all in RAM; on disk those that somebody has asked for."""
+        return [member for member in self._members.values() if isinstance(member, Table)]
+
     def members(self) -> list[tuple[str, Rows | Resting]]:
         """Return the members, by name: rows of those that are open."""
         return [
@@ -537,6 +541,14 @@ class Group:
             }
             return told if self.files is None else told | self.files.stats()
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what each member is: name, rows, dim, dtype, seed, init, rule, and its steps and rows with records.
+
+        On disk that opens none.
+        """
+        with self.turn.alone():
+            return [{"name": name, **_described(member)} for name, member in self.members()]
+
     def close(self) -> None:
         """Close all members, and give their memory back. Closing twice is allowed.
 
@@ -546,7 +558,7 @@ class Group:
         with self.turn.whole():
             if self._closed_at:
                 return
-            tables = [member for member in self._members.values() if isinstance(member, Table)]
+            tables = self.open_tables()
             if self.files is None:
                 for table in tables:
                     table.close()
@@ -614,6 +626,11 @@ def _another(
         f"{subject} of the group is another one: asked for {got}, and it has {own}. Use its own arguments "
         f"(group[{name!r}] needs none), or another name."
     )
+
+
+def _described(member: Rows | Resting) -> dict[str, Any]:
+    tier, spec = (member.tier, describe_spec(member.spec)) if isinstance(member, Rows) else (member.part, member.spec)
+    return {**spec, "steps": member.steps, "rows_touched": tier.count}
 
 
 def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:

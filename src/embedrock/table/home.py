@@ -59,11 +59,13 @@ class Home(ABC):
         subject: what error messages call the table.
         reopening: how to go on with a table that is closed, a sentence for error messages.
         group: the `Group` whose member the table is.
+        went_back_to: the commit whose content the last one has, where that was a rollback.
     """
 
     subject: str
     reopening: str
     group: Any = None
+    went_back_to: int | None = None
 
     def turn(self) -> Turn:
         """Return who has the table: one turn for all tables that are stepped together."""

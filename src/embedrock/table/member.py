@@ -124,6 +124,11 @@ class InFolder(InGroup):
     def where(self) -> str:
         return f"in the group on disk at {self.files.opening.path!r}{'' if self.files.writes else ' (read only)'}"
 
+    @property
+    def went_back_to(self) -> int | None:  # type: ignore[override]
+        """The commit whose content the last one has, where that was a rollback."""
+        return self.files.went_back_to
+
     def empty_tier(self, spec: Spec) -> Part:
         self.files.check_writable()
         self.files.wait_for_quiet(None)

@@ -20,7 +20,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from embedrock.errors import ArgumentError, CorruptTableError, EmbedrockError
 from embedrock.fronts.arguments import zero_rows
-from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older
+from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop_older, one_of_each
 from embedrock.fronts.references import Relocate, check_state, go_to, kept_by, tell_resumed
 from embedrock.machine.paths import local_path
 from embedrock.machine.space import full_disk, is_full
@@ -138,7 +138,7 @@ def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[s
 
 
 def _commit(made: Checkpoint, tables: list[Table]) -> None:
-    for table in tables:
+    for table in one_of_each(tables):
         table.commit(step=made.step, name=made.commit_name)
 
 

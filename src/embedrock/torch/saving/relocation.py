@@ -48,6 +48,11 @@ def open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) 
 
 
 def _replace(model: nn.Module, old: Table, path: str) -> None:
+    if old.group is not None:
+        raise ArgumentError(
+            f"`relocate` of ert.load cannot move {old.subject}, of the group at {str(old.path)!r}, alone. Make the "
+            f"group with path={path!r}."
+        )
     if old.steps:
         raise ArgumentError(
             f"`relocate` of ert.load would replace the table at {str(old.path)!r} by that at {path!r}, but it has been "
