@@ -23,7 +23,7 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] in (1, 2, 3), f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2, 3, 4), f"{name} is of format {manifest['format']}"
     return manifest
 
 
@@ -66,14 +66,39 @@ def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -
 
 def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any], dict[int, bytes]]:
     """Return a commit, and the record of each row that has one."""
-    manifest, records = read_manifest(folder, commit), {}
+    manifest = read_manifest(folder, commit)
+    records = read_records(folder, manifest)
+    assert len(records) == manifest["count"]
+    return manifest, records
+
+
+def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, bytes]:
+    """Return the record of each id, or key, that has one in a base and its logs."""
+    records: dict[int, bytes] = {}
     for entry in (*manifest["base"], *manifest["delta"]):
         ids, stored, gone = read_run(folder, entry, manifest)
         records |= zip(ids.tolist(), map(bytes, stored), strict=True)
         for row in gone.tolist():
             records.pop(row, None)
-    assert len(records) == manifest["count"]
-    return manifest, records
+    return records
+
+
+def read_group(folder: Path, commit: int | None = None) -> dict[str, tuple[dict[str, Any], dict[int, bytes]]]:
+    """Return what a commit says of each table of a group, by name, and the record of each row that has one."""
+    manifest, tables = read_manifest(folder, commit), {}
+    pools = [{**pool, "uuid": manifest["uuid"]} for pool in manifest["pools"]]
+    records = [read_records(folder, pool) for pool in pools]
+    for member in manifest["members"]:
+        first = None if member["part"] is None else member["part"] << 44
+        own = {
+            key - (first or 0): record
+            for key, record in records[member["pool"]].items()
+            if first is None or first <= key < first + (1 << 44)
+        }
+        assert len(own) == member["count"]
+        record_bytes = pools[member["pool"]]["record_bytes"]
+        tables[member["name"]] = {**member, "uuid": manifest["uuid"], "record_bytes": record_bytes}, own
+    return tables
 
 
 def read_history(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -68,9 +68,12 @@ def opened(text: str | os.PathLike[str], **how: Any) -> Iterator[er.Table]:
     """
     place = place_of(text)
     with er.open(place.folder, **how) as found:
-        if isinstance(found, er.Group) and place.member is None:
+        if not isinstance(found, er.Group):
+            if place.member is not None:
+                raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
+            yield found
+        elif place.member is not None:
+            yield found[place.member]
+        else:
             names = ", ".join(f"{place.folder}#{name}" for name in found) or "it has none yet"
             raise er.ArgumentError(f"{place.folder} holds a group of tables. Name one of them: {names}.")
-        if not isinstance(found, er.Group) and place.member is not None:
-            raise er.ArgumentError(f"{place.folder} holds a table alone, no group: leave #{place.member} out.")
-        yield found if place.member is None else found[place.member]

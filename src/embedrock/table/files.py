@@ -27,7 +27,7 @@ from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
 
 
-class Files(Keeper, Home):
+class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The files of a table alone, and who changes them.
 
     Args:

@@ -118,11 +118,13 @@ class Keeper(ABC):
         went_back_to: the commit whose content the last one has, where that was a rollback.
     """
 
+    went_back_to: int | None
+
     def __init__(self, volume: Volume, opening: Opening) -> None:
         self.volume, self.opening = volume, opening
         self.subject = f"{volume.kind} {opening.name or opening.path!r}"
         self.upkeep = Upkeep(opening.path)
-        self.went_back_to: int | None = None
+        self.went_back_to = None
         self._commit: Commit | None = None  # the last one
         self._pending: Commit | None = None  # whose end nobody has seen yet
         self._process = os.getpid()
