@@ -12,18 +12,12 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
 from embedrock.testing import FaultFS, records_of
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from small_pieces import cut_small
-
-ADAM = er.Adam(lr=0.1)
-KINDS: dict[str, dict[str, Any]] = {
-    "a": {"rows": 10**9, "dim": 4, "rule": ADAM},
-    "b": {"rows": 100, "dim": 4, "rule": er.Adam(lr=0.2)},
-    "c": {"rows": None, "dim": 3, "rule": er.Momentum(lr=0.1, dense=True)},
-}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -37,22 +31,6 @@ def test_members_are_the_same_as_tables_alone_for_long(seed: int) -> None:
     er.set_threads(1 + seed % 4)
     with cut_small():
         play(seed, 100, DiskGroupPair)
-
-
-def made(path: Any, **how: Any) -> er.Group:
-    """Return a group of three tables, of which two share a pool."""
-    options: dict[str, Any] = {"memory": "64KiB"} | how
-    group = er.Group(path=path, **options)
-    for seed, (name, kind) in enumerate(KINDS.items()):
-        group.table(name, **kind, seed=seed)
-    return group
-
-
-def step(group: er.Group, number: int, names: Any = KINDS) -> None:
-    """Make a step that is a function of its number."""
-    rng = np.random.default_rng(number)
-    ids = {name: rng.integers(0, 100, 12) for name in names}
-    group.update(ids, {name: rng.standard_normal((12, group[name].dim)) for name in names})
 
 
 def content_of(group: er.Group) -> dict[str, Any]:
