@@ -37,3 +37,23 @@ def test_a_step_costs_the_host_no_more_than_it_did(told: dict[str, str]) -> None
         found = costs[where]
         assert found["launches"] == launches, found["kernels"]
         assert found["calls"] == calls, found["of calls"]
+
+
+# Of a thread, at most: more registers leave room for too few warps, and stack is memory. Ours are few where it matters.
+MOST_REGISTERS, MOST_STACK_BYTES = 240, 16
+FEW_REGISTERS = {"_step": 64, "_read": 64, "_gather": 64, "_begin": 64, "_locate": 64, "_sum": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["75", "80", "90", "100"])
+def test_kernels_take_no_more_registers_than_they_have_to(capability: str) -> None:
+    program = Path(__file__).with_name("resources.py")
+    done = subprocess.run([sys.executable, program, capability], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    used = json.loads(done.stdout)
+    assert set(used) == {kernel.__name__ for kernel in runtime.KERNELS}
+    for name, variants in used.items():
+        for found in variants:
+            assert found["registers"] <= FEW_REGISTERS.get(name, MOST_REGISTERS), name
+            assert found["stack"] <= MOST_STACK_BYTES, name
+    assert all(found["wide_loads"] for found in used["_step"])  # rows of 64 float32 by 16 bytes

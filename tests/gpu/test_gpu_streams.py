@@ -130,7 +130,7 @@ def test_pinned_ids_that_are_read_late_are_found(gpu: FakeGPU, monkeypatch: pyte
     assert any("copy_ on host does not wait for default" in race for race in gpu.races)
 
 
-@pytest.mark.parametrize("name", ["begin", "wait_for_copies", "ordered", "uses"])
+@pytest.mark.parametrize("name", ["wait_for_copies", "ordered", *slow("begin", "uses")])
 def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, name: str):
     if name == "ordered":
         monkeypatch.setattr(timeline.Timeline, "_ordered", lambda self, done: iter([None]))
