@@ -1,0 +1,39 @@
+"""Layers of Keras whose rows come and go: files of models have who has a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+
+import embedrock as er  # noqa: E402
+import embedrock.keras as erk  # noqa: E402
+
+POLICIES = {"admission": er.Admission(2, within=40), "eviction": er.Eviction(max_rows=50, by="recency", keep=[3])}
+
+
+def test_a_file_of_a_model_has_who_has_a_record(tmp_path: Path):
+    rows = erk.Embedding(None, 4, seed=0, **POLICIES)
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), rows, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(erk.optimizer("sgd"), "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 200, (160, 3)), rng.random((160, 1))
+    history = model.fit(x, y, batch_size=16, verbose=0, callbacks=[erk.TableStats()])
+    assert history.history[f"{rows.name}/evicted"][-1] == rows.table.stats()["evicted"] > 0
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras").layers[0]
+    assert again.table.spec.admission == POLICIES["admission"]
+    for each in (again, rows):
+        each.table.update([1000, 3], np.ones((2, 4), np.float32))
+        each.table.update([1000, 3], np.ones((2, 4), np.float32))
+    for got, wanted in zip(again.table.export(), rows.table.export(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert again.table.stats()["admitted"] == rows.table.stats()["admitted"]
+
+
+def test_it_does_not_go_with_sharded():
+    with pytest.raises(er.UnsupportedError, match=r"`eviction` of erk.Embedding does not go with `sharded`"):
+        erk.Embedding(None, 4, sharded=True, eviction=er.Eviction(max_rows=9))

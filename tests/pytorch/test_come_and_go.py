@@ -1,0 +1,51 @@
+"""Layers whose rows come and go: their state dicts have who has a record; what does not go together is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import embedrock as er
+import embedrock.torch as ert
+
+POLICIES = {"admission": er.Admission(2), "eviction": er.Eviction(max_rows=50, by="recency")}
+
+
+def train(layer: ert.Embedding, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        optimizer.zero_grad()
+        layer(torch.from_numpy(rng.integers(0, 100, 20))).sum().backward()
+        optimizer.step()
+
+
+def test_a_state_dict_has_who_has_a_record():
+    layer, other = (ert.Embedding(None, 4, seed=0, **POLICIES) for _ in range(2))
+    first, second = (ert.SGD(each, lr=0.1) for each in (layer, other))
+    train(layer, first, 0)
+    other.load_state_dict(layer.state_dict())
+    for each, optimizer in ((layer, first), (other, second)):
+        train(each, optimizer, 1)
+    for got, wanted in zip(other.table.export(), layer.table.export(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert layer.table.stats()["evicted"] == other.table.stats()["evicted"] > 0
+
+
+def test_rows_whose_gradients_wait_are_not_forgotten():
+    layer = ert.Embedding(None, 4, seed=0)
+    optimizer = ert.SGD(layer, lr=0.1)
+    layer(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(er.ArgumentError, match=r"read and is not stepped yet: got 1 row, first ids \[1\]"):
+        layer.table.forget([1])
+    optimizer.step()
+    assert layer.table.forget([1]) == 1
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(
+        er.UnsupportedError, match=r"`admission` of ert.Embedding does not go with `group`: rows of its"
+    ):
+        ert.Embedding(None, 4, group=er.Group(), name="a", admission=er.Admission(2))
+    with pytest.raises(er.UnsupportedError, match=r"come and go .*, and cannot be shared out by sharded=True"):
+        ert.Embedding(None, 4, sharded=True, admission=er.Admission(2))
