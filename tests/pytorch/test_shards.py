@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,59 @@ def trains_on_disk(rank: int, folder: str, steps: range, saves_at: int) -> list[
     found = [layer(torch.arange(60)).detach() for layer in model]
     close(model)
     return found
+
+
+def trains_until_killed(rank: int, folder: str) -> None:
+    model, optimizer = on_disk(folder)
+    with contextlib.suppress(ert.NoCheckpointError):
+        ert.load(model, f"{folder}/checkpoints")
+    for step in range(model[2].table.steps, 10**6):
+        step_on_disk(model, optimizer, step, [rank])
+        ert.save(model, f"{folder}/checkpoints", step=step + 1)
+        Path(folder, f"at-{rank}").write_text(str(step + 1))
+
+
+def looks_after_the_kill(rank: int, folder: str) -> tuple[int, list[torch.Tensor]]:
+    model, _ = on_disk(folder)
+    step = ert.load(model, f"{folder}/checkpoints")
+    found = [layer(torch.arange(60)).detach() for layer in model]
+    close(model)
+    return step, found
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_when_all_parts_are_those_of_one_step(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    layers = [ert.Embedding(None, DIM, seed=seed, init=er.Normal(std=0.1)) for seed in (1, 2, 3)]
+    optimizer, done = ert.Adam(layers, lr=0.05), 0
+    for turn in range(8):
+        ranks = Ranks(2, timeout=20)
+        ranks.start(trains_until_killed, str(tmp_path))
+        while not ((at := tmp_path / f"at-{turn % 2}").exists() and int(at.read_text() or 0) > done + 1):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        ranks.processes[turn % 2].kill()  # the other one hears of it, or is killed a moment later
+        time.sleep(draw.uniform(0, 0.05))
+        ranks.processes[1 - turn % 2].kill()
+        ranks.close()
+
+        ranks = Ranks(2)
+        found = ranks.run(looks_after_the_kill, str(tmp_path))
+        ranks.close()
+        step = found[0][0]
+        assert step > done
+        for made in range(done, step):
+            for block in range(2):
+                ids = ids_of(made, block)
+                losses = [layer(ids[:, column]).square().sum() for column, layer in enumerate(layers)]
+                (torch.stack(losses).sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done = step
+        for at, rows in found:
+            assert at == step
+            for ours, layer in zip(rows, layers, strict=True):
+                torch.testing.assert_close(ours, layer(torch.arange(60)).detach(), rtol=0, atol=0)
 
 
 def grows_bigger(rank: int, folder: str) -> str:

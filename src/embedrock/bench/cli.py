@@ -21,6 +21,7 @@ from embedrock.bench.harness.report import Report, write_json
 from embedrock.bench.harness.targets import format_verdicts
 from embedrock.bench.keras.fit import KERAS
 from embedrock.bench.keras.tf_data import TF_DATA
+from embedrock.bench.shards.benches import SHARDS
 from embedrock.bench.step.benches import LOOKUP, PLAN, STEP, TABLE_SIZES
 from embedrock.bench.step.create import CREATE
 from embedrock.bench.step.open_ids import OPEN_IDS
@@ -43,6 +44,7 @@ BENCHES = (
     OPEN_IDS,
     DLRM,
     GROUPS,
+    SHARDS,
     DISK,
     COMMIT,
     VOCABULARY,

@@ -1,0 +1,1 @@
+"""``bench shards``: one model trained by several processes of torch.distributed."""
