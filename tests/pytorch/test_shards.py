@@ -281,6 +281,23 @@ def test_what_needs_all_rows_is_refused_where_there_are_only_some(pair: Ranks) -
         assert all("are shared out over 2 processes" in one for one in said)
 
 
+def reaches_for_others(rank: int) -> tuple[str, torch.Tensor]:
+    layer = one_layer()
+    layer.load_state_dict({"weight": torch.arange(400.0).reshape(100, 4)})
+    said = ""
+    try:
+        layer.table.lookup(np.arange(100))
+    except er.ArgumentError as error:
+        said = str(error)
+    return said, layer(torch.arange(100)).detach()
+
+
+def test_rows_of_others_are_reached_by_the_layer_only(pair: Ranks) -> None:
+    for said, rows in pair.run(reaches_for_others):
+        assert re.search(r"rows of .* that other processes have cannot be reached here: got ids \[\d", said)
+        torch.testing.assert_close(rows, torch.arange(400.0).reshape(100, 4), rtol=0, atol=0)
+
+
 def loses_the_other(rank: int) -> tuple[str, str]:
     layer, first = one_layer(), ""
     layer(torch.tensor([1]))

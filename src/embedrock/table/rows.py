@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,7 @@ class Rows:
         history: what the rule remembers of past steps.
         given_rule, is_rule_bound: who chose the rule: see `rule_changes`.
         side: the rows in another memory.
+        owns: says of ids which rows are here, where other processes have the others; None: all are.
         residents: who has a record; None: who was stepped.
     """
 
@@ -63,6 +65,7 @@ class Rows:
         self.given_rule: Rule | None = None
         self.is_rule_bound = False
         self.side: Side | None = None
+        self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self._tier: Tier | None = None
         self._closed_at = ""
         self._lease, self._reads = Lease(), Reads()
@@ -115,6 +118,16 @@ class Rows:
     def check_open(self) -> None:
         """Raise what `tier` would raise."""
         self.tier  # noqa: B018
+
+    def _check_own(self, ids: np.ndarray) -> None:
+        """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
+        assert self.owns is not None
+        flat = ids.reshape(-1)
+        if len(others := flat[~self.owns(flat)]):
+            raise ArgumentError(
+                f"rows of {self.subject} that other processes have cannot be reached here: got ids "
+                f"{others[:4].tolist()}. Look them up by the layer, on all processes at once."
+            )
 
     def check_process(self) -> None:
         """Raise `UnsupportedError` where a side has rows, and this is a child of its process."""
@@ -216,11 +229,15 @@ class Rows:
 
     def plan(self, ids: np.ndarray) -> Plan:
         """Return what a batch needs. A step that moves no record may still be running."""
+        if self.owns is not None:
+            self._check_own(ids)
         tier = self.tier
         return make_plan(ids, tier.find, tier.epoch)
 
     def look_up(self, ids: np.ndarray) -> np.ndarray:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``."""
+        if self.owns is not None:
+            self._check_own(ids)
         if self.lags:
             return self.read(make_plan(ids))
         flat, tier = ids.reshape(-1), self.tier

@@ -327,7 +327,9 @@ class RowLayer(nn.Module):
         self._check_weight(weight)
         slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # which a table on disk must write through
         for start, rows in _batches(weight, min(IMPORT_ROWS, max(1, int(slots) // 2))):
-            self._table.assign(np.arange(start, start + len(rows)), rows.numpy())
+            ids = np.arange(start, start + len(rows))
+            own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids)
+            self._table.assign(ids[own], rows.numpy()[own])
 
     def _check_weight(self, weight: Tensor) -> None:
         """Raise an error if a weight cannot be imported, so that no row is by then."""

@@ -22,7 +22,7 @@ from embedrock.shards import stages
 from embedrock.shards.exchange import Exchange
 from embedrock.shards.owners import Placement, Replica, Shard
 from embedrock.shards.stages import Block
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.ranks import Ranks, group_of
@@ -122,7 +122,10 @@ class Sharing:
         known_as = f"{handle.known_as} {self.placement._replace(rank=0)}"
         self.key = int.from_bytes(hashlib.blake2b(known_as.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
-        self.side = HostSide(handle.table) if isinstance(self.placement, Replica) else ShardSide(handle.table, self)
+        self.side = HostSide(handle.table)
+        if isinstance(self.placement, Shard):
+            self.side = ShardSide(handle.table, self)
+            rows_of(handle.table).owns = self.placement.owns
 
     @property
     def exchange(self) -> Exchange:
