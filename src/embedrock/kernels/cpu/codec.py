@@ -6,6 +6,8 @@ which not every machine has. No result depends on float32 subnormals, so that a 
 zero (``torch.set_flush_denormal``) computes the same words.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import types
 from numba.extending import overload
@@ -14,7 +16,7 @@ from embedrock.kernels.cpu.generator import ROUNDING, column_words
 from embedrock.kernels.cpu.runtime import INLINED, inlined
 
 
-def decode(word):
+def decode(word: Any) -> Any:
     """Return the float32 value of one word. Only for compiled code: its dtype selects the code, below."""
 
 
