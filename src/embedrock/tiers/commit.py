@@ -116,7 +116,7 @@ class Frozen:
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
-        flags = self._tier.cache.flags
+        flags = self._tier.cache.flags[: self._tier.cache.used_slots]  # there may be far more that no row ever had
         for start in range(0, len(flags), PART_SLOTS):
             yield start, flags[start : start + PART_SLOTS]
 
