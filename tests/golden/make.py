@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
+from embedrock.store.compaction import NO_AGE, compact_in_pieces
+from embedrock.store.pieces import Goal
 from embedrock.store.runs import FORMAT
+from small_pieces import cut_small
+from table_files import files_of
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = {version: HERE / f"version-{version}" for version in (1, 2)}
@@ -75,6 +79,13 @@ GOLDEN = {
 }
 
 
+IN_PIECES = Golden(  # of version 5
+    {"rows": 150, "dim": 2, "rule": er.SGD(lr=0.5), "init": er.Zeros(), "seed": 0},
+    [step(range(150))],
+    [step([0, 20, 149]), step([1, 20, 21, 100, 149]), step([2, 20, 149])],
+)
+
+
 def make(folder: Path, golden: Golden) -> None:
     """Write a golden table, and what it holds as of each commit."""
     table = er.Table(path=folder, **golden.arguments)
@@ -86,6 +97,22 @@ def make(folder: Path, golden: Golden) -> None:
         change(table)
         table.commit(step=number, name=f"golden {number}")
     table.close()
+
+
+def make_in_pieces(folder: Path) -> None:
+    """Write a golden table some of whose chunks have logs in them that its last commit names."""
+    with cut_small():
+        table = er.Table(path=folder, **IN_PIECES.arguments)
+        for change in IN_PIECES.before:
+            change(table)
+        table.commit()
+        table.compact()
+        for number, change in enumerate(IN_PIECES.after):
+            change(table)
+            if number == len(IN_PIECES.after) - 1:
+                compact_in_pieces(files_of(table).store, Goal(4, NO_AGE), None, lambda: False)
+            table.commit(step=number, name=f"golden {number}")
+        table.close()
 
 
 def in_memory(golden: Golden, commits: int) -> er.Table:
@@ -103,6 +130,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if not (HERE / "version-5" / "pieces").exists():
+        (HERE / "version-5").mkdir(exist_ok=True)
+        make_in_pieces(HERE / "version-5" / "pieces")
+        (HERE / "version-5" / "pieces" / "LOCK").unlink()
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else VERSIONS[FORMAT]
     target.mkdir(exist_ok=True)
     for name, golden in GOLDEN.items():

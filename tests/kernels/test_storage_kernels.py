@@ -241,14 +241,20 @@ class Pair:
         self.got.inside[:] = 0
         self.count = 0
         self.homes = 0
-        self.rebuild(total, 0)
+        self.rebuild(total)
 
-    def rebuild(self, total: int, first_run: int) -> None:
-        self.count = REFERENCE.count_overlay(self.expected, first_run)
-        assert CPU.count_overlay(self.got.inside, first_run) == self.count
-        self.homes = REFERENCE.rebuild_overlay(self.expected, total, first_run)
-        assert CPU.rebuild_overlay(self.got.inside, total, first_run) == self.homes
+    def rebuild(self, total: int) -> None:
+        self.homes = REFERENCE.rebuild_overlay(self.expected, total)
+        assert CPU.rebuild_overlay(self.got.inside, total) == self.homes
         self.compare(total)
+
+    def remove(self, ids: np.ndarray, locations: np.ndarray) -> int:
+        args = self.homes, SALT, ids, locations
+        removed = REFERENCE.remove_overlay(self.expected, *args)
+        assert CPU.remove_overlay(self.got.inside, *args) == removed
+        self.count -= removed
+        self.compare(len(self.expected))
+        return removed
 
     def insert(self, ids: np.ndarray, locations: np.ndarray, most: int) -> int:
         args = self.homes, SALT, self.count, most, ids, locations, 0
@@ -264,6 +270,10 @@ class Pair:
             assert self.got.inside[k, 1] == 0 or self.got.inside[k, 0] == self.expected[k, 0]
         assert self.got.inside[total - 1, 1] == 0
         self.got.check()
+
+
+def hash_of(row: int) -> int:
+    return kernels.reference.directory.mix((row ^ int(SALT)) % 2**64)
 
 
 def hashed_to(keys: range) -> np.ndarray:
@@ -284,7 +294,7 @@ def test_overlay(kind: str):
     locations[0] = (2**23 - 1 << 40) + 2**40 - 2
     pair, done = Pair(total), 0
     while (done := done + pair.insert(ids[done:], locations[done:], 81)) < 81:
-        pair.rebuild(total, 0)
+        pair.rebuild(total)
     assert done == pair.count == 81
     assert pair.insert(ids[81:], locations[81:], 81) == 0
     locations[:20] = 7 << 40
@@ -295,8 +305,18 @@ def test_overlay(kind: str):
     in_parts(CPU.find_overlay, 92, pair.got.inside, pair.homes, SALT, asked, got.inside)
     assert got.inside.tolist() == expected.tolist() == [*locations[:81].tolist(), *([-1] * 11)]
     got.check()
-    pair.rebuild(48, 6)
-    assert pair.count == np.count_nonzero(locations[:81] >> 40 >= 6)
+    for row in asked[:81:7].tolist():
+        behind = REFERENCE.behind_overlay(pair.expected, pair.homes, SALT, row)
+        assert CPU.behind_overlay(pair.got.inside, pair.homes, SALT, row) == behind
+        hashes = [hash_of(each) for each in ids[:81].tolist()]
+        assert np.count_nonzero(pair.expected[behind:, 1]) == sum(key > hash_of(row) for key in hashes)
+    gone = locations[:81] >> 40 < 6
+    wrong = ids[:81][~gone]
+    assert pair.remove(np.append(wrong, [123, -456]), np.zeros(len(wrong) + 2, np.int64)) == 0
+    assert pair.remove(ids[:81][gone], locations[:81][gone]) == np.count_nonzero(gone)
+    in_parts(CPU.find_overlay, 92, pair.got.inside, pair.homes, SALT, asked, got.inside)
+    assert got.inside.tolist() == [*np.where(gone, -1, locations[:81]).tolist(), *([-1] * 11)]
+    pair.rebuild(48)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

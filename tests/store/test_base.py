@@ -93,7 +93,7 @@ def test_whole_range_of_ids():
 def test_size(kind: str, bits_a_row: float):
     rows = 1 << 16
     chunks = [chunk_of(kind, list(range(k * rows, (k + 1) * rows)), k * rows, (k + 1) * rows, k) for k in range(3)]
-    assert Base(chunks).nbytes <= 3 * rows * bits_a_row / 8 + 3 * 56
+    assert Base(chunks).nbytes <= 3 * rows * bits_a_row / 8 + 3 * 64
 
 
 def test_it_keeps_copies():

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.store import manifest as manifests
 from embedrock.store import runs
 from format_reader import read_history, read_manifest, read_table
-from golden.make import GOLDEN, HERE, VERSIONS, digests, in_memory
+from golden.make import GOLDEN, HERE, IN_PIECES, VERSIONS, digests, in_memory
 
 NEWEST = {"adam": 4, "sgd": 3, "open": 4}
 COMMITS = [(name, newest - back) for name, newest in NEWEST.items() for back in (0, 1)]
@@ -92,6 +93,26 @@ def test_golden_tables_stay_as_they_are(version: int):
 
 def test_each_version_has_golden_tables():
     assert list(VERSIONS) == list(range(1, runs.FORMAT + 1))
+    assert (runs.FORMAT, runs.GOING, manifests.GROUP_FORMAT, manifests.FOLDED_FORMAT) == (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("commit", [4, 5])
+def test_a_table_some_of_whose_chunks_have_logs_in_them(commit: int, tmp_path: Path):
+    shutil.copytree(HERE / "version-5" / "pieces", tmp_path / "pieces")
+    expected = in_memory(IN_PIECES, commit - 2)
+    manifest, records = read_table(tmp_path / "pieces", commit)
+    assert manifest["format"] == (5 if commit == 5 else 2)
+    assert [entry["folded"] for entry in manifest["base"] if "folded" in entry] == ([1, 1] if commit == 5 else [])
+    assert records == records_of(expected)
+    with er.open(tmp_path / "pieces", mode="r", at=commit) as table:
+        for got, wanted in zip(sorted_rows(table), sorted_rows(expected), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    with er.open(tmp_path / "pieces") as table:
+        table.rollback(commit)
+        IN_PIECES.after[0](table)
+        IN_PIECES.after[0](expected)
+        table.commit()
+    assert read_table(tmp_path / "pieces")[1] == records_of(expected)
 
 
 def marked(folder: Path) -> list[bool]:

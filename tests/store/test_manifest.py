@@ -35,10 +35,6 @@ def entry(file: str, index: str, count: int, lo: int, hi: int) -> RunFile:
     return replace(made, size=run_bytes(WIDTH, made))
 
 
-def plain_of(entry: RunFile) -> dict[str, Any]:
-    return {name: value for name, value in asdict(entry).items() if name != "gone"}
-
-
 MANIFEST = Manifest(
     uuid="0123456789abcdef" * 2,
     commit=42,
@@ -98,7 +94,7 @@ def test_a_manifest_is_two_lines_of_plain_text():
     assert plain.pop("format") == 2
     expected = json.loads(json.dumps(asdict(MANIFEST)))
     for entry in (*expected["base"], *expected["delta"]):
-        del entry["gone"]  # there are none
+        del entry["gone"], entry["folded"]  # there are none
     assert plain == expected
 
 
@@ -238,7 +234,7 @@ def test_keys_are_those_of_the_format(where: tuple[Any, ...]):
 @pytest.mark.parametrize("kind", ["full", "bits"])
 def test_a_log_has_an_index_of_ids(kind: str):
     plain, changed = body(), entry("delta/1", kind, 64, 0, 64)
-    plain["delta"][0] = plain_of(changed)
+    plain["delta"][0] = changed.describe()
     refused(signed(plain), f"expected an index of ids of delta/1, as every log has, got '{kind}'")
 
 
@@ -257,7 +253,7 @@ def test_files_must_lie_below_the_folder_of_their_kind():
 
 def test_ranges_may_not_overlap_or_run_backwards():
     def base(*ranges: tuple[int, int]) -> bytes:
-        made = [plain_of(entry(f"base/{k}", "ids", 1, lo, hi)) for k, (lo, hi) in enumerate(ranges)]
+        made = [entry(f"base/{k}", "ids", 1, lo, hi).describe() for k, (lo, hi) in enumerate(ranges)]
         return signed(body() | {"base": made, "delta": [], "count": len(made)})
 
     assert manifests.parse(base((-BEYOND, 0), (0, 1), (1, BEYOND)), WHERE).count == 3
@@ -269,10 +265,10 @@ def test_ranges_may_not_overlap_or_run_backwards():
 
 def test_more_records_than_ids_are_refused():
     plain = body()
-    plain["base"][0] = plain_of(entry("base/1", "ids", 4, -3, 0))
+    plain["base"][0] = entry("base/1", "ids", 4, -3, 0).describe()
     refused(signed(plain), "records for 3 ids")
     plain = body()
-    plain["delta"][0] = plain_of(entry("delta/1", "ids", 50, -3, 0))  # later records win
+    plain["delta"][0] = entry("delta/1", "ids", 50, -3, 0).describe()  # later records win
     assert manifests.parse(signed(plain), WHERE).contents[0].delta[0].count == 50
 
 
@@ -336,9 +332,26 @@ def test_a_spec_may_have_some_levels():
             refused(data, "levels")
 
 
+def test_chunks_that_have_logs_in_them_are_of_format_5():
+    base = (replace(MANIFEST.base[0], folded=2), *MANIFEST.base[1:])
+    manifest = replace(MANIFEST, base=base)
+    plain = json.loads(manifest.to_bytes().split(b"\n")[0])
+    assert (body()["format"], plain["format"]) == (2, 5)
+    assert [chunk.get("folded") for chunk in plain["base"]] == [2, None, None]
+    assert [chunk.folded for chunk in manifests.parse(signed(plain), WHERE).contents[0].base] == [2, 0, 0]
+    assert base[0] == MANIFEST.base[0]  # they are one file
+    refused(signed(plain | {"format": 3}), "an entry of `base` with")
+    for value, expected in ((3, "up to 2, got 3"), (0, "a whole number in"), (-1, "a whole number in"), (1.0, "whole")):
+        plain["base"][0]["folded"] = value
+        refused(signed(plain), f"`folded` of .*{expected}")
+    plain = json.loads(manifest.to_bytes().split(b"\n")[0])
+    plain["delta"][0]["folded"] = 1
+    refused(signed(plain), "an entry of `delta` with")
+
+
 def test_a_newer_format_says_so():
-    for version in (5, 10**6):
-        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 4. Install"):
+    for version in (6, 10**6):
+        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 5. Install"):
             manifests.parse(signed({"format": version, "shards": []}), WHERE)
 
 

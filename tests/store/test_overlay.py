@@ -56,11 +56,29 @@ class Machine(RuleBasedStateMachine):
         self.overlay.insert(ids, np.full(400, self.run << 40))
         self.model.update(dict.fromkeys(ids.tolist(), self.run << 40))
 
-    @rule(back=st.integers(0, 6))
-    def remove(self, back: int) -> None:
+    @rule(back=st.integers(0, 6), share=st.sampled_from([0.1, 0.5, 1.0]))
+    def remove(self, back: int, share: float) -> None:
+        asked = {row: location for row, location in self.model.items() if row % 1000 < 1000 * share}
+        ids, locations = (np.array([*each], np.int64) for each in (asked, asked.values()))
         first = max(0, self.run - back)
-        self.overlay.remove_runs_below(first)
-        self.model = {row: location for row, location in self.model.items() if location >> 40 >= first}
+        locations[locations >> 40 >= first] += 1 << 40  # where they are not
+        self.overlay.remove(ids, locations)
+        self.overlay.fit()
+        kept = {row: location for row, location in self.model.items() if row not in asked or location >> 40 >= first}
+        self.model = kept
+
+    @rule(batch=st.sampled_from([1, 50, 1000]), count=st.integers(0, 300))
+    def go_through(self, batch: int, count: int) -> None:
+        """What is there all the while is found once, though rows are inserted and the memory grows."""
+        before, seen, last = dict(self.model), list[int](), None
+        while len((part := self.overlay.behind(last, batch))[0]) and len(seen) < 20 * batch:
+            seen += part[0].tolist()
+            last = seen[-1]
+            if len(seen) < 5 * batch:
+                self.insert(len(seen), count, 40)
+        assert len(set(seen)) == len(seen)
+        if len(seen) < 20 * batch:
+            assert before.keys() <= set(seen)
 
     @invariant()
     def agree(self) -> None:
@@ -86,7 +104,10 @@ def test_size_while_it_grows(seed: int):
         check_size(overlay)
         assert overlay.nbytes <= most
     for share in (0.0, 0.1, 0.2, 0.7, 0.9, 0.99, 1.0):
-        overlay.remove_runs_below(int(share * 2**22))
+        ids, locations = (np.concatenate(each) for each in zip(*overlay.items(1000), strict=True))
+        chosen = locations >> 40 < int(share * 2**22)
+        overlay.remove(ids[chosen], locations[chosen])
+        overlay.fit()
         check_size(overlay)
     assert overlay.count == 0
 
@@ -157,7 +178,8 @@ def test_read_only_arrays_are_taken():
 def test_empty():
     overlay, nothing = Overlay(), np.empty(0, np.int64)
     overlay.insert(nothing, nothing)
-    overlay.remove_runs_below(3)
+    overlay.remove(nothing, nothing)
+    overlay.fit()
     assert overlay.find(nothing).tolist() == []
     assert content(overlay) == {}
     assert overlay.bytes_with(0) == overlay.nbytes == PAGE

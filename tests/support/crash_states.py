@@ -31,7 +31,7 @@ from embedrock.machine.vfs import System
 from embedrock.table.table import rows_of
 from embedrock.testing import records_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
-from small_pieces import cut_small
+from small_pieces import cut_small, some_goal
 from table_files import files_of
 
 ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
@@ -250,7 +250,7 @@ class Life:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background()
+        files_of(self.table).compact_in_background(some_goal(files_of(self.table).store, self.rng.random()))
         self.train()
 
     def rollback(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, System
 from same_tables import LAGGING, LAZY, RULES, check_same
-from small_pieces import cut_small
+from small_pieces import cut_small, some_goal
 from table_files import files_of
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
@@ -170,7 +170,7 @@ class Pair:
         self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background()
+        files_of(self.table).compact_in_background(some_goal(files_of(self.table).store, self.rng.random()))
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""

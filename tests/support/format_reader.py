@@ -23,7 +23,7 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] in (1, 2, 3, 4), f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2, 3, 4, 5), f"{name} is of format {manifest['format']}"
     return manifest
 
 
@@ -75,11 +75,20 @@ def read_table(folder: Path, commit: int | None = None) -> tuple[dict[str, Any],
 def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, bytes]:
     """Return the record of each id, or key, that has one in a base and its logs."""
     records: dict[int, bytes] = {}
-    for entry in (*manifest["base"], *manifest["delta"]):
-        ids, stored, gone = read_run(folder, entry, manifest)
+    for entry in manifest["base"]:
+        ids, stored, _ = read_run(folder, entry, manifest)
         records |= zip(ids.tolist(), map(bytes, stored), strict=True)
-        for row in gone.tolist():
-            records.pop(row, None)
+    for number, entry in enumerate(manifest["delta"]):
+        ids, stored, gone = read_run(folder, entry, manifest)
+        chunks = [chunk for chunk in manifest["base"] if number < chunk.get("folded", 0)]
+        told = [*zip(ids.tolist(), stored, strict=True), *((row, None) for row in gone.tolist())]
+        for row, record in told:
+            if any(chunk["lo"] <= row < chunk["hi"] for chunk in chunks):
+                continue
+            if record is None:
+                records.pop(row, None)
+            else:
+                records[row] = bytes(record)
     return records
 
 

@@ -34,7 +34,7 @@ from embedrock.machine.vfs import OS_SYSTEM, OSSystem, System
 from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
 from embedrock.tiers.placing import memory_for
-from small_pieces import SIZES
+from small_pieces import SIZES, some_goal
 from table_files import files_of
 
 ROWS, DIM, BATCH = 400, 3, 24
@@ -187,7 +187,7 @@ class Life:
 
     def _compact(self, table: er.Table) -> None:
         if self.rng.random() < 0.5:
-            files_of(table).compact_in_background()
+            files_of(table).compact_in_background(some_goal(files_of(table).store, self.rng.random()))
         else:
             self._settle(table)
             number = self.begin(table, table.last_step or 0)

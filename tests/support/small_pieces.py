@@ -10,13 +10,14 @@ import pytest
 
 from embedrock.machine import vfs
 from embedrock.store import compaction, folding, reading, runs, store
+from embedrock.store.pieces import Goal
 from embedrock.table import keeper, rows, upkeep
 from embedrock.tiers import commit, disk
 
 SIZES: dict[ModuleType, dict[str, int]] = {
-    compaction: {"CHUNK_BYTES": 1, "PIECE_BYTES": 300, "SCAN_ROWS": 64},
+    compaction: {"CHUNK_BYTES": 1, "LEAST_CHUNK_ROWS": 16, "PIECE_BYTES": 300, "SCAN_ROWS": 16},
     commit: {"PIECE_BYTES": 300, "QUIET_BYTES": 100, "PART_SLOTS": 12},
-    folding: {"FAN": 3, "LEVEL_BYTES": 1 << 13, "PIECE_BYTES": 300},
+    folding: {"FAN": 3, "MORE": 6, "LEVEL_BYTES": 1 << 13, "PIECE_BYTES": 300},
     disk: {"LEAST_OVERLAY_BYTES": 4096},
     keeper: {"LEAST_COMPACTED_BYTES": 1 << 14},
     upkeep: {"FOLDED_AT_ONCE": 1 << 11},
@@ -42,3 +43,12 @@ def cut_small() -> Iterator[None]:
             for name, size in sizes.items():
                 patch.setattr(module, name, size)
         yield
+
+
+def some_goal(of: store.Store, draw: float) -> Goal | None:
+    """Return a goal of a compaction, by a number in [0, 1): all, or some of the pieces, for their rows or their age."""
+    if draw < 0.3:
+        return None
+    share = (draw - 0.3) / 0.7
+    logs = sum(run.file.size for run in of.delta)
+    return Goal(int(share * of.overlay.count), compaction.NO_AGE if draw < 0.8 else int(share * logs))

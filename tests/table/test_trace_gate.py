@@ -21,6 +21,7 @@ from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import volume as volumes
+from embedrock.store.pieces import Goal
 from embedrock.store.store import Store
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
@@ -83,7 +84,7 @@ def forget_too_early(patch: pytest.MonkeyPatch) -> None:
     forget, compact = Store.forget, Files.compact_in_background
     reached, published = threading.Event(), threading.Event()
 
-    def at_the_gap(self: Files) -> None:
+    def at_the_gap(self: Files, goal: Goal | None) -> None:
         compact(self)
         assert reached.wait(60)  # so that the commits that follow meet it there, however quick they are
 

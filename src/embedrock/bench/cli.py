@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from embedrock.bench.disk.commits import COMMIT
+from embedrock.bench.disk.compaction import COMPACTION
 from embedrock.bench.disk.training import DISK
 from embedrock.bench.disk.vocabulary import VOCABULARY
 from embedrock.bench.gpu.training import GPU
@@ -47,6 +48,7 @@ BENCHES = (
     SHARDS,
     DISK,
     COMMIT,
+    COMPACTION,
     VOCABULARY,
     KERAS,
     TF_DATA,

@@ -24,6 +24,7 @@ class Chunk:
         run: its number.
         count: its records.
         index: uint64 words of bits, bit i % 64 of word i // 64 for id lo + i; or int64 ids, ascending; or None.
+        folded_below: logs of less than this number are folded into it.
     """
 
     lo: int
@@ -32,6 +33,7 @@ class Chunk:
     run: int
     count: int
     index: np.ndarray | None
+    folded_below: int = 0
 
 
 class Base:
@@ -46,6 +48,7 @@ class Base:
         self.count = sum(chunk.count for chunk in chunks)
         self._lows = np.array([chunk.lo for chunk in chunks], np.int64)
         self._lasts = np.array([chunk.hi - 1 for chunk in chunks], np.int64)
+        self._folded_below = np.array([chunk.folded_below for chunk in chunks], np.int64)
         self._below = np.cumsum([0, *(chunk.count for chunk in chunks)])  # records of the chunks before each
         self._table = np.zeros((len(chunks), 5), np.int64)
         self._listed = np.empty(sum(chunk.count for chunk in chunks if chunk.kind == "ids"), np.int64)
@@ -77,7 +80,7 @@ class Base:
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that it takes."""
-        arrays = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
+        arrays = self._lows, self._lasts, self._folded_below, self._table, self._listed, self._blocks, self._ranks
         return sum(array.nbytes for array in arrays)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -86,6 +89,15 @@ class Base:
         index = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
         kernels.cpu.launch(kernels.cpu.storage.find_base, *index, ids, locations)
         return locations
+
+    def has_folded(self, ids: np.ndarray, log: int) -> np.ndarray:
+        """Return which ids lie in chunks that a log is folded into: what it has of them is out of date."""
+        numbers = np.flatnonzero(self._folded_below > log)
+        lows, lasts = self._lows[numbers], self._lasts[numbers]
+        if not len(numbers):
+            return np.zeros(len(ids), bool)
+        places = np.searchsorted(lows, ids, side="right") - 1
+        return (places >= 0) & (ids <= lasts[places])
 
     def ids_of(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the ids of records [start, stop) of a chunk, ascending."""

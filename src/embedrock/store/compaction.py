@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,11 +15,15 @@ from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
 from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import PART_BITS
+from embedrock.store.pieces import Goal, Piece, bounds, choose, cut
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
-from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, is_gone, keys_of_part, open_run
+from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
+LEAST_CHUNK_ROWS = 64  # a chunk may have so many, however large they are; a power of two
+PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
+NO_AGE = 1 << 62  # of a goal that is about rows only
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
 
@@ -40,10 +44,12 @@ class Source(NamedTuple):
     Attributes:
         base: the index of the old chunks, `runs` their files.
         first_kept: number of the first run that stays as it is.
-        ids: of the rows in logs, ascending; `locations` says where.
+        ranges: of ids, ascending; what a chunk covers is in one of them, or in none.
+        ids: of the rows in logs and in these ranges, ascending; `locations` says where.
         fresh: those of them that are not in the base.
         gone: ids in the base, ascending, that have no record any more.
-        rows: of the table that the new chunks are of, None for open ids.
+        needed: numbers of runs below `first_kept` that have rows in other ranges.
+        taken: all rows of logs in the ranges, those without a record too, with their locations.
         is_ahead: no commit has these rows, or some of the records.
         dropped: of a pool, the numbers of members whose records are left out.
     """
@@ -51,11 +57,13 @@ class Source(NamedTuple):
     base: Base
     runs: tuple[Run, ...]
     first_kept: int
+    ranges: tuple[tuple[int, int], ...]
     ids: np.ndarray
     locations: np.ndarray
     fresh: np.ndarray
     gone: np.ndarray
-    rows: int | None
+    needed: frozenset[int]
+    taken: tuple[np.ndarray, np.ndarray]
     is_ahead: bool
     dropped: frozenset[int]
 
@@ -92,6 +100,10 @@ class Source(NamedTuple):
         kept[np.searchsorted(ids, gone)] = False
         return ids[kept], locations[kept]
 
+    def has_range(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is in one of the ranges."""
+        return any(lo <= chunk.lo and chunk.hi <= hi for lo, hi in self.ranges)
+
 
 def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None:
     """Fold the logs of past commits into base chunks. The next commit publishes them; until then old files stay.
@@ -105,14 +117,30 @@ def compact(store: Store, rate: float | None, stops: Callable[[], bool]) -> None
         Stopped: `stops` said so.
         OSError: the disk. Nothing has changed.
     """
-    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.content.rows)) as source:
+    with store.compacting, _chosen(store, lambda: (_first_unpublished(store), store.content.rows), None) as source:
         _compact(store, source, rate, stops)
 
 
-def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
-    """Make room in the overlay: let a compaction that is under way end, or fold all logs.
+def compact_in_pieces(store: Store, goal: Goal, rate: float | None, stops: Callable[[], bool]) -> None:
+    """Fold the logs of past commits into some chunks of the base, a few at a time, until they are as `goal` says.
 
-    Those of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
+    See `compact`. What was folded before it raises stays folded.
+    """
+    is_left = True
+    while is_left:
+        while store.hurry and not stops():  # whoever waits for room goes first
+            time.sleep(PAUSE_SECONDS)
+        with store.compacting:
+            part = Goal(max(goal.rows, store.overlay.count - _part_rows(store)), goal.age)
+            with _chosen(store, lambda: (_first_unpublished(store), store.content.rows), part) as source:
+                _compact(store, source, rate, stops)
+        is_left = len(source.taken[0]) > 0 and store.overlay.count > goal.rows
+
+
+def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> None:
+    """Make room in the overlay: let what is being folded be folded, or fold a few pieces.
+
+    The logs of the commit in the making are folded too. No rows may be written and no commit be under way meanwhile.
 
     Args:
         store: of the table.
@@ -122,16 +150,23 @@ def relieve(store: Store, rows: int | None, is_crowded: Callable[[], bool]) -> N
     store.hurry = True  # to a compaction that is under way
     try:
         with store.compacting:
-            if is_crowded():
-                with _chosen(store, lambda: (store.next_run(), rows)) as source:
+            while store.overlay.count and is_crowded():
+                store.close_logs()
+                part = Goal(store.overlay.count - _part_rows(store), NO_AGE)
+                with _chosen(store, lambda: (store.next_run(), rows), part) as source:
                     _compact(store, source, None, lambda: False)
     finally:
         store.hurry = False
 
 
+def _part_rows(store: Store) -> int:
+    # How many rows of the overlay are folded at a time.
+    return max(1, store.overlay_rows // PARTS)
+
+
 @spanned("compaction")
 def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[], bool]) -> None:
-    if not len(source.ids) and not len(source.gone) and not source.dropped:
+    if not len(source.taken[0]) and not source.dropped:
         return
     folder = store.free_name("base")
     retried(store.system.mkdir, folders.join(store.folder, folder))
@@ -152,44 +187,107 @@ def _first_unpublished(store: Store) -> int:
 
 
 @contextmanager
-def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]]) -> Iterator[Source]:
+def _chosen(store: Store, choose: Callable[[], tuple[int, int | None]], goal: Goal | None) -> Iterator[Source]:
     """Choose what is folded: runs up to a number, of so many rows. Meanwhile nobody makes one of them."""
     try:
         with store.folding:
             store.compacted_below, rows = choose()
-            source = _source(store, store.compacted_below, rows)
+            source = _source(store, store.compacted_below, rows, goal)
         yield source
     finally:
         store.compacted_below = 0
 
 
-def _source(store: Store, first_kept: int, rows: int | None) -> Source:
+def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) -> Source:
+    """Return what is folded so that the overlay is as `goal` says; None: all."""
+    first, end = (-(2**63), 2**63) if rows is None else (0, rows)
+    if store.some_are_gone or store.content.dropped:
+        # What an older log has of a row that is gone must not come back, so these logs go together.
+        goal = None
+    scan, ranges = _Scan(store, first_kept, [first, end]), ((first, end),)
+    if goal is not None:
+        scan = _Scan(store, first_kept, bounds(store.base, first, end))
+        chosen = choose(scan.pieces(), goal)
+        ranges = _joined(chosen)
+    ids, locations = scan.rows_in(ranges)
     with store.lock:
-        dropped = store.dropped.intersection(store.content.dropped)  # others the last commit has still
-        parts = [_folded(ids, at, first_kept, dropped) for ids, at in store.overlay.items(SCAN_ROWS)]
+        dropped = store.dropped.intersection(store.content.dropped) if goal is None else frozenset[int]()
         base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
         is_ahead |= rows != store.content.rows
-    nothing = np.empty(0, np.int64)
-    ids = np.concatenate([nothing, *(ids for ids, _ in parts)])
-    order = np.argsort(ids)
-    locations = np.concatenate([nothing, *(at for _, at in parts)])[order]
-    ids, gone = ids[order], is_gone(locations)
-    gone_ids, ids, locations = ids[gone], ids[~gone], locations[~gone]
-    in_base, fresh = gone_ids[base.find(gone_ids) >= 0], ids[base.find(ids) < 0]
-    return Source(base, runs, first_kept, ids, locations, fresh, in_base, rows, is_ahead, dropped)
+    needed, taken = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
+    kept = _are_kept(ids, dropped)
+    gone, here = kept & is_gone(locations), kept & ~is_gone(locations)
+    gone_ids, ids, locations = ids[gone], ids[here], locations[here]
+    fresh, in_base = ids[base.find(ids) < 0], gone_ids[base.find(gone_ids) >= 0]
+    return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, taken, is_ahead, dropped)
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of pieces, neighbours as one."""
+    ranges: list[tuple[int, int]] = []
+    for piece in sorted(pieces):
+        lo = ranges.pop()[0] if ranges and ranges[-1][1] == piece.lo else piece.lo
+        ranges.append((lo, piece.hi))
+    return tuple(ranges)
+
+
+class _Scan:
+    """Goes through the rows in logs that can be folded, while others have the store.
+
+    Args:
+        store: whose overlay has them.
+        first_kept: number of the first run that stays as it is.
+        cuts: ids at which a piece begins, ascending, and the end of the last.
+    """
+
+    def __init__(self, store: Store, first_kept: int, cuts: Sequence[int]) -> None:
+        self._store, self._first_kept, self._cuts = store, first_kept, cuts
+        with store.lock:
+            self._logs = [(run.number, run.file.size) for run in (*store.delta, *store.logs) if run.number < first_kept]
+        self._low = min((number for number, _ in self._logs), default=first_kept)
+        self._of_runs = np.zeros(max(first_kept - self._low, 0), np.int64)
+
+    def pieces(self) -> list[Piece]:
+        """Count the rows of each piece, and those of each run."""
+        starts, waiting = np.array(self._cuts[:-1], np.int64), np.zeros(len(self._cuts) - 1, np.int64)
+        for ids, locations in self._parts():
+            waiting += np.bincount(np.searchsorted(starts, ids, side="right") - 1, minlength=len(waiting))
+            self._of_runs += self._by_run(locations)
+        return cut(self._store.base, self._cuts, waiting, self._logs)
+
+    def rows_in(self, ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of rows in ranges, ascending, and their locations."""
+        starts, lasts = (np.array(each, np.int64) for each in ([lo for lo, _ in ranges], [hi - 1 for _, hi in ranges]))
+        parts = [(np.empty(0, np.int64),) * 2]
+        for ids, locations in self._parts() if len(ranges) else ():
+            place = np.searchsorted(starts, ids, side="right") - 1
+            chosen = (place >= 0) & (ids <= lasts[place])
+            parts.append((ids[chosen], locations[chosen]))
+        ids, locations = (np.concatenate(each) for each in zip(*parts, strict=True))
+        order = np.argsort(ids)
+        return ids[order], locations[order]
+
+    def runs_without(self, locations: np.ndarray) -> frozenset[int]:
+        """Return the numbers of runs that have other rows than those at locations."""
+        return frozenset((self._low + np.flatnonzero(self._of_runs - self._by_run(locations))).tolist())
+
+    def _by_run(self, locations: np.ndarray) -> np.ndarray:
+        return np.bincount((locations >> INDEX_BITS) - self._low, minlength=len(self._of_runs))
+
+    def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        last = None
+        while True:
+            with self._store.lock:  # in between, others have it: rows that change meanwhile need not be folded
+                ids, locations = self._store.overlay.behind(last, SCAN_ROWS)
+            if not len(ids):
+                return
+            last = int(ids[-1])
+            chosen = locations >> INDEX_BITS < self._first_kept
+            yield ids[chosen], locations[chosen]
 
 
 def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
     return slice(int(np.searchsorted(ids, lo)), int(np.searchsorted(ids, hi - 1, side="right")))
-
-
-def _folded(
-    ids: np.ndarray, locations: np.ndarray, first_kept: int, dropped: frozenset[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    chosen = locations >> INDEX_BITS < first_kept
-    if dropped:
-        chosen &= _are_kept(ids, dropped)
-    return ids[chosen], locations[chosen]
 
 
 def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
@@ -204,37 +302,40 @@ class _Writer:
     ) -> None:
         self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
-        self._total = (source.base.count + len(source.fresh)) * (store.content.record_bytes + CRC_BYTES)
+        records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
+        self._total = records * (store.content.record_bytes + CRC_BYTES)
 
     def chunks(self) -> Iterator[tuple[Run, Chunk]]:
         """Go through the chunks of the new base: old ones that nothing is folded into, and new ones."""
-        old = {
-            (chunk.lo, chunk.hi): (run, chunk)
-            for run, chunk in zip(self._source.runs, self._source.base.chunks, strict=True)
-        }
-        for lo, hi in self._ranges(self._source.rows):
-            if self._source.is_untouched(lo, hi) and (lo, hi) in old:
+        source, old = self._source, dict[tuple[int, int], tuple[Run, Chunk]]()
+        for run, chunk in zip(source.runs, source.base.chunks, strict=True):
+            if source.has_range(chunk):
+                old[chunk.lo, chunk.hi] = run, chunk
+            else:
+                yield run, chunk
+        for lo, hi in (part for within in source.ranges for part in self._ranges(*within)):
+            if source.is_untouched(lo, hi) and (lo, hi) in old and not source.lacks_records_in(lo, hi):
                 yield old[lo, hi]
                 continue
-            ids, locations = self._source.within(lo, hi)
+            ids, locations = source.within(lo, hi)
             if len(ids):
                 yield self._chunk(lo, hi, ids, locations)
 
-    def _ranges(self, rows: int | None) -> Iterator[tuple[int, int]]:
-        """Cut the ids into ranges of up to a chunk of records each, ascending.
+    def _ranges(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Cut ids into ranges of up to a chunk of records each, ascending.
 
         They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
         """
         stride = self._store.content.record_bytes + CRC_BYTES
-        size = 1 << max(6, (CHUNK_BYTES // stride).bit_length() - 1)
-        first, end = (-(2**63), 2**63) if rows is None else (0, rows)
-        waiting = [(first, max(size, 1 << (end - first - 1).bit_length()))]
+        size = max(LEAST_CHUNK_ROWS, (1 << (CHUNK_BYTES // stride).bit_length()) // 2)
+        root = 0 if first >= 0 else -(2**63)
+        waiting = [(root, max(size, 1 << (end - root - 1).bit_length()))]
         while waiting:
-            lo, span = waiting.pop()
-            hi = min(lo + span, end)
-            count = self._source.count_within(lo, hi) if lo < end else 0
+            start, span = waiting.pop()
+            lo, hi = max(start, first), min(start + span, end)
+            count = self._source.count_within(lo, hi) if lo < hi else 0
             if count > size:
-                waiting += [(lo + span // 2, span // 2), (lo, span // 2)]
+                waiting += [(start + span // 2, span // 2), (start, span // 2)]
             elif count:
                 yield lo, hi
 
@@ -255,8 +356,8 @@ class _Writer:
             writer.close()
             raise
         run = open_run(store.system, store.folder, entry, store.content, store.next_run())
-        index = None if run.kind == "full" else run.index()
-        return run, Chunk(lo, hi, run.kind, run.number, run.count, index)
+        run.folded_below = self._source.first_kept
+        return run, chunk_of(run)
 
     def _copy(self, ids: np.ndarray, locations: np.ndarray, writer: ChunkWriter) -> None:
         if self._stops():
@@ -285,20 +386,26 @@ class _Writer:
 
 def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:
     """Look for rows in the new chunks from now on."""
+    made.sort(key=lambda each: each[1].lo)
     base, runs = Base([chunk for _, chunk in made]), [run for run, _ in made]
     with store.lock:
         for run in runs:
             store.take(run)
-        folded = [run for run in store.delta if run.number < source.first_kept]
         replaced = [run for run in source.runs if run not in runs]
         store.base, store.base_runs = base, runs
         store.base_is_ahead = store.base_is_ahead or source.is_ahead
+    ids, locations = source.taken
+    for start in range(0, len(ids), SCAN_ROWS):  # until then, they are found in logs
+        with store.lock:
+            store.overlay.remove(ids[start : start + SCAN_ROWS], locations[start : start + SCAN_ROWS])
+    with store.lock:
+        store.overlay.fit()
+        logs = [run for run in (*store.delta, *store.logs) if run.number < source.first_kept]
+        folded = [run for run in logs if run.number not in source.needed]
         store.delta = [run for run in store.delta if run not in folded]
-        store.overlay.remove_runs_below(source.first_kept)
         store.look_for_gone()
         store.forget_parts(source.dropped)
-        logs = [log for log in store.logs if log.number < source.first_kept]
-        store.forget([*folded, *replaced, *logs])  # before a commit is published that no longer names them
+        store.forget([*folded, *replaced])  # before a commit is published that no longer names them
 
 
 def _remove(store: Store, folder: str) -> None:

@@ -1,9 +1,9 @@
 """Folding: many small logs of past commits become one, so that few files are open, however many commits were made.
 
-Compaction, which rewrites nearly all of a table, waits for as many bytes in logs as the base has. Until then each
-commit leaves a file. So logs of about one size become one larger one as soon as there are `FAN` of them. Each row is
-written again once or twice for each factor of `FAN` by which logs grow, and fewer than ``FAN * levels`` are open: 32 of
-up to 1 MiB, 64 of up to 256 MiB.
+Compaction folds each chunk of the base once for about as many bytes in logs as the base has. Until then each commit
+leaves a file. So logs of about one size become one larger one as soon as there are `FAN` of them. Each row is written
+again once or twice for each factor of `FAN` by which logs grow, and few are open: 32 of up to 1 MiB. Of larger ones
+there may be `MORE`, as compaction makes nearly all of them useless before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from embedrock.machine.vfs import retried
 from embedrock.store import folder as folders
 from embedrock.store.reading import read_records
 from embedrock.store.runs import Log, Run, RunFile, piece_rows
-from embedrock.store.store import Store, gone_at, is_gone, locations_of, open_run
+from embedrock.store.store import Store, is_gone, locations_of, newest_of, open_run
 
 FAN = 16  # logs of a size that become one
+LARGE, MORE = 2, 3 * FAN  # of logs of this level and above there may be so many more: most go before they become one
 LEVEL_BYTES = 64 << 10  # logs of up to so many bytes are of level 0; of the next one up to `FAN` times as many
 PIECE_BYTES = 4 << 20  # read and written at a time
 
@@ -34,7 +35,7 @@ def due(sizes: Sequence[int]) -> int:
     levels = [_level(size) for size in sizes]
     for level in range(max(levels, default=-1) + 1):
         tail = next((number for number, each in enumerate(reversed(levels)) if each > level), len(levels))
-        if tail >= FAN * (level + 1):
+        if tail >= FAN * (level + 1) + (MORE if level >= LARGE else 0):
             return tail
     return 0
 
@@ -74,7 +75,9 @@ def fold(store: Store, most_bytes: int | None, pace: Callable[[], None]) -> bool
 
 
 def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
-    ids, old = _newest(logs)
+    ids, old = newest_of(logs, store.base)
+    if not len(ids):
+        return
     gone = is_gone(old)
     gone_ids, ids, old = ids[gone], ids[~gone], old[~gone]
     entry = _written(store, ids, old, gone_ids, pace)
@@ -85,19 +88,6 @@ def _fold(store: Store, logs: Sequence[Run], pace: Callable[[], None]) -> None:
         _remove(store, entry.file)
         raise
     store.replace(logs, run, ids, old, locations_of(run.number, 0, run.count), gone_ids)
-
-
-def _newest(logs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return all ids of logs, ascending, and where the newest record is that these logs have of each."""
-    parts = [(run, part) for run in logs for part in (run.index(), run.gone_ids())]
-    ids = np.concatenate([part for _, part in parts])
-    where = np.concatenate([_places(run, len(part), k % 2 == 1) for k, (run, part) in enumerate(parts)])
-    ids, index = np.unique(ids[::-1], return_index=True)
-    return ids, where[::-1][index]
-
-
-def _places(run: Run, count: int, are_gone: bool) -> np.ndarray:
-    return np.full(count, gone_at(run.number)) if are_gone else locations_of(run.number, 0, count)
 
 
 def _written(

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from embedrock.machine.vfs import System
 from embedrock.store import publishing
 from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, Check, check_fields, or_null, text, whole
-from embedrock.store.runs import FORMAT, KINDS, NEWEST, UNMARKED, RunFile, damaged, run_bytes
+from embedrock.store.runs import FORMAT, GOING, KINDS, UNMARKED, RunFile, damaged, run_bytes
 from embedrock.wording import counted
 
 MAX_STEPS = 1 << 62  # so that nobody comes to 2^63
@@ -23,6 +23,7 @@ MAX_RECORD_BYTES = 1 << 30
 MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
 POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come and go
 GROUP_FORMAT = 4  # of the manifests of groups
+FOLDED_FORMAT = 5  # of those of tables alone some of whose chunks have logs in them that the commit names
 PART_BITS = 44  # the keys of a pool: each member has a range of 2**44, so that it may grow in its own ...
 MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had so many members
 KEYS = 1 << 63  # all of them are below
@@ -44,6 +45,10 @@ class HistoryFile:
     size: int
     crc: int
     count: int
+
+    def describe(self) -> dict[str, Any]:
+        """Return its fields as they stand in a manifest."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Manifest:
         """Return the bytes of its file."""
         body = {"format": self.format} | {field.name: getattr(self, field.name) for field in fields(self)}
         for key in _KINDS:
-            body[key] = [_described(entry) for entry in getattr(self, key)]
+            body[key] = [entry.describe() for entry in getattr(self, key)]
         return publishing.to_bytes(body)
 
     @classmethod
@@ -132,8 +137,10 @@ class Manifest:
     @property
     def format(self) -> int:
         """The oldest format that has all of it."""
+        if any(entry.folded for entry in self.base):
+            return FOLDED_FORMAT
         comes_and_goes = self.spec.keys() & POLICIES or any(entry.gone for entry in self.delta)
-        return NEWEST if comes_and_goes else FORMAT
+        return GOING if comes_and_goes else FORMAT
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -277,7 +284,7 @@ AnyManifest: TypeAlias = Manifest | GroupManifest
 def _plain(entry: Content | Member, checks: Mapping[str, Check], files: Sequence[str]) -> dict[str, Any]:
     """Return those fields as JSON's own types."""
     return {key: getattr(entry, key) for key in checks} | {
-        key: [_described(file) for file in getattr(entry, key)] for key in files
+        key: [file.describe() for file in getattr(entry, key)] for key in files
     }
 
 
@@ -316,7 +323,7 @@ def parse(data: bytes, where: str) -> AnyManifest:
         CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
         NewerFormatError: they are of a newer format.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, GROUP_FORMAT + 1))
+    version, body = publishing.parse(data, where, range(UNMARKED, FOLDED_FORMAT + 1))
     return GroupManifest.of_body(body, where) if version == GROUP_FORMAT else Manifest.of_body(version, body, where)
 
 
@@ -377,17 +384,20 @@ _UNMARKED_ENTRY = _FILE_FIELDS | {
     "index_crc": whole(0, 2**32),
 }
 _ENTRY = _UNMARKED_ENTRY | {"salt": or_null(whole(0, 2**32))}
-_LOG_ENTRY = _ENTRY | {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # a log that names ids as gone
+_GONE = {"count": whole(0, MAX_COUNT), "gone": whole(1, MAX_COUNT)}  # of a log that names ids as gone
+_FOLDED = {"folded": whole(1, MAX_COUNT)}  # of a chunk that has logs in it
+_MORE = {("delta", "gone"): (GOING, _GONE), ("base", "folded"): (GROUP_FORMAT, _FOLDED)}  # fields from a format on
 _HISTORY = _FILE_FIELDS | {"crc": whole(0, 2**32), "count": whole(0, MAX_COUNT)}
 _KINDS = {"base": RunFile, "delta": RunFile, "history": HistoryFile}
 
 
-def _names_gone(values: Any) -> bool:
-    return isinstance(values, dict) and "gone" in values
-
-
-def _described(entry: RunFile | HistoryFile) -> dict[str, Any]:
-    return {name: value for name, value in vars(entry).items() if name != "gone" or value}
+def _more(values: Any, key: str, version: int) -> dict[str, Check]:
+    """Return the checks of fields that only some entries have, for one that has them."""
+    found: dict[str, Check] = {}
+    for (of, name), (first, checks) in _MORE.items():
+        if of == key and version >= first and isinstance(values, dict) and name in values:
+            found |= checks
+    return found
 
 
 def _entry(values: Any, kind: type, checks: dict[str, Check], where: str, key: str) -> Any:
@@ -401,9 +411,7 @@ def _entries(values: Any, version: int, where: str, key: str) -> tuple[Any, ...]
     """Return the entries of a list of a manifest of that format."""
     kind = _KINDS[key]
     checks = _HISTORY if kind is HistoryFile else _UNMARKED_ENTRY if version == UNMARKED else _ENTRY
-    checks_of = {True: _LOG_ENTRY, False: checks}
-    is_new = key == "delta" and version >= NEWEST
-    return tuple(_entry(e, kind, checks_of[is_new and _names_gone(e)], where, key) for e in values)
+    return tuple(_entry(each, kind, checks | _more(each, key, version), where, key) for each in values)
 
 
 def _member(values: Any, where: str) -> Member:
@@ -477,6 +485,9 @@ def _check_content(content: Content, where: str) -> None:
     for entry in content.delta:
         if entry.index != "ids":
             raise damaged(where, f"an index of ids of {entry.file}, as every log has", repr(entry.index))
+    for entry in content.base:
+        if entry.folded > len(content.delta):
+            raise damaged(where, f"`folded` of {entry.file} up to {len(content.delta)}", entry.folded)
     for before, after in pairwise(content.base):
         if before.hi > after.lo:
             raise damaged(where, f"{after.file} to start at {before.hi} or above", after.lo)

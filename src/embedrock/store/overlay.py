@@ -28,27 +28,37 @@ def _most(total: int) -> int:
     return int(total * FULLEST)
 
 
+def _last(nbytes: int) -> int:
+    return nbytes // PAGE * PAGE // ENTRY_BYTES
+
+
+def room(nbytes: int) -> int:
+    """Return how many rows an overlay of at most so many bytes holds."""
+    return _most(_last(nbytes))
+
+
 class Overlay:
     """A hash table id -> location. It grows in place by small steps, so that it never needs twice its memory.
 
     Its memory is moved by the system when it grows (pages, not bytes): whoever uses it holds the store's lock. Only
     `count`, `nbytes` and `bytes_with` may be asked for without it, by those who count.
+    It grows up to `most_bytes` by a step as large as is left, and beyond where more is inserted all the same.
     A row took 57 ns to insert (10 M at once), a pause to grow 14 ms at 1 M rows and 62 ms at 4.4 M.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, most_bytes: int = 1 << 62) -> None:
+        self.count, self.most_bytes = 0, most_bytes
         self._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
         self._memory = platform.private_memory(PAGE)
         self._map()
-        self._homes = self._rebuild(len(self._entries), 0)
+        self._homes = self._rebuild(len(self._entries))
 
     def _map(self) -> None:
         self._entries = np.frombuffer(self._memory, np.uint64).reshape(-1, 2)
         self._total = len(self._entries)
 
-    def _rebuild(self, total: int, first_run: int) -> int:
-        return kernels.cpu.storage.rebuild_overlay(self._entries, total, first_run)
+    def _rebuild(self, total: int) -> int:
+        return kernels.cpu.storage.rebuild_overlay(self._entries, total)
 
     def _resize(self, total: int) -> None:
         del self._entries  # memory with a view of it cannot be resized
@@ -72,9 +82,10 @@ class Overlay:
         return self._total_with(more) * ENTRY_BYTES
 
     def _total_with(self, more: int) -> int:
-        total = self._total
+        total, last = self._total, _last(self.most_bytes)
         while self.count + more > _most(total):
-            total = _whole_pages(total * GROWTH)
+            grown = _whole_pages(total * GROWTH)
+            total = last if total < last < grown else grown
         return total
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -89,10 +100,9 @@ class Overlay:
         while done < len(ids):
             if self.count == _most(len(self._entries)):
                 self._resize(self._total_with(len(ids) - done))
-            self._homes = self._rebuild(len(self._entries), 0)
+            self._homes = self._rebuild(len(self._entries))
             done = self._insert(ids, locations, done)
-        if self.nbytes > BYTES_A_ROW * self.count + PAGE:  # many ids were there already
-            self._shrink(self.count, 0)
+        self.fit()  # many ids may have been there already
 
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
         # Insert from `start` on, and return how far there was room.
@@ -101,17 +111,28 @@ class Overlay:
         done, self.count = kernels.cpu.launch(kernels.cpu.storage.insert_overlay, *place, *args)
         return done
 
-    def remove_runs_below(self, run: int) -> None:
-        """Forget all locations in runs whose number is less than `run`."""
-        count = kernels.cpu.storage.count_overlay(self._entries, run)
-        if count < self.count:
-            self._shrink(count, run)
+    def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
+        """Forget ids whose locations are still these. Its memory stays; see `fit`."""
+        storage, place = kernels.cpu.storage, (self._entries, self._homes, self._salt)
+        self.count -= kernels.cpu.launch(storage.remove_overlay, *place, ids, locations)
 
-    def _shrink(self, count: int, first_run: int) -> None:
-        # To what `count` rows need: those in runs from `first_run` on, which are kept.
-        total = min(max(_whole_pages(count / SHRUNK), PAGE // ENTRY_BYTES), len(self._entries))
-        self._homes, self.count = self._rebuild(total, first_run), count
-        self._resize(total)
+    def fit(self) -> None:
+        """Give memory back that is more than a row may take."""
+        if self.nbytes > BYTES_A_ROW * self.count + PAGE:
+            # To what its rows need.
+            total = min(max(_whole_pages(self.count / SHRUNK), PAGE // ENTRY_BYTES), len(self._entries))
+            self._homes = self._rebuild(total)
+            self._resize(total)
+
+    def behind(self, row: int | None, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return up to so many (ids, locations) that come next in its order behind those of a row; None: the first.
+
+        It may change between two calls: what is there all the while is returned once. Nothing: that was all.
+        """
+        storage, ids, locations = kernels.cpu.storage, np.empty(batch, np.int64), np.empty(batch, np.int64)
+        start = 0 if row is None else storage.behind_overlay(self._entries, self._homes, self._salt, row)
+        _, count = storage.list_overlay(self._entries, self._salt, start, ids, locations)
+        return ids[:count], locations[:count]
 
     def items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Go through all (ids, locations), in no particular order, at most `batch` at a time.

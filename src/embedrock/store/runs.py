@@ -13,7 +13,8 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retrie
 from embedrock.wording import counted
 
 FORMAT = 2  # of what is written
-NEWEST = 3  # of commits of tables whose rows come and go, or are forgotten
+GOING = 3  # of commits of tables whose rows come and go, or are forgotten
 UNMARKED = 1  # the format before it, which is read: its records are sealed without a mark
 MAGIC = b"EMBROCK1"
 HEADER_BYTES = 4096  # one page, so that records start aligned
@@ -62,6 +63,8 @@ class RunFile:
         index_crc: CRC-32 of the index.
         salt: of the marks of its records, the CRC-32 of its header; None: a file of format 1, without marks.
         gone: of a log, ids that have no record any more from then on, which its index names at its end.
+        folded: of a base chunk, how many of the commit's logs, from the first on, it has in it: what they have of its
+            ids is out of date. That is of the commit, not of the file, so entries are equal without it.
     """
 
     file: str
@@ -73,6 +76,11 @@ class RunFile:
     index_crc: int
     salt: int | None = None
     gone: int = 0
+    folded: int = field(default=0, compare=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return its fields as they stand in a manifest."""
+        return {name: value for name, value in vars(self).items() if name not in ("gone", "folded") or value}
 
 
 def damaged(where: str, expected: str, got: object) -> CorruptTableError:
@@ -106,6 +114,7 @@ class Run:
         kind: of the index.
         salt: of the marks of its records, see `kernels/reference/storage.py`.
         step: between those of neighbours; 0, as `salt` then, where they have none.
+        folded_below: of a base chunk, runs of less than this number are folded into it.
     """
 
     first = HEADER_BYTES
@@ -114,7 +123,7 @@ class Run:
         self.file, self.path, self.number = file, path, number
         self.record_bytes, self.stride = record_bytes, record_bytes + CRC_BYTES
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
-        self.salt, self.step = 0, 0
+        self.salt, self.step, self.folded_below = 0, 0, 0
         self.entry: RunFile | None = None
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
-from embedrock.store.overlay import BYTES_A_ROW, Overlay
+from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
 from embedrock.store.runs import CRC_BYTES, Log, Run, damaged
 
@@ -49,8 +49,9 @@ class Freeze:
     def content(self) -> Content:
         """Return what the commit says of the store, once its logs are sealed."""
         entries = [log.entry or log.seal() for log in self.logs if not log.is_empty]
-        base, delta = (tuple(run.entry for run in runs if run.entry) for runs in (self.base, self.delta))
-        files = {"base": base, "delta": (*delta, *entries)}
+        logs = [*(run.number for run in self.delta), *(log.number for log in self.logs if not log.is_empty)]
+        delta = tuple(run.entry for run in self.delta if run.entry)
+        files = {"base": tuple(_entry_of(run, logs) for run in self.base), "delta": (*delta, *entries)}
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
 
 
@@ -84,7 +85,6 @@ class Store:
         folding: held by who makes one of several logs, or chooses those that a compaction folds.
         compacted_below: logs of less than this number belong to the compaction under way.
         hurry: it is not to mind its limit of rate, nor commits.
-        overlay_bytes: how large the overlay may become.
         commit_is_awaited: somebody waits for a commit, so that compaction leaves the disk to it.
         base_is_ahead: the base lacks committed records of rows that have newer ones, or has those; the next commit
             publishes both.
@@ -98,7 +98,7 @@ class Store:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self.overlay_bytes = 1 << 62
+        self._overlay_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
         self._frozen: set[str] = set()  # names of files that the commit under way may publish
@@ -108,11 +108,13 @@ class Store:
         runs: dict[int, Run] = {}
         base = [self._open_run(entry, content, runs) for entry in content.base]
         delta = [self._open_run(entry, content, runs) for entry in content.delta]
-        overlay = Overlay()
+        for run, entry in zip(base, content.base, strict=True):
+            run.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(runs)
+        overlay, index = Overlay(self._overlay_bytes), base_of(base)
         for run in delta:
-            overlay.insert(run.index(), locations_of(run.number, 0, run.count))
-            overlay.insert(gone := run.gone_ids(), np.full(len(gone), gone_at(run.number)))
-        index, named = base_of(base), sum(entry.gone for entry in content.delta)
+            overlay.insert(*newer_than(index, run, run.index(), locations_of(run.number, 0, run.count)))
+            overlay.insert(*newer_than(index, run, gone := run.gone_ids(), np.full(len(gone), gone_at(run.number))))
+        named = sum(entry.gone for entry in content.delta)
         self._check_count(content, index, overlay, named)
         self.content, self.runs, self.overlay, self._runs_made = content, runs, overlay, len(runs)
         self.base, self.base_runs, self.delta = index, base, delta
@@ -232,12 +234,14 @@ class Store:
                 log.gone = ids[~have_newer(ids)]
 
     def _new_log(self) -> Log:
-        name = self.free_name("delta", ".dlt")
-        args = name, self.content.uuid, self.content.record_bytes, self.next_run()
-        log = Log.create(self.system, self.folder, *args)
+        log = self._create_log(self.next_run())
         self.take(log)
         self.logs.append(log)
         return log
+
+    def _create_log(self, number: int) -> Log:
+        name = self.free_name("delta", ".dlt")
+        return Log.create(self.system, self.folder, name, self.content.uuid, self.content.record_bytes, number)
 
     def next_run(self) -> int:
         """Return a number for one more run."""
@@ -284,7 +288,22 @@ class Store:
     @property
     def fullness(self) -> float:
         """The share of the room for it that the overlay takes up, 1 at the latest when it has to be made."""
-        return self.overlay.count * BYTES_A_ROW / self.overlay_bytes
+        return self.overlay.count / self.overlay_rows
+
+    @property
+    def overlay_bytes(self) -> int:
+        """How large the overlay may become."""
+        return self._overlay_bytes
+
+    @overlay_bytes.setter
+    def overlay_bytes(self, nbytes: int) -> None:
+        with self.lock:
+            self._overlay_bytes = self.overlay.most_bytes = nbytes
+
+    @property
+    def overlay_rows(self) -> int:
+        """How many rows it has room for."""
+        return max(1, room(self._overlay_bytes))
 
     # ---------------------------------------------------------------- commits
 
@@ -334,7 +353,7 @@ class Store:
         with self.lock:
             empty = [log for log in self.logs if not log.count and not log.noted and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
-            if self._active is None and self.logs and self.logs[-1].can_grow:
+            if self._active is None and self.logs and self._can_grow(self.logs[-1]):
                 self._active = self.logs[-1]
             spared, self._frozen = self._frozen - self.needed(), set()
             self.drop(empty)
@@ -348,25 +367,29 @@ class Store:
             logs, self.logs, self._active = self.logs, [], None
         self._remove(logs)
 
+    def _can_grow(self, log: Log) -> bool:
+        # What is appended to a log that is folded into a chunk would be taken for older than the chunk.
+        return log.can_grow and all(run.folded_below <= log.number for run in self.base_runs)
+
     def _rewritten(self, log: Log) -> Log:
-        """Return a new log in place of another, with the newest record of each of its rows."""
+        """Return a new log in place of another, of its number, with the newest record of each of its rows."""
         with self.lock:
-            made = self._new_log()
-            self.logs.remove(made)
+            made = self._create_log(log.number)
             # Those, too, that have a newer record in a later log: this commit needs the one that it froze.
-            ids, index = np.unique(log.ids()[::-1], return_index=True)
-            old = locations_of(log.number, 0, log.count)[::-1][index]
+            ids, old = newest_of([log], self.base)
+            ids, old = ids[~is_gone(old)], old[~is_gone(old)]
             try:
                 new = self._copied(ids, old, made)
                 newest = self.overlay.find(ids) == old
                 self.overlay.insert(ids[newest], new[newest])
                 made.gone, made.noted = log.gone, [log.gone]
-                self._move_gone(log.gone, log, made)
             except BaseException:
-                self._remove([made])
+                made.close()
+                self.volume.unlink([made.path], lambda: False)
                 raise
             self.logs[self.logs.index(log)] = made
-            self._remove([log])
+            self.take(made)
+            self.volume.unlink([log.path], lambda: log.entry is not None)
             return made
 
     def _copied(self, ids: np.ndarray, locations: np.ndarray, log: Log) -> np.ndarray:
@@ -391,6 +414,11 @@ class Store:
             self._active = self._active if self._active in self.logs else None
             self.drop(runs)
             self.volume.unlink([run.path for run in runs if run.path not in self._frozen])
+
+    def close_logs(self) -> None:
+        """Append to none of the logs that there are: what comes from now on is newer than all of them."""
+        with self.lock:
+            self._active = None
 
     def replace(
         self, runs: Sequence[Run], made: Run, ids: np.ndarray, old: np.ndarray, new: np.ndarray, gone: np.ndarray
@@ -468,7 +496,43 @@ def open_run(system: System, folder: str, entry: RunFile, content: Content, numb
 
 def base_of(runs: Sequence[Run]) -> Base:
     """Return the index of base chunks, whose ids ascend from run to run."""
-    return Base([Chunk(r.lo, r.hi, r.kind, r.number, r.count, None if r.kind == "full" else r.index()) for r in runs])
+    return Base([chunk_of(run) for run in runs])
+
+
+def chunk_of(run: Run) -> Chunk:
+    """Return the chunk that a run of the base is; its index is read."""
+    index = None if run.kind == "full" else run.index()
+    return Chunk(run.lo, run.hi, run.kind, run.number, run.count, index, run.folded_below)
+
+
+def newer_than(base: Base, log: Run, ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return those ids of a log, and their locations, that no chunk of the base has it folded into."""
+    folded = base.has_folded(ids, log.number)
+    return (ids[~folded], locations[~folded]) if folded.any() else (ids, locations)
+
+
+def newest_of(logs: Sequence[Run], base: Base) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of logs, ascending, and where these logs have the newest record of each, if it is not gone.
+
+    What is folded into the base is left out.
+    """
+    parts = [newer_than(base, log, *part) for log in logs for part in _index_of(log)]
+    ids, where = (np.concatenate(each) for each in zip(*parts, strict=True))
+    ids, index = np.unique(ids[::-1], return_index=True)
+    return ids, where[::-1][index]
+
+
+def _index_of(log: Run) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    # The ids of its records and their locations, and those that it names as gone.
+    ids, gone = (log.ids(), log.gone) if isinstance(log, Log) else (log.index(), log.gone_ids())
+    yield ids, locations_of(log.number, 0, log.count)
+    yield gone, np.full(len(gone), gone_at(log.number))
+
+
+def _entry_of(run: Run, logs: Sequence[int]) -> RunFile:
+    # Of a chunk, as a commit of the logs of these numbers names it.
+    assert run.entry is not None
+    return replace(run.entry, folded=sum(number < run.folded_below for number in logs))
 
 
 def gone_at(number: int) -> int:

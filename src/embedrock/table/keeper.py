@@ -10,6 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from embedrock.store import publishing
 from embedrock.store.compaction import compact
 from embedrock.store.history import write_history
 from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
+from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
 from embedrock.store.volume import Volume
@@ -43,7 +45,9 @@ from embedrock.tiers.turn import Turn
 from embedrock.wording import check_choice, counted
 
 MODES = ("w", "r")
-FULLNESS = 5 / 6  # of the overlay, from which on compaction makes room. It rewrites all, so it should fold many rows.
+FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
+PART_FULLNESS = 1 / 16  # of the overlay, made free each time
+LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 
@@ -129,6 +133,7 @@ class Keeper(ABC):
         self._pending: Commit | None = None  # whose end nobody has seen yet
         self._process = os.getpid()
         self._told = self._closed = False
+        self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
 
     @property
     def writes(self) -> bool:
@@ -320,11 +325,26 @@ class Keeper(ABC):
 
     def _after_commit(self, tiers: Sequence[Disk]) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
-        if due := [tier.store for tier in tiers if _is_due(tier.store)]:
+        goals = {tier.store: self._goal(tier.store) for tier in tiers}
+        if due := {store: goal for store, goal in goals.items() if goal is not None}:
             self.upkeep.compact(due)
         self.upkeep.fold([tier.store for tier in tiers])
         for tier in tiers:
             self._check_index(tier)
+
+    def _goal(self, store: Store) -> Goal | None:
+        """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
+        with store.lock:
+            rows, base = store.overlay.count, sum(run.file.size for run in store.base_runs)
+            logs = [(run.number, run.file.size) for run in store.delta]
+            age, nbytes = mean_age(store.base, logs, store.content.count), store.overlay.nbytes
+        room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
+        self._rows_in_logs[store] = rows
+        most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
+        # Logs that are dropped one after another are half as old as the oldest of them, on average.
+        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2))
+        is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
+        return goal if is_crowded or age > goal.age or store.content.dropped else None
 
     def _check_index(self, tier: Disk) -> None:
         """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
@@ -371,9 +391,9 @@ class Keeper(ABC):
 
     # ---------------------------------------------------------------- compaction
 
-    def compact_in_background(self) -> None:
-        """Fold logs into base chunks while others go on, unless that is under way."""
-        self.upkeep.compact(self.volume.stores)
+    def compact_in_background(self, goal: Goal | None = None) -> None:
+        """Fold logs into base chunks while others go on, unless that is under way: all, or down to a goal."""
+        self.upkeep.compact(dict.fromkeys(self.volume.stores, goal))
 
     def compact(self, rows: Rows | None) -> None:
         """Fold logs into base chunks, while others have the table."""
@@ -437,13 +457,6 @@ class Keeper(ABC):
         self.stop_compaction()
         self.volume.close()
         self._leave_budget()
-
-
-def _is_due(store: Store) -> bool:
-    """Return whether logs take more RAM or disk than they should, or there are records of members that were dropped."""
-    base, delta = (sum(run.file.size for run in runs) for runs in (store.base_runs, store.delta))
-    crowded = store.overlay.nbytes > LEAST_OVERLAY_BYTES and store.fullness > FULLNESS
-    return crowded or delta > max(base, LEAST_COMPACTED_BYTES) or bool(store.content.dropped)
 
 
 def _check_name(step: Any, name: Any) -> None:

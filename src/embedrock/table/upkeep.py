@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from embedrock.store.compaction import Stopped, compact, let_commits_pass
+from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
 from embedrock.store.folding import PIECE_BYTES, fold
+from embedrock.store.pieces import Goal
 from embedrock.store.store import Store
 
 BYTES_PER_SECOND = 100e6  # written in the background, so that it leaves most of a disk to training
@@ -31,13 +32,21 @@ class Upkeep:
         self.compaction: threading.Thread | None = None
         self._path, self._folding, self._stopping = path, self.compaction, threading.Event()
 
-    def compact(self, stores: Sequence[Store]) -> None:
-        """Fold logs into base chunks while others go on, store by store, unless that is under way."""
-        self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, stores)
+    def compact(self, goals: Mapping[Store, Goal | None]) -> None:
+        """Fold logs into base chunks while others go on, store by store, unless that is under way.
 
-    def _compact(self, stores: Sequence[Store]) -> None:
-        for store in stores:
-            compact(store, BYTES_PER_SECOND, self._stopping.is_set)
+        Args:
+            goals: what each store should come down to; None: fold all.
+        """
+        self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, goals)
+
+    def _compact(self, goals: Mapping[Store, Goal | None]) -> None:
+        args = BYTES_PER_SECOND, self._stopping.is_set
+        for store, goal in goals.items():
+            if goal is None:
+                compact(store, *args)
+            else:
+                compact_in_pieces(store, goal, *args)
 
     def fold(self, stores: Sequence[Store]) -> None:
         """Make few logs of many, here and now where they are small."""

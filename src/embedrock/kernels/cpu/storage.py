@@ -126,28 +126,37 @@ def insert_overlay(entries, homes, salt, count, most, ids, locations, start):
     return ids.shape[0], count
 
 
-@inlined
-def _run_of(value):
-    return np.int64(value - np.uint64(1)) >> RUN_SHIFT
+@kernel(reads=("ids", "locations"))
+def remove_overlay(entries, homes, salt, ids, locations):
+    removed = 0
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch(entries, _home(_key(ids[i + AHEAD], salt), homes), 128)
+        key, value = _key(ids[i], salt), np.uint64(locations[i] + 1)
+        position = _position(entries, homes, key)
+        if entries[position, 0] == key and entries[position, 1] == value:
+            while entries[position + 1, 1] != 0 and _home(entries[position + 1, 0], homes) <= position:
+                entries[position, 0], entries[position, 1] = entries[position + 1, 0], entries[position + 1, 1]
+                position += 1
+            entries[position, 1] = 0
+            removed += 1
+    return removed
 
 
 @kernel()
-def count_overlay(entries, first_run):
-    count = 0
-    for position in range(entries.shape[0]):
-        if entries[position, 1] != 0 and _run_of(entries[position, 1]) >= first_run:
-            count += 1
-    return count
+def behind_overlay(entries, homes, salt, row):
+    key = _key(row, salt)
+    return _position(entries, homes, key + np.uint64(1)) if ~key != 0 else entries.shape[0]
 
 
 @inlined
-def _squeeze(entries, first_run, homes):
+def _squeeze(entries, homes):
     # Move what is kept to the front; also return where its last entry would stand. Without branches, of which every
     # fourth would be mispredicted.
     count, last = 0, -1
     for position in range(entries.shape[0]):
         key, value = entries[position, 0], entries[position, 1]
-        kept = value != 0 and _run_of(value) >= first_run
+        kept = value != 0
         entries[count, 0], entries[count, 1] = key, value
         last = max(_home(key, homes), last + 1) if kept else last
         count += 1 if kept else 0
@@ -163,10 +172,10 @@ def _last_place(entries, count, homes):
 
 
 @kernel()
-def rebuild_overlay(entries, total, first_run):
+def rebuild_overlay(entries, total):
     tail = max(min(total // 16, 4096), 4)
     homes = total - tail
-    count, last = _squeeze(entries, first_run, homes)
+    count, last = _squeeze(entries, homes)
     while last + tail // 2 >= total:
         homes -= homes // 8 + 1
         last = _last_place(entries, count, homes)

@@ -139,14 +139,18 @@ def insert_overlay(
     return len(ids), count
 
 
-def _kept(entries: np.ndarray, first_run: int) -> np.ndarray:
-    here = entries[entries[:, 1] != 0]
-    return here[(here[:, 1] - np.uint64(1)).astype(np.int64) >> RUN_SHIFT >= first_run]
-
-
-def count_overlay(entries: np.ndarray, first_run: int) -> int:
-    """Return how many entries are of runs from ``first_run`` on."""
-    return len(_kept(entries, first_run))
+def remove_overlay(entries: np.ndarray, homes: int, salt: np.uint64, ids: np.ndarray, locations: np.ndarray) -> int:
+    """Remove the ids whose locations are these, and return how many. Those behind them move towards their homes."""
+    removed = 0
+    for row, location in zip(ids.tolist(), locations.tolist(), strict=True):
+        position = _position(entries, homes, _key(row, salt))
+        if entries[position].tolist() == [_key(row, salt), location + 1]:
+            while entries[position + 1, 1] != 0 and _home(int(entries[position + 1, 0]), homes) <= position:
+                entries[position] = entries[position + 1]
+                position += 1
+            entries[position, 1] = 0
+            removed += 1
+    return removed
 
 
 def _places(keys: list[int], homes: int) -> list[int]:
@@ -157,13 +161,13 @@ def _places(keys: list[int], homes: int) -> list[int]:
     return places
 
 
-def rebuild_overlay(entries: np.ndarray, total: int, first_run: int) -> int:
-    """Spread the entries of runs from ``first_run`` on over ``entries[:total]``, and return the new number of homes.
+def rebuild_overlay(entries: np.ndarray, total: int) -> int:
+    """Spread the entries over ``entries[:total]``, and return the new number of homes.
 
     Homes are fewer than entries, so that those of the last homes have room behind them: much fewer where hashes are
     not spread evenly.
     """
-    kept = _kept(entries, first_run)
+    kept = entries[entries[:, 1] != 0]
     tail = max(min(total // 16, 4096), 4)
     homes = total - tail
     while (places := _places(kept[:, 0].tolist(), homes)) and places[-1] + tail // 2 >= total:
@@ -188,6 +192,12 @@ def list_overlay(
             count += 1
         start += 1
     return start, count
+
+
+def behind_overlay(entries: np.ndarray, homes: int, salt: np.uint64, row: int) -> int:
+    """Return the position from which on lie all entries whose hash is greater than a row's, and no others."""
+    key = _key(row, salt)
+    return _position(entries, homes, key + 1) if key < _MASK else len(entries)
 
 
 def rank_blocks(blocks: np.ndarray, ranks: np.ndarray) -> int:
