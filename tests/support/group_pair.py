@@ -347,9 +347,14 @@ class DiskGroupPair(GroupPair):
         while len(self.alone) < 2:
             self.add()
 
+    def kept(self) -> list[int]:
+        """Return the commits that there are, once none is under way, which drops others."""
+        assert self.group.files is not None
+        self.group.files.end_commit(None)
+        return [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
+
     def rollback(self) -> None:
-        numbers = [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
-        if numbers:
+        if numbers := self.kept():
             number = self.draw.choice(numbers)
             made = self.group.rollback(number)
             self.saved[made] = self.saved[number]
@@ -382,8 +387,7 @@ class DiskGroupPair(GroupPair):
 
     def read(self) -> None:
         """Open a commit beside the writer."""
-        numbers = [one["commit"] for one in self.group.commits() if one["commit"] in self.saved]
-        if numbers:
+        if numbers := self.kept():
             number = self.draw.choice(numbers)
             with er.open("/m", mode="r", at=number, system=self.system) as snapshot:
                 assert sorted(snapshot) == sorted(self.saved[number])
