@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     skip: int
 
     @property
-    def source(self) -> tuple[np.ndarray, ...]:
+    def source(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The rows in any slots of wider records, but for every third one, which has none."""
         slots, is_new = np.random.default_rng(0).permutation(len(self.rows) + 3), np.arange(len(self.rows)) % 3 == 1
         words = np.full((len(slots), self.rows.shape[1] + 2), np.nan, np.float32)

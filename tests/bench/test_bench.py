@@ -547,7 +547,7 @@ def test_verdicts_show_both_directions():
 
 
 def test_a_sketch_counts_within_its_bounds(capsys):
-    found = open_ids._counted(200_000)
+    found: Any = open_ids._counted(200_000)
     assert found["sketch_bytes"] / found["ids"] < 5.37
     assert 0 < found["wrong_share"] < 0.01
     assert "200,000 ids, 2 times each" in capsys.readouterr().out

@@ -35,7 +35,7 @@ class Bags:
         self.weights = rng.standard_normal(n * weighted).astype(np.float32)
 
     @property
-    def source(self) -> tuple[np.ndarray, ...]:
+    def source(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What the reference reads: each row in the slot of its number."""
         return self.rows, np.arange(len(self.rows)), self.plan.inverse, self.rows[:0]
 

@@ -146,7 +146,7 @@ def test_a_layer_of_a_name_that_is_there_has_its_rows() -> None:
 def test_what_is_refused(tmp_path: Any) -> None:
     group = er.Group()
     with pytest.raises(ArgumentError, match=r"`group` of erk\.Embedding must be an er.Group: got 'users'"):
-        erk.Embedding(60, 4, group="users")  # type: ignore[arg-type]
+        erk.Embedding(60, 4, group="users")
     with pytest.raises(ArgumentError, match=r"`path` of erk\.Embedding does not go with `group`"):
         erk.Embedding(60, 4, group=group, path=tmp_path / "t.rock")
     with pytest.raises(UnsupportedError, match=r"`group` of erk\.EmbeddingBag does not go with `sharded`"):

@@ -593,11 +593,12 @@ def test_a_sum_of_some_of_the_passes_that_share_a_number_is_refused(monkeypatch:
     layer, _ = made()
 
     @tf.function
-    def some() -> tf.Tensor:
+    def some() -> Any:
         with tf.GradientTape(persistent=True) as tape:
             losses = [once(layer, k) for k in range(5)]
-        grads = [tape.gradient(loss, layer.rows) for loss in losses]
-        return grads[4].values, sum(grads).values
+        grads: Any = [tape.gradient(loss, layer.rows) for loss in losses]
+        total: Any = sum(grads)
+        return grads[4].values, total.values
 
     with pytest.raises(tf.errors.OpError, match=r"of some of more than 2 backward passes .*long loop before the next"):
         some()

@@ -23,6 +23,7 @@ from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.store.volume import Volume
 from embedrock.testing import FaultFS
+from table_files import newest_manifest
 
 ROWS, DIM = 12, 4
 IDS = np.arange(ROWS)
@@ -74,7 +75,7 @@ def make_image(seed: int = 0) -> Image:
         table.commit()
     weights = table.lookup(IDS)
     table.close()
-    manifest = folders.newest(system, "/t")
+    manifest = newest_manifest(system, "/t")
     files = {path: data for path, data in system.files().items() if path != "/t/LOCK"}
     names = {
         "manifest": f"/t/manifest/{manifest.commit:010d}.json",
@@ -257,7 +258,7 @@ def test_a_log_in_the_place_of_another():
         table.update(IDS, np.ones((ROWS, DIM), np.float32))
         table.commit()
     table.close()
-    old, _, new = [f"/t/{entry.file}" for entry in folders.newest(system, "/t").delta]
+    old, _, new = [f"/t/{entry.file}" for entry in newest_manifest(system, "/t").delta]
     assert len(system.files()[old]) == len(system.files()[new])
     system.write_file(new, system.files()[old])
     with pytest.raises(er.CorruptTableError, match=f"{new} is damaged: expected the file that was written under"):

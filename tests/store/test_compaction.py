@@ -21,6 +21,7 @@ from embedrock.store.store import Store
 from embedrock.store.volume import Volume
 from format_reader import read_table
 from small_pieces import cut_small
+from table_files import manifest_of
 
 ROWS, WIDTH, UUID, NOW = 130, 8, "0123456789abcdef" * 2, "2026-11-23T02:00:00Z"
 
@@ -254,7 +255,7 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
         assert life.done["marks"] == 0 < max(entry.folded for entry in life.store.content.base)
         files = {path.name for path in (life.folder / "delta").iterdir()}
         kept = [
-            manifests.read(OS_SYSTEM, str(life.folder), number)
+            manifest_of(OS_SYSTEM, str(life.folder), number)
             for number in manifests.numbers(OS_SYSTEM, str(life.folder))
         ]
         assert files == {entry.file.removeprefix("delta/") for manifest in kept for entry in manifest.delta}

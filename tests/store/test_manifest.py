@@ -23,6 +23,7 @@ from embedrock.store import publishing
 from embedrock.store.manifest import HistoryFile, Manifest
 from embedrock.store.runs import RunFile, run_bytes
 from embedrock.testing import FaultFS
+from table_files import of_a_table
 
 WHERE = "/t/manifest/0000000042.json"
 WIDTH = 64
@@ -124,7 +125,7 @@ def test_a_manifest_of_format_1_has_no_salts():
     refused(signed(plain), "an entry of `base` with")
     for part in (*plain["base"], *plain["delta"]):
         del part["salt"]
-    found = manifests.parse(signed(plain), WHERE)
+    found = of_a_table(manifests.parse(signed(plain), WHERE))
     assert {part.salt for part in (*found.base, *found.delta)} == {None}
     assert replace(found, base=(), delta=()) == replace(MANIFEST, base=(), delta=())
     assert manifests.parse(found.to_bytes(), WHERE) == found  # as the next commit writes it
@@ -327,7 +328,7 @@ def test_a_spec_may_have_some_levels():
             spec = {"a": [spec]}
         data = replace(MANIFEST, spec=spec).to_bytes()
         if fits:
-            assert manifests.parse(data, WHERE).spec == spec
+            assert of_a_table(manifests.parse(data, WHERE)).spec == spec
         else:
             refused(data, "levels")
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import embedrock as er
+from embedrock.machine.vfs import System
+from embedrock.store import folder as folders
+from embedrock.store import manifest as manifests
+from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.table.files import Files
 from embedrock.table.table import rows_of
 
@@ -12,3 +16,19 @@ def files_of(table: er.Table) -> Files:
     home = rows_of(table).home
     assert isinstance(home, Files)
     return home
+
+
+def newest_manifest(system: System, folder: str) -> Manifest:
+    """Return the manifest of the newest commit of a table alone."""
+    return of_a_table(folders.newest(system, folder))
+
+
+def of_a_table(manifest: AnyManifest) -> Manifest:
+    """Return a manifest that is one of a table alone."""
+    assert isinstance(manifest, Manifest)
+    return manifest
+
+
+def manifest_of(system: System, folder: str, commit: int) -> Manifest:
+    """Return the manifest of a commit of a table alone."""
+    return of_a_table(manifests.read(system, folder, commit))

@@ -783,7 +783,7 @@ def test_a_commit_under_way_is_waited_for_where_it_matters_what_the_table_is(
     """Else a reference would be to the commit before, and a table that is to go back would seem to be there."""
     write = commits.Frozen.write
 
-    def write_late(self: commits.Commit) -> None:
+    def write_late(self: commits.Frozen) -> None:
         time.sleep(0.05)
         if fails:
             raise OSError(5, "Input/output error")

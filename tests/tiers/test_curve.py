@@ -64,6 +64,7 @@ def test_a_table_on_disk_misses_what_the_curve_says(tmp_path: Path):
     with er.Table(ROWS, 16, path=tmp_path / "t", memory=memory, rule=er.Adagrad(lr=0.1)) as table:
         slots, batches = int(table.stats()["cache_slots"]), [*zipf_batches(3)]
         sampler = CurveSampler([slots])
+        before = 0.0
         for k, ids in enumerate(batches):
             if k == 40:
                 before = table.stats()["misses"]
