@@ -135,6 +135,9 @@ class TestGPU(KernelSuite):
     test_put: Any = None
     test_direct_directory: Any = None
     test_hashed_directory: Any = None
+    test_sketch: Any = None
+    test_touch: Any = None
+    test_values_of_ids: Any = None
     test_reset_state: Any = None
     test_sum_segments: Any = None
 

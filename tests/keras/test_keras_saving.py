@@ -134,13 +134,16 @@ def test_model_of_the_first_release_loads():
 def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
     given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": "1MiB"}
+    given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS)}
     assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
     layer = kind(ROWS, DIM, "zeros", **given)
     config = layer.get_config()
-    assert {name: config[name] for name in given if name not in ("rule", "path")}.items() <= given.items()
+    nested = ("rule", "path", "admission", "eviction")
+    assert {name: config[name] for name in given if name not in nested}.items() <= given.items()
     assert (config["path"], config["rule"]["name"]) == (str(given["path"]), "SGD")
     table = layer.table
     assert (table.device_memory, table.options["keep"], table.options["policy"]) == (1 << 20, 5, "lru")
+    assert (table.spec.admission, table.spec.eviction) == (given["admission"], given["eviction"])
     shared = kind(table, name="shared").get_config()["table"]
     assert (shared["device_memory"], shared["keep"]) == (1 << 20, 5)
     table.close()

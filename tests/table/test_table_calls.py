@@ -25,9 +25,10 @@ VERBS: dict[str, Callable[[er.Table], Any]] = {
 
 @pytest.mark.parametrize(
     ("verb", "on_disk", "most"),
-    [("update", False, 187), ("update", True, 244), ("lookup", False, 31), ("lookup", True, 34)],
+    [("update", False, 187), ("update", True, 244), ("lookup", False, 33), ("lookup", True, 36)],
 )
-def test_a_warm_call_of_a_table(tmp_path: Path, verb: str, on_disk: bool, most: int):
+def test_a_warm_call_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, on_disk: bool, most: int):
+    monkeypatch.setattr("embedrock.process.spans._tracers", ())  # of frameworks that other tests have loaded
     with er.Table(1000, 16, rule=er.Adam(), seed=0, path=tmp_path / "t" if on_disk else None) as table:
         table.update(IDS, GRADS)
         if on_disk:

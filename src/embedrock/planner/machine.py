@@ -138,7 +138,7 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
     say("memory")
     rows = {size: probe.row_rate(size) for size in ROW_BYTES}
     copy, scaling = probe.copy_rate(), _scaling()
-    base, load = _base_bytes(), _load()
+    base, load = _base_bytes(), platform.load_average()
     with tempfile.TemporaryDirectory(prefix="embedrock-machine-", dir=folder) as scratch:
         say("disk")
         disk = _disk(Path(scratch) / "probe")
@@ -146,10 +146,6 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
         runs += [_disk_run(dim, batch, Path(scratch) / f"{dim}-{batch}.rock", say) for dim, batch in DISK_RUNS]
     cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
     return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk))
-
-
-def _load() -> float:
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def _scaling() -> dict[int, float]:
