@@ -21,6 +21,16 @@ def plural(number: int, noun: str) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def with_article(noun: str) -> str:
+    """Return one of what a noun says.
+
+    Example:
+        >>> with_article("id"), with_article("string")
+        ('an id', 'a string')
+    """
+    return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number of things.
 

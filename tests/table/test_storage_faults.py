@@ -386,16 +386,11 @@ def after_every_change(system: FaultFS, check: Callable[[], None]) -> Iterator[N
     failures: list[BaseException] = []
 
     def after(_name: str, _path: str) -> None:
-        # The system lets nobody in meanwhile. So no thread of a table that is checked may come to collect a file of
-        # it, to close that: it would wait for the system, and the check for the thread.
-        gc.disable()
         try:
             if not failures:
                 check()
         except BaseException as error:  # the table would make an error of its own of it
             failures.append(error)
-        finally:
-            gc.enable()
 
     system.after = after
     yield

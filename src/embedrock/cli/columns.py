@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from embedrock.cli.formats import fail
 from embedrock.cli.formats._pyarrow import import_pyarrow
-from embedrock.wording import did_you_mean, plural
+from embedrock.wording import did_you_mean, plural, with_article
 
 BATCH_ROWS = 1 << 20
 TABLES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "feather", ".feather": "feather", ".ipc": "feather"}
@@ -32,11 +32,6 @@ class Wanted(NamedTuple):
     noun: str
     types: tuple[str, ...]
     suffixes: tuple[str, ...]
-
-    @property
-    def one(self) -> str:
-        """One value, with its article."""
-        return f"{'an' if self.noun[0] in 'aeio' else 'a'} {self.noun}"
 
 
 STRINGS = Wanted("string", STRING_TYPES, tuple(TABLES))
@@ -84,7 +79,7 @@ class Column:
             csv.ParseOptions(delimiter=separator), read_options=csv.ReadOptions(column_names=names)
         )
 
-    def _refuse(self, error: Exception) -> Any:
+    def _refuse(self, error: Exception) -> NoReturn:
         kind = "Parquet or Arrow" if self.path.suffix.lower() in TABLES else "CSV"
         fail(self.path, f"a {kind} file", str(error).splitlines()[0], GET_AGAIN)
 
@@ -127,6 +122,9 @@ class Column:
         """Return values, if none is missing."""
         if column.null_count:
             row = start + column.is_null().to_numpy(zero_copy_only=False).argmax()
-            expected, remedy = f"{self._wanted.one} in column {self._name!r}", "Fix it, or pass --skip-nulls."
+            expected, remedy = (
+                f"{with_article(self._wanted.noun)} in column {self._name!r}",
+                "Fix it, or pass --skip-nulls.",
+            )
             fail(self.path, expected, "null", remedy, f"row {row}")
         return column

@@ -34,7 +34,7 @@ FIELDS = (
     Field("rows in RAM", "slots", format_whole),
     Field("rows missed", "misses", format_number),
     Field("+-", "error", format_number),
-    Field("of those used", lambda line: line["share"], lambda share: f"{share:.1%}"),
+    Field("of those used", "share", lambda share: f"{share:.1%}"),
     Field("bytes read", "bytes_read", format_bytes),
 )
 

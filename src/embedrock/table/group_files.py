@@ -189,7 +189,7 @@ class GroupFiles(Keeper):
 
     def begin_child(self) -> None:
         """Go on in a child process, with caches of its own: see `Files.after_fork`."""
-        if self._process == os.getpid():
+        if self.is_of_this_process:
             return
         self.check_process()
         self._process = os.getpid()

@@ -196,7 +196,7 @@ class Keeper(ABC):
 
     def check_process(self) -> None:
         """Raise `ReadOnlyTableError` in a child of the process that writes."""
-        if self.writes and self._process != os.getpid():
+        if self.writes and not self.is_of_this_process:
             raise ReadOnlyTableError(
                 errno.EROFS,
                 f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
@@ -426,7 +426,7 @@ class Keeper(ABC):
 
     def abandon(self, versions: Sequence[Version]) -> None:
         """Close all files of a table that is closed, or that nobody has any more, and say what is lost with it."""
-        if self._process != os.getpid() or self._closed:
+        if not self.is_of_this_process or self._closed:
             return
         self._closed = True
         is_inside = threading.current_thread().name.startswith("embedrock-") or self._is_being_shared
@@ -450,7 +450,7 @@ class Keeper(ABC):
 
     def close_all(self) -> None:
         """Close all files, once what runs in the background has ended, and let another writer in."""
-        if self._process != os.getpid():
+        if not self.is_of_this_process:
             return  # a child's: they are the parent's
         if self._commit is not None:
             self._commit.join()

@@ -9,6 +9,7 @@ not bring it back (as Linux does, which marks the pages clean).
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -308,7 +309,8 @@ class FaultFS(System):
                 raise error
             yield fault == SHORT
             if self.after is not None and name in CHANGES:
-                self.after(name, path)
+                with _nothing_collected():
+                    self.after(name, path)
             if error is not None:
                 raise error
 
@@ -384,6 +386,21 @@ def _applies(fault: Fault | None, name: str) -> bool:
 def applies(fault: Fault, journalled: str) -> bool:
     """Return whether a call of a `FaultFS.journal` can fail in that way: a full disk, say, fails no read."""
     return _applies(fault, journalled.partition(" ")[0])
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Let no thread collect a file of a system that lets nobody in.
+
+    To close it, the thread would wait for whoever is in there, who may wait for the thread.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _error(code: int, path: str) -> OSError:

@@ -17,7 +17,7 @@ from embedrock.cli.formats._sink import Output
 from embedrock.cli.formats._source import ROW_NUMBERS, Batch, ReadOptions, Source, rows_at_once
 from embedrock.cli.formats._spool import Spool
 from embedrock.terminal.tables import format_count
-from embedrock.wording import did_you_mean
+from embedrock.wording import did_you_mean, with_article
 
 IDS, VECTORS = "id", "vector"  # names of the columns
 GET_AGAIN = "Check that it is the right file, or get it again."
@@ -70,8 +70,7 @@ class Columns(Source):
     def _refuse(self, error: Exception) -> NoReturn:
         if isinstance(error, OSError) and error.errno is not None:
             raise error
-        article = "an" if self.kind[0] in "AEIO" else "a"
-        self.fail(f"{article} {self.kind} file", f"{error}".splitlines()[0], GET_AGAIN)
+        self.fail(f"{with_article(self.kind)} file", f"{error}".splitlines()[0], GET_AGAIN)
 
     def _check_columns(self, schema: Any) -> None:
         types, listed = self._arrow.types, ", ".join(f"{field.name} ({field.type})" for field in schema)
