@@ -37,3 +37,17 @@ def test_a_file_of_a_model_has_who_has_a_record(tmp_path: Path):
 def test_it_does_not_go_with_sharded():
     with pytest.raises(er.UnsupportedError, match=r"`eviction` of erk.Embedding does not go with `sharded`"):
         erk.Embedding(None, 4, sharded=True, eviction=er.Eviction(max_rows=9))
+
+
+def test_a_constraint_gives_nobody_a_record():
+    unit = keras.constraints.UnitNorm(axis=1)
+    layer = erk.Embedding(9, 2, "ones", admission=er.Admission(min_count=2), embeddings_constraint=unit)
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), layer, keras.layers.Dense(1)])
+    model.compile(erk.optimizer(keras.optimizers.SGD(0.1)), "mse")
+    first, both = np.array([[1], [2]]), np.array([[2], [3]])
+    model.train_on_batch(first, np.zeros((2, 1, 1)))
+    assert layer.table.stats()["rows_touched"] == 0
+    model.train_on_batch(both, np.zeros((2, 1, 1)))
+    assert layer.table.stats()["rows_touched"] == layer.table.stats()["admitted"] == 1
+    rows = layer.table.lookup(np.arange(9))
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), [*[2**0.5] * 2, 1, *[2**0.5] * 6], rtol=1e-6)

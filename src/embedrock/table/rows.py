@@ -521,6 +521,9 @@ class Rows:
     def rewrite(self, plan: Plan, values: np.ndarray) -> None:
         """Replace the weights of rows that the last step stepped, none of which lags behind: float32 (unique, dim)."""
         self.turn.settle()
+        if self.residents is not None:  # some rows of the batch were not stepped, and get no record by this
+            stepped = np.flatnonzero(self.tier.holds(plan.ids))
+            plan, values = plan.of_rows(stepped), values[stepped]
         self.write(plan, rounded(values, self.spec))
 
     def count_step(self, rule: Rule) -> Any:
