@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
 
 import embedrock as er  # noqa: E402
 import embedrock.keras as erk  # noqa: E402
@@ -32,6 +33,24 @@ def test_a_file_of_a_model_has_who_has_a_record(tmp_path: Path):
     for got, wanted in zip(again.table.export(), rows.table.export(), strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert again.table.stats()["admitted"] == rows.table.stats()["admitted"]
+
+
+@pytest.mark.parametrize("default", ["zeros", "shared"])
+def test_what_is_served_reads_rows_without_a_record_as_the_layer_does(default: str, tmp_path: Path):
+    layer = erk.Embedding(None, 2, seed=0, admission=er.Admission(2, default=default))
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), layer, keras.layers.Dense(1)])
+    model.compile(erk.optimizer(keras.optimizers.SGD(0.1)), "mse")
+    for ids in ([[1], [2]], [[2], [3]]):
+        model.train_on_batch(np.array(ids), np.ones((2, 1, 1)))
+    assert layer.table.export()[0].tolist() == [2]
+    ids = np.array([[1], [2], [99]])
+    erk.export(model, tmp_path / "served")
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(again.predict(ids, verbose=0), model.predict(ids, verbose=0))
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    np.testing.assert_allclose(served.serve(ids), model(ids), rtol=1e-6)
+    assert (layer.table.lookup([99]) != 0).all() == (default == "shared")
 
 
 def test_it_does_not_go_with_sharded():

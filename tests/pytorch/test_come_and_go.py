@@ -42,6 +42,22 @@ def test_rows_whose_gradients_wait_are_not_forgotten():
     assert layer.table.forget([1]) == 1
 
 
+def test_a_shared_row_trains_and_goes_where_the_rows_go():
+    layer = ert.Embedding(None, 4, seed=0, admission=er.Admission(2, default="shared"))
+    optimizer = ert.SGD(layer, lr=0.1)
+    before = layer(torch.tensor([7])).detach()
+    optimizer.zero_grad()
+    layer(torch.tensor([1, 2, 2])).sum().backward()
+    optimizer.step()
+    shared = layer(torch.tensor([7])).detach()
+    torch.testing.assert_close(shared, before - 0.3)
+    other = ert.Embedding(None, 4, seed=0, admission=er.Admission(2, default="shared"))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(torch.tensor([7])).detach(), shared)
+    frozen = ert.freeze(layer, {"": [1, 2]})
+    assert torch.equal(frozen(torch.tensor([1, 99])), shared.repeat(2, 1))
+
+
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(
         er.UnsupportedError, match=r"`admission` of ert.Embedding does not go with `group`: rows of its"
@@ -49,3 +65,7 @@ def test_what_does_not_go_together_is_refused():
         ert.Embedding(None, 4, group=er.Group(), name="a", admission=er.Admission(2))
     with pytest.raises(er.UnsupportedError, match=r"come and go .*, and cannot be shared out by sharded=True"):
         ert.Embedding(None, 4, sharded=True, admission=er.Admission(2))
+    with pytest.raises(
+        er.UnsupportedError, match=r"`max_norm` \(1.0\) of .* cannot go with admission=: a lookup would"
+    ):
+        ert.Embedding(None, 4, max_norm=1.0, admission=er.Admission(2))

@@ -100,6 +100,51 @@ def test_rows_without_a_record_may_be_read_as_zeros():
     np.testing.assert_array_equal(table.lookup([3]), [[-0.5, -0.5]])  # from its first value on
 
 
+RULES = (er.SGD(lr=1.0), er.Adam(lr=0.1), er.RowwiseAdagrad(lr=0.1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_shared_row_trains_as_a_row_that_has_the_ids_of_those_without_one(rule: er.Rule, dtype: str, tmp_path: Path):
+    admission = er.Admission(3, default="shared")
+    options: dict[str, Any] = {"rule": rule, "dtype": dtype, "seed": 3}
+    table = er.Table(None, DIM, admission=admission, **options)
+    on_disk = er.Table(None, DIM, admission=admission, path=tmp_path / "t", memory="1MiB", **options)
+    reference, seen = er.Table(None, DIM, **options), dict[int, int]()
+    for step, (ids, grads) in enumerate(batches(40)):
+        for row in set(ids.tolist()):
+            seen[row] = seen.get(row, 0) + 1
+        reference.update([row if seen[row] >= 3 else 0 for row in ids.tolist()], grads)
+        for each in (table, on_disk):
+            each.update(ids, grads)
+        if step == 20:
+            on_disk.commit()
+            on_disk.close()
+            on_disk, table = er.open(tmp_path / "t", memory="1MiB"), copy.deepcopy(table)
+    known, shared = [row for row in seen if seen[row] >= 3], reference.lookup([0])
+    for each in (table, on_disk):
+        np.testing.assert_array_equal(each.lookup(known), reference.lookup(known))
+        np.testing.assert_array_equal(each.lookup([99, 98]), shared[[0, 0]])
+        stats = each.stats()
+        assert 0 not in each.export()[0]
+        assert stats["gradients_dropped"] == 0 < stats["gradients_shared"]
+    table.set_rule(er.Momentum(lr=0.1), reset_state=True)  # records of another layout
+    np.testing.assert_array_equal(table.lookup([99]), shared)
+    on_disk.commit()
+    on_disk.close()
+
+
+def test_a_shared_row_stays_finite_and_a_rollback_brings_it_back(tmp_path: Path):
+    table = made(admission=er.Admission(2, default="shared"), path=tmp_path / "t", memory="1MiB")
+    first = table.commit()
+    table.update([5, 6, 7], np.full((3, DIM), 3e38, np.float32))  # each is finite, and their sum is not
+    assert np.isfinite(table.lookup([99])).all()
+    assert (table.lookup([99]) < -3e38).all()
+    table.rollback(first)
+    np.testing.assert_array_equal(table.lookup([99]), [[0.5, 0.5]])
+    table.close()
+
+
 def test_lookups_and_steps_that_are_left_out_are_no_sightings():
     table = made(admission=er.Admission(2), on_nonfinite="skip")
     for _ in range(3):
@@ -149,7 +194,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
         "sketch": ({"min_count": 2, "sketch": "25%"}, "`sketch` of an Admission must be a number of bytes: got '25%'"),
         "size": ({"min_count": 2, "sketch": 10}, "must have at least 64 bytes: got 10"),
         "cells": ({"min_count": 257, "sketch": "1MiB"}, "must be at most 256: got 257. Leave sketch= out"),
-        "default": ({"min_count": 2, "default": "ones"}, "`default` must be one of first, zeros: got 'ones'"),
+        "default": ({"min_count": 2, "default": "ones"}, "`default` must be one of first, zeros, shared: got 'ones'"),
     }.values():
         with pytest.raises(er.ArgumentError, match=told):
             er.Admission(**wrong)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.batch.gradients import RowGradients
 from embedrock.residents.uses import ONE_USE, Uses
+from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
 
 DIM = 2
@@ -155,6 +157,18 @@ def test_a_table_goes_on_with_another_eviction(tmp_path: Path):
     with er.open(tmp_path / "t") as table:
         assert table.spec.eviction is not None
         assert table.spec.eviction.max_rows == 30
+
+
+def test_a_step_whose_weights_are_changed_afterwards_uses_each_row_once():
+    plain, changed = (made(12) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        ids, grads = rng.integers(0, 40, 8), rng.random((8, DIM)).astype(np.float32)
+        for table, change in ((plain, None), (changed, lambda values: values)):
+            assert table.rule is not None
+            step_all([Due(table, table.rule, RowGradients.sum(table.plan(ids), grads), change)])
+    for name, array in plain.state().items():
+        np.testing.assert_array_equal(changed.state()[name], array)
 
 
 def test_what_cannot_be_is_refused():

@@ -56,6 +56,7 @@ ADMISSIONS = (
     er.Admission(3, within=20),
     er.Admission(2, sketch=256, default="zeros"),
     er.Admission(3, within=40, sketch="1KiB"),
+    er.Admission(3, default="shared"),
 )
 EVICTIONS = (
     None,

@@ -31,7 +31,7 @@ from embedrock.table.description import POLICIES, describe_spec
 from embedrock.terminal.arguments import count, file, number, place
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 
-RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "sketch_error")
+RESIDENTS = ("admitted", "pending", "evicted", "forgotten", "gradients_dropped", "gradients_shared", "sketch_error")
 DAMAGED = 3  # exit status of `verify` where it found damage
 MEMORY = "1GiB"  # of RAM, unless the user says otherwise
 

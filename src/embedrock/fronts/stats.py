@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from embedrock.table.table import Table
 
-COME_AND_GONE = ("admitted", "evicted", "gradients_dropped")
+COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
 
 
 class _Counts(NamedTuple):
@@ -29,6 +29,7 @@ class TableNumbers:
 
     - ``admitted``, ``evicted``: rows that got a record, and that lost it, so far;
     - ``gradients_dropped``: of rows that had no record yet;
+    - ``gradients_shared``: of such rows, where they train a shared one;
 
     and for a table on disk,
 

@@ -12,7 +12,7 @@ from embedrock.kernels.arguments import SKETCH_LINE_BYTES as LINE_BYTES
 from embedrock.machine.sizes import Size, parse_bytes
 from embedrock.wording import check_choice
 
-DEFAULTS = ("first", "zeros")
+DEFAULTS = ("first", "zeros", "shared")
 MOST_SKETCHED = 256  # sightings that a cell of a sketch can tell
 CELL_BITS = (1, 2, 4, 8)
 PAIRS_BYTES = 32  # of an id that is counted exactly, in a hash table that is half full
@@ -24,8 +24,8 @@ class Admission:
 
     An id is *seen* once in each step that has a gradient for it, however often the batch has it. Its row gets a record
     in the step in which it is seen for the `min_count`-th time, and is stepped in it. The gradients of the times before
-    are dropped, and counted: ``table.stats()["gradients_dropped"]``. Lookups are no sightings, nor are steps that were
-    left out for NaN or Inf. `Table.assign` makes records at once.
+    are dropped, and counted: ``table.stats()["gradients_dropped"]``, unless there is a shared row. Lookups are no
+    sightings, nor are steps that were left out for NaN or Inf. `Table.assign` makes records at once.
 
     Args:
         min_count: sightings that a row needs; 1: every row that is stepped gets a record.
@@ -34,8 +34,9 @@ class Admission:
         sketch: counts in so many bytes, or "512KiB", whatever ids come (twice that with `within`). An id may seem to
             have been seen more often than it was, never less often: `sketch_bytes` says how large it should be. None:
             exact counts, of about 32 bytes for each id that has no record yet.
-        default: what rows without a record are read as: their "first" values, or "zeros". Their record begins with
-            the first value either way.
+        default: what rows without a record are read as: their "first" values, "zeros", or the "shared" row, which
+            trains for them: it gets the sum of their gradients, as one step of each batch, and none is dropped. It
+            begins as row 0 does. Their record begins with the first value, whatever they were read as.
 
     Raises:
         ArgumentError: a value that cannot work.

@@ -52,6 +52,7 @@ class Residents:
     Attributes:
         steps: that it has seen, of whatever rule.
         counts: what happened so far, by the names in `COUNTS`.
+        shared: the record of the row that trains for those without one, uint8 (record_bytes,); None: not begun yet.
     """
 
     def __init__(self, spec: Spec, subject: str) -> None:
@@ -61,6 +62,8 @@ class Residents:
         self._period, self._now, self._before = 0, self._nothing_seen(), self._nothing_seen()
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps, self._left = 0, np.empty(0, np.int64)
+        self.shared: np.ndarray | None = None
+        self._record_bytes = spec.record_bytes
 
     @classmethod
     def of(cls, spec: Spec, subject: str) -> Residents | None:
@@ -74,6 +77,11 @@ class Residents:
     def reads_zeros(self) -> bool:
         """Whether rows without a record are read as zeros."""
         return self.admission is not None and self.admission.default == "zeros"
+
+    @property
+    def shares_row(self) -> bool:
+        """Whether rows without a record are read as one that trains for them."""
+        return self.admission is not None and self.admission.default == "shared"
 
     # ---------------------------------------------------------------- a step
 
@@ -188,6 +196,8 @@ class Residents:
         parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
         arrays = {f"{name}_{key}": array for name, part in parts.items() if part for key, array in part.state().items()}
         numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
+        if self.shared is not None:
+            arrays["shared"] = self.shared.view(np.float32).copy()
         return {f"{PREFIX}{name}": array for name, array in {"numbers": numbers, **arrays}.items()}
 
     def take_over(self, other: Residents, keeps_counts: bool) -> None:
@@ -213,6 +223,11 @@ class Residents:
                 part.load(own)
         if self._uses is not None:
             self._uses.load(_own(arrays, f"{PREFIX}uses_"), self.steps)
+        shared = arrays.get(f"{PREFIX}shared") if self.shares_row else None
+        if shared is not None:
+            if shared.dtype != np.float32 or shared.shape != (self._record_bytes // 4,):
+                raise damaged(f"`shared` as float32 ({self._record_bytes // 4},)")
+            self.shared = shared.copy().view(np.uint8)
 
     @property
     def knows_rows(self) -> bool:
@@ -237,10 +252,13 @@ class Residents:
     def lay_out(self, spec: Spec) -> None:
         """Go on with the same rows in records of another layout."""
         self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
+        self._record_bytes = spec.record_bytes
 
     def stats(self) -> dict[str, float]:
         """Return numbers about it."""
         made: dict[str, float] = {**self.counts}
+        if self.shares_row:
+            made |= {"gradients_dropped": 0, "gradients_shared": self.counts["gradients_dropped"]}
         parts = [part for part in (self._now, self._before, self._uses) if part is not None]
         made["residents_bytes"] = sum(part.nbytes for part in parts)
         if self.admission is not None and self._now is not None:

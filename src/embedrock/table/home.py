@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from embedrock.spec import Spec
+from embedrock.table.shared_row import SharedRow
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
@@ -93,7 +94,10 @@ class Home(ABC):
         made = self.replaced(rows, spec, lambda made: rows.laid_out(spec, made))
         residents = rows.residents
         if residents is not None:
+            shared = rows.shared
             residents.lay_out(spec)
+            if shared is not None:
+                residents.shared = SharedRow.begun(spec, shared.weights())
         rows.install(spec, made, keeps_rows=True, residents=residents)
 
     def be_quiet(self, rows: Rows) -> None:  # noqa: B027

@@ -41,4 +41,5 @@ def change_policies(rows: Rows, given: Mapping[str, Any], writes: bool) -> None:
         made.take_over(had, keeps_counts=not is_other)
     if made.knows_rows and not made.row_count and rows.tier.count:
         made.adopt(np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(EXPORT_BATCH_ROWS)]))
-    rows.spec, rows.residents = replace(spec, **changed), made
+    rows.spec = replace(spec, **changed)
+    rows.let(made)

@@ -23,6 +23,7 @@ from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
 from embedrock.table.lease import Lease, Prepared, Reads, Refreshed
+from embedrock.table.shared_row import BEGINS_AS, SharedRow
 from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
 from embedrock.tiers.tier import Tier
@@ -82,11 +83,24 @@ class Rows:
         residents: Residents | None = None,
     ) -> None:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
-        self.spec, self._tier, self.residents = spec, tier, residents
+        self.spec, self._tier = spec, tier
+        self.let(residents)
         self._forget_batches()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
         self.steps, self.skipped_steps = steps, skipped_steps
+
+    def let(self, residents: Residents | None) -> None:
+        """Have it say from now on who has a record; a row that is shared begins."""
+        self.residents = residents
+        if residents is not None and residents.shares_row and residents.shared is None:
+            residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
+
+    @property
+    def shared(self) -> SharedRow | None:
+        """The row that trains for those without a record, if there is one."""
+        record = None if self.residents is None else self.residents.shared
+        return None if record is None else SharedRow(self.spec, record)
 
     def name_by(self, layer: str) -> None:
         """Let error messages call the table by the layer that has its rows: "'user', Embedding(100, 4)", say."""
@@ -334,9 +348,14 @@ class Rows:
 
     def unrecorded(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), what rows without records are read as."""
+        row = self.default_row()
+        return self.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
+
+    def default_row(self) -> np.ndarray | None:
+        """Return what every row without a record is read as, float32 (dim,); None: each as its first value."""
         if self.residents is not None and self.residents.reads_zeros:
-            return np.zeros((len(ids), self.spec.dim), np.float32)
-        return self.first_values(ids)
+            return np.zeros(self.spec.dim, np.float32)
+        return None if self.shared is None else self.shared.weights()
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, but for `History.first_scale`."""
@@ -476,21 +495,32 @@ class Rows:
         refreshed, scratch = self._take_refreshed(grads.plan, plan), records.scratch(len(plan.ids))
         self._lease.is_stepped = True
         draft = self.draft(rule)
+        gradient = self._shared_gradient(ready.ballot, grads.values)
         slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
+        if self.shared is not None and gradient is not None:
+            self.shared.step(gradient, numbers, self.steps)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
         if self.residents is not None:
             self.residents.tell()
 
+    def _shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
+        """Return what the shared row is stepped by, of gradients of a batch; None: no row was turned away."""
+        if self.shared is None or ballot is None or ballot.rows is None:
+            return None
+        return self.shared.gradient(values, np.flatnonzero(~ballot.rows))
+
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
-        slots = self.admit(plan)
-        self.tier.records.write(slots, values)
-        self.version.advance()
+        self._overwrite(self.admit(plan), values)
         if self.residents is not None:
             self.residents.tell()
+
+    def _overwrite(self, slots: np.ndarray, values: np.ndarray) -> None:
+        self.tier.records.write(slots, values)
+        self.version.advance()
 
     def rehearsed(self, rule: Rule, grads: RowGradients) -> np.ndarray:
         """Return the weights with which a step would leave its rows, float32 (unique, dim). Nothing changes."""
@@ -524,7 +554,9 @@ class Rows:
         if self.residents is not None:  # some rows of the batch were not stepped, and get no record by this
             stepped = np.flatnonzero(self.tier.holds(plan.ids))
             plan, values = plan.of_rows(stepped), values[stepped]
-        self.write(plan, rounded(values, self.spec))
+        ready = self._prepared(plan)  # all have records: the step has used them, and has let others leave
+        self.tier.changing(ready.plan.slots)
+        self._overwrite(ready.plan.slots, rounded(values, self.spec))
 
     def count_step(self, rule: Rule) -> Any:
         """Count a step by `rule`, and return its kernel's arguments."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.machine.ram import available_bytes
+from embedrock.table.table import rows_of
 from embedrock.torch.averaging import AveragedModel
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding
@@ -25,14 +26,15 @@ BATCH_ROWS = 65_536
 # Of tied layers, once: by the handle, `max_norm` and `norm_type`.
 Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by its name
+_NO_ROWS = np.empty((0, 1), np.float32)
 
 
 class KnownRows(nn.Module):
-    """Rows of some ids, in a plain layer of theirs, and the map to their places there. Rows of other ids are zeros.
+    """Rows of some ids, in a plain layer of theirs, and the map to their places there. Other ids have the last row.
 
     Args:
         ids: int64 (n,), ascending.
-        rows: an `nn.Embedding` or `nn.EmbeddingBag` of n + 1 rows, the last of them zeros.
+        rows: an `nn.Embedding` or `nn.EmbeddingBag` of n + 1 rows.
 
     Attributes:
         ids: as given, a buffer.
@@ -80,7 +82,8 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     Args:
         model: with embedding layers.
         ids: by layer, or by its name in the model, the ids whose rows are wanted: integers of any shape. Such a layer
-            becomes a `KnownRows`, in which rows of other ids are zeros. Other layers get all of their rows.
+            becomes a `KnownRows`, in which rows of other ids are zeros, or the shared row of the layer's admission.
+            Other layers get all of their rows.
 
     Raises:
         ArgumentError: `ids` names something else than a layer of the model, is empty, or is needed for open ids.
@@ -180,7 +183,13 @@ def _with_all_rows(layer: RowLayer, weights: Weights) -> nn.Module:
 def _with_rows_of(layer: RowLayer, ids: np.ndarray) -> KnownRows:
     padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
     known = torch.from_numpy(ids).to(layer.handle.device)
-    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=1), padding))
+    return KnownRows(known, _layer(layer, _weight(layer, ids, spare=_other_row(layer)), padding))
+
+
+def _other_row(layer: RowLayer) -> np.ndarray:
+    """Return what rows of ids that are not known are, float32 (1, dim)."""
+    shared = rows_of(layer.table).shared
+    return np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
 
 
 def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:
@@ -194,12 +203,13 @@ def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn
     return made
 
 
-def _weight(layer: RowLayer, ids: np.ndarray, spare: int = 0) -> nn.Parameter:
-    """Return rows of ids, as a lookup returns them, and then some of zeros."""
-    weight = torch.zeros(len(ids) + spare, layer.embedding_dim, dtype=layer.dtype, device="cpu")
+def _weight(layer: RowLayer, ids: np.ndarray, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
+    """Return rows of ids, as a lookup returns them, and then some others."""
+    weight = torch.zeros(len(ids) + len(spare), layer.embedding_dim, dtype=layer.dtype, device="cpu")
     for start in range(0, len(ids), BATCH_ROWS):
         rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS]))
         if layer.max_norm is not None:
             rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)
+    weight[len(ids) :] = torch.from_numpy(spare).to(layer.dtype)
     return nn.Parameter(weight.to(layer.handle.device), requires_grad=False)

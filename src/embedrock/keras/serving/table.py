@@ -17,7 +17,7 @@ from embedrock.keras.serving.first_values import STORAGES, first_values, is_draw
 from embedrock.machine.ram import memory_limit
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.table.rows import EXPORT_BATCH_ROWS
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 WHOLE_BYTES = 256 * 2**20
 ID_BYTES = 16  # of a row that is found by its id: that, and its position
@@ -57,6 +57,8 @@ class ServingTable(tf.Module):
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         self._count = _count(table)
+        row = rows_of(table).default_row()
+        self._default_row = None if row is None else tf.constant(row)  # of all without a record
         self._is_whole = _is_whole(table, parse_bytes(whole_bytes, "whole_bytes"))
         if not self._is_whole:
             self._check_found_rows(table)
@@ -117,11 +119,13 @@ class ServingTable(tf.Module):
         return tf.tensor_scatter_nd_update(rows, fresh, self._first_values(tf.gather(flat, fresh[:, 0])))
 
     def _first_values(self, ids: tf.Tensor) -> tf.Tensor:
+        if self._default_row is not None:
+            return tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
         values = first_values(self._spec, ids)
         return values if self._first_scale == 1.0 else values * self._first_scale
 
     def _check_found_rows(self, table: Table) -> None:
-        if not is_drawable(table.spec.init):
+        if self._default_row is None and not is_drawable(table.spec.init):
             raise UnsupportedError(
                 f"{self._subject} cannot be served: its ids are open, and its rows start as {table.spec.init!r}, which "
                 "only Python computes. Use one of Embedrock's initializers, or a table with a number of rows."

@@ -283,6 +283,11 @@ class Handle(nn.Parameter):
                 f"`max_norm` ({self.max_norm}) of {self.label} cannot go with {rule}, whose rows lag behind and "
                 "cannot be shrunk when they are looked up. Use Adam() without dense=True, or leave out `max_norm`."
             )
+        if self.max_norm is not None and self.table.spec.admission is not None:
+            raise UnsupportedError(
+                f"`max_norm` ({self.max_norm}) of {self.label} cannot go with admission=: a lookup would shrink rows "
+                "that have no record, and so give them one. Leave one of them out."
+            )
 
     # ------------------------------------------------------------ moves and copies
 
