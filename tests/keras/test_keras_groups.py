@@ -153,11 +153,6 @@ def test_what_is_refused(tmp_path: Any) -> None:
         erk.EmbeddingBag(60, 4, group=group, sharded=True)
     with pytest.raises(ArgumentError, match=r"`group` of erk\.Embedding belongs to the table"):
         erk.Embedding(er.Table(60, 4), group=group)
-    with er.Group(path=tmp_path / "group.rock") as on_disk:
-        users = on_disk.table("users", 60, 4)
-        for options in ({"group": on_disk, "input_dim": 60, "output_dim": 4}, {"input_dim": users}):
-            with pytest.raises(UnsupportedError, match="must be one in RAM: got one on disk"):
-                erk.Embedding(**options)
     assert not len(group)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -20,6 +21,8 @@ from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
 from embedrock.wording import did_you_mean
+
+_told: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers go on with, which was told
 
 
 def refuse(layer: str, arguments: Iterable[str], refused: Mapping[str, str], known: Iterable[str] = ()) -> None:
@@ -90,24 +93,30 @@ def _member(
     """Return the table of a group that has a layer's name, made if there is none."""
     if not isinstance(group, Group):
         raise ArgumentError(f"`group` of {layer} must be an er.Group: got {group!r}.")
-    if options["name"] is None:
+    name: Any = options["name"]
+    if name is None:
         raise ArgumentError(f"`name` of {layer} is missing: tables of a group are known by their names.")
-    for name in ("path", "memory", "directory", "policy", "keep"):
-        if options.get(name, declared(TableOptions)[name].default) != declared(TableOptions)[name].default:
+    for option in ("path", "memory", "directory", "policy", "keep"):
+        if options.get(option, declared(TableOptions)[option].default) != declared(TableOptions)[option].default:
             raise ArgumentError(
-                f"`{name}` of {layer} does not go with `group`: its tables live where the group does, in its memory. "
+                f"`{option}` of {layer} does not go with `group`: its tables live where the group does, in its memory. "
                 "Leave one of them out."
             )
-    for name in POLICIES:
-        if options.get(name) is not None:
+    for option in POLICIES:
+        if options.get(option) is not None:
             raise UnsupportedError(
-                f"`{name}` of {layer} does not go with `group`: rows of its tables come with their first step and "
+                f"`{option}` of {layer} does not go with `group`: rows of its tables come with their first step and "
                 "stay. Leave one of them out: a table alone may have both."
             )
-    given = {name: options[name] for name in GIVEN}
+    given = {option: options[option] for option in GIVEN}
     if given["on_nonfinite"] == declared(TableOptions)["on_nonfinite"].default:
         given["on_nonfinite"] = None  # as the group has it
-    return group.made(options["name"], rows, dim, given, first)
+    is_new = name not in group or name in {table.name for table in group.open_tables()}
+    table = group.made(name, rows, dim, given, first)
+    if not is_new and rows_of(table).tier.count and group not in _told:  # for all of its layers, once
+        _told.add(group)
+        tell_resumed(group.path, group.last_step, f" (commit {group.last_commit})")
+    return table
 
 
 def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None) -> Table:

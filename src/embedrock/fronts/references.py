@@ -50,7 +50,12 @@ def reference_to(table: Table) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now. Changes that are not committed yet are, first."""
     if table.uncommitted:
         table.commit()
-    made = {"path": str(table.path), "uuid": table.uuid, "commit": table.last_commit, "step": table.last_step}
+    return reference_at(table, table.last_commit, table.last_step)
+
+
+def reference_at(table: Table, commit: int, step: int | None) -> dict[str, Any]:
+    """Return the reference to a table on disk as of a commit, which may be still under way."""
+    made = {"path": str(table.path), "uuid": table.uuid, "commit": commit, "step": step}
     return made if table.group is None else {**made, MEMBER: table.name}
 
 

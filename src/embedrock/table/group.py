@@ -256,6 +256,9 @@ class Group:
     def __len__(self) -> int:
         return len(self._members)
 
+    def __bool__(self) -> bool:
+        return True  # without tables, too: `er.opened(path) or er.Group(path=path)`
+
     def drop(self, name: str) -> None:
         """Close a member and give its memory back. Layers that have it raise `ClosedTableError` from then on.
 

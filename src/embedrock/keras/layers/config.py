@@ -47,8 +47,9 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
         config["path"] = None if path is None else os.path.abspath(path)
         config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
-    if config.pop("group", None) is not None and loading.shared_objects() is not None:
-        config["group"] = describe_group(arguments["group"])
+    group = config.pop("group", None)
+    if group is not None and (group.is_on_disk or loading.shared_objects() is not None):
+        config["group"] = describe_group(group)
     if loading.shared_objects() is not None:
         config["shared"] = id(table)
     return config
@@ -71,9 +72,11 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
             config["embeddings_initializer"] = read_initializer_of(drawn[KEY])
         if shared is None and config["path"] is not None:
             loading.check_not_copied(config["path"], label)
+        is_shared = False
         if (group := config.get("group")) is not None:
-            config["group"] = group_of(group, shared)
+            config["group"], is_shared = group_of(group, config["name"], label)
         layer = kind(**{**config, **policies_of(config)})
+        layer.shares_open_table |= is_shared
     if shared is not None:
         shared[key] = layer.table, layer.shares_open_table
     return layer

@@ -84,7 +84,8 @@ class RowLayer(keras.layers.Layer):
         if config["sharded"]:
             shards.check_options(kind, rows, options)
         group = config["group"]
-        _check_group(kind, rows.group if isinstance(rows, Table) else group, config["sharded"])
+        if group is not None and config["sharded"]:
+            raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
@@ -250,17 +251,6 @@ class RowLayer(keras.layers.Layer):
     def load_assets(self, dir_path: str | None) -> None:
         """Read the rows of a table in RAM."""
         state.load_assets(self, dir_path)
-
-
-def _check_group(kind: str, group: Any, sharded: bool) -> None:
-    """Raise `UnsupportedError` where the tables of a group cannot be those of layers."""
-    if group is not None and sharded:
-        raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")
-    if isinstance(group, Group) and group.is_on_disk:
-        raise UnsupportedError(
-            f"`group` of {kind} must be one in RAM: got one on disk, at {group.path!r}, to which files of models "
-            "cannot refer yet. Give each layer path=..., or make the group without."
-        )
 
 
 def _as_ids(given: Any) -> Any:

@@ -14,7 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.checkpoints import Checkpoint, Endings, checkpoints, collect, drafts, drop, drop_older
+from embedrock.fronts.checkpoints import (
+    Checkpoint,
+    Endings,
+    checkpoints,
+    collect,
+    drafts,
+    drop,
+    drop_older,
+    one_of_each,
+)
 from embedrock.fronts.references import go_to
 from embedrock.keras.saving.batches import check_batches, leave_out
 from embedrock.keras.saving.references import is_accumulating, with_commits
@@ -179,7 +188,10 @@ class TableCheckpoint(keras.callbacks.Callback):
         made = Checkpoint.new(self._own_folder, _step_of(self._trained), ENDINGS)
         made.begin()
         tables = _tables(self._trained)
-        commits = {table: table.commit(step=made.step, name=made.commit_name, wait=False) for table in tables}
+        begun = {
+            table.path: table.commit(step=made.step, name=made.commit_name, wait=False) for table in one_of_each(tables)
+        }
+        commits = {table: begun[table.path] for table in tables}
         self._finish()  # the one before: a table has one commit at a time
         try:
             with with_commits(commits):
@@ -250,7 +262,7 @@ class TableCheckpoint(keras.callbacks.Callback):
 
     def _undo(self, checkpoints_undone: list[Checkpoint], tables: list[Table]) -> None:
         """Take tables to before the first of some checkpoints."""
-        for table in tables:
+        for table in one_of_each(tables):
             commits = table.commits()
             is_undone = [any(each.owns(commit) for each in checkpoints_undone) for commit in commits]
             if is_undone[-1] and not is_undone[0]:

@@ -17,6 +17,9 @@ from embedrock.table.description import policies_of, rule_of
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
+# Of a table's description, what a group is asked for it by.
+OF_MEMBER = ("name", "rows", "dim", "dtype", "seed", "init", "rule", "on_nonfinite", "device_memory")
+
 
 def describe_initializer(init: Any, label: str) -> dict[str, Any]:
     """Return an initializer as plain data. An array must be a file's, whose name it is then."""
@@ -68,6 +71,8 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
         **table.options,
         **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }
+    if table.group is not None:
+        return {**{name: described[name] for name in OF_MEMBER}, "group": describe_group(table.group)}
     return {**described, "at": table.last_commit} if table.mode == "r" else described
 
 
@@ -81,6 +86,10 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
         "rule": rule,
     }
     path, at = options.get("path"), options.pop("at", None)
+    if (described := options.pop("group", None)) is not None:
+        group, is_shared = group_of(described, options["name"], label)
+        if group is not None:
+            return group.table(**{name: options[name] for name in OF_MEMBER}), is_shared
     if path is None:
         return loading.open_or_make(options), False
     if at is not None:
@@ -92,18 +101,36 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
 
 
 def describe_group(group: Group) -> dict[str, Any]:
-    """Return a group as plain data, for layers of a model that is being saved: they say which of them share it."""
-    return {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
+    """Return a group as plain data, which layers have that share it."""
+    described = {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
+    if group.files is None:
+        return described
+    opening = group.files.opening
+    described |= {"path": opening.path, "policy": opening.policy, "keep": opening.keep}
+    return {**described, "at": group.last_commit} if group.mode == "r" else described
 
 
-def group_of(description: Mapping[str, Any], shared: dict[Any, Any] | None) -> Group | None:
-    """Return the group that `describe_group` described: a new one for each model that is loaded; None for a copy."""
+def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Group | None, bool]:
+    """Return the group that `describe_group` described, and whether another model has it too.
+
+    In RAM it is a new one for each model that is loaded; None for a copy of a layer, whose table is alone.
+
+    Args:
+        description: of the group.
+        name: of the table that is asked for.
+        label: what error messages call the layer.
+    """
+    shared = loading.shared_objects()
+    if "path" in description:
+        if shared is None:
+            loading.check_not_copied(description["path"], label, name)
+        return loading.group_for(description)
     if shared is None:
-        return None
+        return None, False
     key = "embedrock group", description["shared"]
     if key not in shared:
         shared[key] = Group(description["memory"], description["on_nonfinite"])
-    return shared[key]
+    return shared[key], False
 
 
 def describe_rule_of_layer(rule: Rule | None) -> dict[str, Any] | None:

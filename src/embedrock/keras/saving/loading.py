@@ -24,6 +24,7 @@ from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.machine.paths import local_path
+from embedrock.table.group import Group
 from embedrock.table.open import open_table
 from embedrock.table.opened import opened
 from embedrock.table.opening import FirstValues
@@ -121,6 +122,28 @@ def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = 
         options: with which it is opened: arguments of `Table`.
         first: what draws first values where the options do not say it.
     """
+    return _found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
+
+
+def group_for(described: Mapping[str, Any]) -> tuple[Group, bool]:
+    """Return the group on disk that `describe_group` described, and whether another model has it too.
+
+    It is the one that is open in this process, if any; of a model that is being loaded, see `open_for`.
+    """
+    path, at = described["path"], described.get("at")
+    options = {name: described[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
+    if at is None and shared_objects() is not None:
+        return _found_once(path, options, lambda now: Group(path=now, **options))
+    if at is None:
+        return opened(path) or Group(path=path, **options), False
+    shared = shared_objects() or {}
+    if (KEY, path, at) not in shared:
+        shared[KEY, path, at] = open_snapshot(path_now(path), at, options)
+    return shared[KEY, path, at], False
+
+
+def _found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], Any]) -> tuple[Any, bool]:
+    """Return the table or group at a path, once for all layers of a model, and whether another model has it too."""
     loading, shared = _loading.get(), shared_objects()
     assert shared is not None  # a model is being loaded
     asked = os.path.abspath(path)
@@ -134,21 +157,21 @@ def open_for(path: str, options: Mapping[str, Any], first: FirstValues | None = 
         if loading is not None and loading.mode == "r":
             shared[KEY, asked] = open_snapshot(now, loading.commits.get(asked), options), False
         else:
-            table = _open_in_this_process(now)
-            if table is not None and table.uncommitted:  # refused now, as the loaded optimizer might change more
+            found = _open_in_this_process(now)
+            if found is not None and found.uncommitted:  # refused now, as the loaded optimizer might change more
+                what = "group" if isinstance(found, Group) else "table"
                 raise ArgumentError(
-                    f"the table at {now!r} is open in this process, and has changes since commit {table.last_commit}: "
-                    f"the file refers to an earlier state. {GO_BACK}"
+                    f"the {what} at {now!r} is open in this process, and has changes since commit "
+                    f"{found.last_commit}: the file refers to an earlier state. {GO_BACK}"
                 )
-            shared[KEY, asked] = (
-                (open_or_make({**options, "path": now}, first), False) if table is None else (table, True)
-            )
+            shared[KEY, asked] = (open_it(now), False) if found is None else (found, True)
     return shared[KEY, asked]
 
 
-def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Table:
-    """Open a table for reading, as of a commit."""
-    names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *["init"] * is_from_array(options["init"]))
+def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
+    """Open a table or group for reading, as of a commit."""
+    drawn = ["init"] * is_from_array(options.get("init"))
+    names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 
@@ -169,21 +192,36 @@ def is_from_array(init: Any) -> bool:
     return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
 
 
-def _open_in_this_process(path: str) -> Table | None:
-    """Return the writer of a table that layers of this process have."""
-    table = opened(path)
-    if table is not None and table.uncommitted:
-        del table  # perhaps nobody has it any more: models are cycles, which are collected late
+def _open_in_this_process(path: str) -> Table | Group | None:
+    """Return the writer of a table or group that layers of this process have."""
+    found = opened(path)
+    if found is not None and found.uncommitted:
+        del found  # perhaps nobody has it any more: models are cycles, which are collected late
         gc.collect()
-        table = opened(path)
-    return table if table in _tables else None
+        found = opened(path)
+    return found if any(table in _tables for table in _tables_in(found)) else None
 
 
-def check_not_copied(path: str, label: str) -> None:
-    """Raise an error where a layer is copied whose table on disk is open: a copy has rows of its own."""
-    if _open_in_this_process(os.path.abspath(path)) is not None:
+def _tables_in(found: Table | Group | None) -> list[Table]:
+    """Return the tables that are open of what is open at a path."""
+    if isinstance(found, Group):
+        return found.open_tables()
+    return [] if found is None else [found]
+
+
+def check_not_copied(path: str, label: str, member: str | None = None) -> None:
+    """Raise an error where a layer is copied whose table on disk is open: a copy has rows of its own.
+
+    Args:
+        path: of the table, or of its group.
+        label: what error messages call the layer.
+        member: the table's name in its group.
+    """
+    tables = _tables_in(_open_in_this_process(os.path.abspath(path)))
+    where = path if member is None else f"{path}#{member}"
+    if any(member in (None, table.name) for table in tables):
         raise UnsupportedError(
-            f"{label} cannot be copied (clone_model, from_config): its table on disk at {path!r} is open, and a copy "
+            f"{label} cannot be copied (clone_model, from_config): its table on disk at {where!r} is open, and a copy "
             "needs one of its own. To share the rows, or to give the copy others, pass clone_function to clone_model: "
             "lambda layer: erk.Embedding(layer.table) or erk.Embedding(..., path=another one) for these layers."
         )

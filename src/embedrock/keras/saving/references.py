@@ -20,11 +20,13 @@ from embedrock.fronts.references import (
     check_state,
     go_to,
     lasting_reference_to,
+    reference_at,
     reference_to,
     tell_resumed,
 )
 from embedrock.keras.saving.destination import Destination
 from embedrock.keras.training.steps import rebind
+from embedrock.table.group import Group
 from embedrock.table.table import Table
 
 HOLDER = "keras_state"  # of commits that something refers to of which no file is known
@@ -38,14 +40,14 @@ REMEDIES = Remedies(
 )
 
 GO_BACK = (
-    'Load the file as it was by erk.load_model(file, mode="r"); or close the table by layer.table.close(), or start '
+    'Load the file as it was by erk.load_model(file, mode="r"); or close what is open, er.close(path), or start '
     "another process, to go on from there; or take the open model back by model.load_weights(file)."
 )
 
 _made: ContextVar[Mapping[Table, int] | None] = ContextVar("_made", default=None)
 
-# Of a table that went back: the commit that it went to, and the number that this has now.
-_origins: weakref.WeakKeyDictionary[Table, tuple[int, int]] = weakref.WeakKeyDictionary()
+# Of a table or group that went back: the commit that it went to, and the number that this has now.
+_origins: weakref.WeakKeyDictionary[Table | Group, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 # ---------------------------------------------------------------- saving
@@ -65,7 +67,7 @@ def reference_of(layer: Any, destination: Destination | None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now, whose commit stays for as long as it is needed."""
     table, made = layer.table, _made.get()
     if made is not None and table in made:
-        return {"path": str(table.path), "uuid": table.uuid, "commit": made[table], "step": iterations_of(layer)}
+        return reference_at(table, made[table], iterations_of(layer))
     if table.mode == "r" or destination is None:
         return lasting_reference_to(table, HOLDER, iterations_of(layer))
     is_changed, names = table.uncommitted, [commit["name"] for commit in table.commits()]
@@ -125,13 +127,21 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
             f"the table of {layer.label} at {table.path!r} is open in this process, in another model that has gone on: "
             f"the file refers to commit {state['commit']}, and the table is at commit {table.last_commit}. {GO_BACK}"
         )
+    is_there = table.group is not None and _origins.get(_home_of(table)) == (state["commit"], table.last_commit)
     go_to(table, state)
-    _origins[table] = state["commit"], table.last_commit
+    _origins[_home_of(table)] = state["commit"], table.last_commit
     if layer.built:
         rebind(layer.handle)
-    tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
+    if not is_there:  # of a group, once
+        tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
 
 
 def _is_at(table: Table, state: dict[str, Any]) -> bool:
     is_changed, here = table.uncommitted, table.last_commit
-    return not is_changed and (here == state["commit"] or _origins.get(table) == (state["commit"], here))
+    origin = _origins.get(_home_of(table))
+    return not is_changed and (here == state["commit"] or origin == (state["commit"], here))
+
+
+def _home_of(table: Table) -> Table | Group:
+    """Return what goes back as a whole."""
+    return table if table.group is None else table.group
