@@ -53,11 +53,11 @@ from embedrock.planner.proposal import NoPlanError, plan
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
 from embedrock.rules import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
+from embedrock.shards.opening import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.spec import Spec
 from embedrock.table.group import Group
 from embedrock.table.keeper import UncommittedWarning
 from embedrock.table.numbers import StatsWarning, keep_stats
-from embedrock.table.open import open_table as open  # noqa: A004  # er.open, as tarfile.open and others
 from embedrock.table.opened import close, opened
 from embedrock.table.table import Table
 from embedrock.vocabulary.vocabulary import Vocabulary

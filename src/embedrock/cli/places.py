@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.shards.folders import layout_of
 from embedrock.store.nearby import check_table
 
 
@@ -39,8 +40,15 @@ def place_of(text: str | os.PathLike[str]) -> Place:
 
 
 def check_there(text: str) -> None:
-    """Raise `TableFileError` if there is no table, and no group."""
-    check_table(OS_SYSTEM, place_of(text).folder)
+    """Raise `TableFileError` if there is no table, in parts or not, and no group."""
+    for folder in folders_of(place_of(text).folder):
+        check_table(OS_SYSTEM, folder)
+
+
+def folders_of(folder: str) -> list[str]:
+    """Return the folders of the parts of a table, or its own where it is in one piece."""
+    layout = layout_of(folder)
+    return [folder] if layout is None else layout.parts
 
 
 def whole_folder(text: str, verb: str) -> str:

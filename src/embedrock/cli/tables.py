@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
@@ -16,10 +17,12 @@ import embedrock as er
 from embedrock.cli import exports, imports
 from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FLOATS, FORMATS, NAMES, ROW_NUMBERS
-from embedrock.cli.places import check_there, opened, place_of, whole_folder
+from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.errors import CorruptTableError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.shards.folders import layout_of
+from embedrock.shards.joined import verify_parts
 from embedrock.spec import STORAGES
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -146,6 +149,7 @@ def _described(path: str, at: int | None) -> dict[str, Any] | None:
                 "uuid": table.uuid,
                 "record_bytes": table.spec.record_bytes,
                 "rows_touched": stats["rows_touched"],
+                "parts": int(stats.get("parts", 1)),
                 "steps": table.steps,
                 "skipped_steps": stats["skipped_steps"],
                 "commit": commits[table.last_commit],
@@ -207,6 +211,7 @@ def _info_text(told: dict[str, Any]) -> str:
         "rule": _call(told["rule"]),
         "first values": f"{_call(told['init'])}, seed {told['seed']}",
         **_who_comes_and_goes(told),
+        **({"parts": f"{told['parts']}, each of which one rank writes"} if told["parts"] > 1 else {}),
         "steps": f"{told['steps']:,}, {told['skipped_steps']:,} skipped",
         "commit": _commit_text(last),
         "commits": f"{told['commits']}",
@@ -300,20 +305,24 @@ def _verify(arguments: Namespace) -> int:
 
 def _check_format(folder: str) -> None:
     """Raise what `er.open` would, but for damage."""
-    check_table(OS_SYSTEM, folder)
-    try:
-        folders.newest(OS_SYSTEM, folder)
-    except CorruptTableError:
-        return
+    for part in folders_of(folder):
+        check_table(OS_SYSTEM, part)
+        with contextlib.suppress(CorruptTableError):
+            folders.newest(OS_SYSTEM, part)
 
 
 def _verdict(folder: str) -> Verification:
+    layout = layout_of(folder)
     while True:
-        before = manifests.numbers(OS_SYSTEM, folder)
-        verdict = verify(OS_SYSTEM, folder)
+        before = _numbers(folder)
+        verdict = verify(OS_SYSTEM, folder) if layout is None else verify_parts(layout)
         # A writer may have dropped commits, and their files, meanwhile.
-        if not verdict.problems or set(before) <= set(manifests.numbers(OS_SYSTEM, folder)):
+        if not verdict.problems or before <= _numbers(folder):
             return verdict
+
+
+def _numbers(folder: str) -> set[tuple[str, int]]:
+    return {(part, number) for part in folders_of(folder) for number in manifests.numbers(OS_SYSTEM, part)}
 
 
 # ---------------------------------------------------------------- changing

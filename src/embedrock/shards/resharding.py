@@ -13,6 +13,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.shards.commits import Common, last_of
 from embedrock.shards.folders import FOLDER, Layout, layout_of
 from embedrock.shards.owners import Shard
 from embedrock.store import folder as folders
@@ -23,20 +24,6 @@ from embedrock.table.saved import Saved, load, saved_of
 from embedrock.table.table import Table, rows_of
 
 SOURCE_MEMORY = "32MiB"  # of the part that is read: its rows go by once
-
-
-class Common(NamedTuple):
-    """The newest commit that all parts have.
-
-    Attributes:
-        name: what it is called; None where none has one, and all are as of the same step.
-        step: of the training.
-        numbers: of the commit in each part.
-    """
-
-    name: str | None
-    step: int | None
-    numbers: tuple[int, ...]
 
 
 class Resharded(NamedTuple):
@@ -54,30 +41,6 @@ class Resharded(NamedTuple):
     rows: int
     step: int | None
     name: str
-
-
-def common_commit(layout: Layout) -> Common:
-    """Return the newest commit that all parts of a table have.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    by_part = []
-    for part in layout.parts:
-        with open_table(part, mode="r", memory=SOURCE_MEMORY) as table:
-            by_part.append((table.steps, table.commits()))
-    first, *others = [commits for _, commits in by_part]
-    for commit in reversed(first):
-        found = [next((one for one in commits if one["name"] == commit["name"]), None) for commits in others]
-        if commit["name"] is not None and None not in found:
-            numbers = commit["commit"], *(one["commit"] for one in found if one is not None)
-            return Common(commit["name"], commit["step"], numbers)
-    if len(steps := {made for made, _ in by_part}) == 1:
-        return Common(None, first[-1]["step"], tuple(commits[-1]["commit"] for _, commits in by_part))
-    raise ArgumentError(
-        f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
-        f"have made {sorted(steps)} steps. Save by ert.save on all ranks, and then begin again."
-    )
 
 
 def reshard(path: str, ranks: int, memory: int | str = "256MiB") -> Resharded:
@@ -103,7 +66,7 @@ def reshard(path: str, ranks: int, memory: int | str = "256MiB") -> Resharded:
         raise TableFileError(
             errno.ENOENT, "there is no table in parts here: a folder with SHARDED, as sharded=True makes it", path
         )
-    after, common = Layout(path, ranks), common_commit(before)
+    after, common = Layout(path, ranks), last_of(before)
     name = common.name or "resharded"
     held = [folders.lock(OS_SYSTEM, part, locked=True) for part in before.parts]
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import EmbedrockError
-from embedrock.machine.vfs import System
+from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.history import check_history
@@ -45,6 +45,11 @@ def verify(system: System, folder: str) -> Verification:
 
     Commits that a writer drops meanwhile do not count, and those that it makes may not.
     """
+    return verify_commits(folder, system)[0]
+
+
+def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verification, list[int]]:
+    """Verify a table; return also the numbers of its good commits."""
     problems: dict[Hashable, list[str]] = {}
     needs: dict[int, set[Hashable]] = {}
     records, found = 0, set[int]()
@@ -57,7 +62,8 @@ def verify(system: System, folder: str) -> Verification:
     bad = [part for part, texts in problems.items() if texts and part in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
     told = [text for part in bad for text in problems[part]]
-    return Verification(told, max(good, default=None), len(problems), records, strange_files(system, folder))
+    whole = Verification(told, max(good, default=None), len(problems), records, strange_files(system, folder))
+    return whole, good
 
 
 def _check_commit(

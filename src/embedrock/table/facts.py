@@ -126,17 +126,17 @@ class Facts:
     @property
     def uuid(self) -> str:
         """What tells a table on disk from all others, wherever it is moved: 32 hexadecimal digits."""
-        return self._on_disk().volume.manifest.uuid
+        return self._on_disk().uuid
 
     @property
     def last_commit(self) -> int:
         """Number of the last commit that is durable."""
-        return self._on_disk().volume.manifest.commit
+        return self._on_disk().last_commit
 
     @property
     def last_step(self) -> int | None:
         """The `step` that was given to the last commit."""
-        return self._on_disk().volume.manifest.step
+        return self._on_disk().last_step
 
     def commits(self) -> list[dict[str, Any]]:
         """Return the commits that there are, the oldest first: dicts of commit, step, name, time, rows and bytes."""

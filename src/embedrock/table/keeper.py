@@ -33,6 +33,7 @@ from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member,
 from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
+from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table.home import Version
 from embedrock.table.rows import Rows
@@ -139,6 +140,25 @@ class Keeper(ABC):
     def writes(self) -> bool:
         """Whether this is the one writer."""
         return self.opening.mode == "w"
+
+    @property
+    def uuid(self) -> str:
+        """What tells the files from all others."""
+        return self.volume.manifest.uuid
+
+    @property
+    def last_commit(self) -> int:
+        """Number of the last commit."""
+        return self.volume.manifest.commit
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that was given to it."""
+        return self.volume.manifest.step
+
+    def verify(self) -> Verification:
+        """Read all files of all commits, and check every checksum."""
+        return verify(self.volume.system, self.volume.folder)
 
     # ---------------------------------------------------------------- what is kept
 

@@ -54,7 +54,7 @@ def open_table(
         ...     table.lookup([7])
         array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
     """
-    given = filled(OpenOptions, options, _refuse)
+    given = filled(OpenOptions, options, refuse)
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
     check_options(given, "auto")
@@ -76,7 +76,8 @@ def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
     return Group.over(volume, opening, given["on_nonfinite"])
 
 
-def _refuse(unknown: list[str]) -> None:
+def refuse(unknown: list[str]) -> None:
+    """Raise `UnknownArgumentError` for names that `er.open` does not take."""
     names = ["mode", "at", *(name for name, option in declared(OpenOptions).items() if not option.is_internal)]
     raise UnknownArgumentError(
         f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."

@@ -15,7 +15,7 @@ from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.store.verify import Verification, verify
+from embedrock.store.verify import Verification
 from embedrock.table import checks, named, opened, saved
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.growing import Growing
@@ -356,8 +356,7 @@ class Table(Growing):
 
     def verify(self) -> Verification:
         """Read all files of all commits, and check every checksum: see `Verification`."""
-        volume = self._on_disk().volume
-        return verify(volume.system, volume.folder)
+        return self._on_disk().verify()
 
     # ---------------------------------------------------------------- ahead of time
 

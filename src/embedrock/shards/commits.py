@@ -1,0 +1,144 @@
+"""The commits of a table in parts: one exists if and only if every part has it, durably.
+
+There is no file that lists them, so none can be lost. Each part commits by itself; a commit is told by its name, its
+step and the steps that the rule has made, which are the same on all ranks. What a part has and others have not belongs
+to a commit that was cut short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError
+from embedrock.machine.vfs import OS_SYSTEM
+from embedrock.shards.folders import Layout
+from embedrock.store import folder as folders
+from embedrock.store.manifest import Manifest
+from embedrock.wording import counted
+
+AHEAD = 1  # commits that a part may have more than the others: ranks wait for each other in every step
+
+
+class Mark(NamedTuple):
+    """A commit of one part.
+
+    Attributes:
+        number: of it there.
+        name: that it was given, also where that was released.
+        step: of the training.
+        made: steps of the rule so far.
+        files: that it is made of: who goes back to it makes another commit of the same ones.
+    """
+
+    number: int
+    name: str | None
+    step: int | None
+    made: int
+    files: tuple[Any, ...]
+
+    @property
+    def known_as(self) -> int:
+        """What tells it from others, the same in all parts: 63 bits."""
+        told = repr((self.name, self.step, self.made)).encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+
+
+class Common(NamedTuple):
+    """A commit that all parts have.
+
+    Attributes:
+        name: what it is called; None where it has no name, or another in each.
+        step: of the training.
+        made: steps of the rule so far.
+        numbers: of the commit in each part.
+    """
+
+    name: str | None
+    step: int | None
+    made: int
+    numbers: tuple[int, ...]
+
+
+def marks_of(part: str) -> list[Mark]:
+    """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
+    found, least = list[Mark](), np.iinfo(np.int64).max
+    for manifest in reversed(folders.manifests_of(OS_SYSTEM, part)):
+        assert isinstance(manifest, Manifest)  # groups are not shared out
+        if manifest.steps <= least:
+            files = manifest.base, manifest.delta, manifest.history, manifest.count
+            found.append(Mark(manifest.commit, manifest.name, manifest.step, manifest.steps, files))
+            least = manifest.steps
+    return found[::-1]
+
+
+def newest_of_all(parts: Sequence[Sequence[int]]) -> int | None:
+    """Return the newest commit that all parts have, of what each has, the oldest first: see `Mark.known_as`."""
+    shared = set(parts[0]).intersection(*parts[1:])
+    return next((one for one in reversed(parts[0]) if one in shared), None)
+
+
+def commits_of(layout: Layout) -> list[Common]:
+    """Return the commits of a table in parts, the oldest first."""
+    parts = [{mark.known_as: mark for mark in marks_of(part)} for part in layout.parts]  # of equal ones the newest
+    return [
+        Common(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
+        for known, mark in parts[0].items()
+        if all(known in part for part in parts)
+    ]
+
+
+def last_of(layout: Layout) -> Common:
+    """Return the newest commit that all parts of a table have.
+
+    Raises:
+        ArgumentError: there is none, or only one from before the first step.
+    """
+    last = [marks_of(part)[-1] for part in layout.parts]
+    steps = sorted({mark.made for mark in last})
+    common = commits_of(layout)
+    if common and (common[-1].made or steps == [0]):
+        return common[-1]
+    if len(steps) == 1:  # what they are called tells them apart, but they are as of the same step
+        return Common(None, last[0].step, steps[0], tuple(mark.number for mark in last))
+    raise ArgumentError(
+        f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
+        f"have made {steps} steps. Save by ert.save on all ranks, and then begin again."
+    )
+
+
+def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:
+    """Return the commit that parts are opened at, which is the newest that all have: see `newest_of_all`.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    newest = newest_of_all(parts)
+    if newest is None:
+        has = "; ".join(f"rank {rank} {counted(len(part), 'commit')}" for rank, part in enumerate(parts))
+        raise ArgumentError(
+            f"the parts of the table at {path!r} must have a commit in common: got {has}, and none of all. A part may "
+            "be another table's, or a new one in place of one that was lost. Put back the folder that is missing, or "
+            "begin a new table."
+        )
+    return newest
+
+
+def since(own: Sequence[Mark], commit: int) -> tuple[Mark, int]:
+    """Return a commit of a part by what it is known as, and how many others it has made since that are not the same."""
+    place = max(place for place, mark in enumerate(own) if mark.known_as == commit)
+    later = [mark for mark in own[place + 1 :] if mark.files != own[place].files]
+    return own[place], len(later) if own[-1].files != own[place].files else 0
+
+
+def check_ahead(path: str, ahead: Sequence[int]) -> None:
+    """Raise `ArgumentError` where a part has more since the newest commit of all than one that was cut short leaves."""
+    if max(ahead) > AHEAD:
+        raise ArgumentError(
+            f"the parts of the table at {path!r} must have the same commits but for the last one, as all ranks commit: "
+            f"got {list(ahead)} after the newest that all have, by rank. Nothing was dropped. Give the part that has "
+            "too few its folder back, or drop those that are too many by `embedrock rollback` of the others."
+        )

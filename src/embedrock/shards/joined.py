@@ -1,0 +1,260 @@
+"""Tables in parts as one, for reading: `JoinedTier`, where their records are, and `Joined`, what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from embedrock.errors import CacheTooSmallError, CorruptTableError, UnsupportedError
+from embedrock.machine.arena import Arena
+from embedrock.shards.commits import Common, commits_of
+from embedrock.shards.folders import Layout
+from embedrock.shards.owners import Shard
+from embedrock.spec import Spec
+from embedrock.store.verify import Verification, verify_commits
+from embedrock.table.files import Files
+from embedrock.table.home import Home, Version
+from embedrock.table.keeper import Keeper, Opening
+from embedrock.table.rows import Rows
+from embedrock.table.saved import remembered
+from embedrock.table.table import Table, rows_of
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.records import Records
+from embedrock.tiers.tier import Placement, Tier
+from embedrock.tiers.turn import Turn
+
+CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
+
+
+class JoinedTier(Tier):
+    """The records of tables in parts, which are read only: those of a batch are copied together.
+
+    Args:
+        spec: of all of them.
+        parts: the rows of each, by rank.
+        subject: what error messages call them.
+    """
+
+    evicts = True
+
+    def __init__(self, spec: Spec, parts: Sequence[Rows], subject: str) -> None:
+        self._parts, self._shard = parts, Shard(0, len(parts))
+        super().__init__(spec, Placement(sum(part.tier.budget_bytes for part in parts), 0, direct=False), subject)
+
+    def _allocated(self, placement: Placement) -> tuple[Arena, Records]:
+        return Arena(0, self.subject), self._empty(0)
+
+    def _empty(self, rows: int) -> Records:
+        return Records(self.spec, np.empty(rows * self.spec.record_bytes, np.uint8))
+
+    @property
+    def count(self) -> int:
+        return sum(part.tier.count for part in self._parts)
+
+    @property
+    def resident_rows(self) -> int:
+        return sum(part.tier.resident_rows for part in self._parts)
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(part.tier.bytes_used for part in self._parts)
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), -1, np.int64)
+
+    def begin_batch(self) -> None:
+        """Leave it to `bring`: each is of a batch of its own."""
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        self.records, slots = self.reach(ids)
+        self.new_epoch()
+        return slots
+
+    def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+        slots, found, taken = np.full(len(ids), -1, np.int64), self._empty(len(ids)), 0
+        split = self._shard.split(ids)
+        for part, places in zip(self._parts, np.split(split.order, split.bounds[1:-1]), strict=True):
+            own = ids[places]
+            records, here = _reach(part.tier, own)
+            places, here = places[here >= 0], here[here >= 0]
+            slots[places] = np.arange(taken, taken + len(here))
+            found.bytes[taken : taken + len(here)] = records.bytes[here]
+            taken += len(here)
+        return found, slots
+
+    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self.find(ids)  # they are all brought
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        held, split = np.zeros(len(ids), bool), self._shard.split(ids)
+        for part, places in zip(self._parts, np.split(split.order, split.bounds[1:-1]), strict=True):
+            held[places] = part.tier.holds(ids[places])
+        return held
+
+    def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        for rank, part in enumerate(self._parts):
+            for ids in part.tier.id_batches(size):
+                if not self._shard._replace(rank=rank).owns(ids).all():
+                    raise CorruptTableError(f"{part.subject} has rows that another part of the table must have.")
+                yield ids
+
+    def stay(self) -> NoReturn:
+        raise UnsupportedError(
+            f"rows of {self.subject}, which is in parts, cannot be used by a GPU. Share them out over one rank, "
+            "embedrock reshard --shards 1, and open its part; or look them up on the CPU."
+        )
+
+    def has_room(self, rows: int) -> bool:
+        return False
+
+    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
+        raise AssertionError(self.subject)  # nothing changes: its home says so before
+
+    def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
+        raise AssertionError(self.subject)
+
+    def paste_records(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
+        raise AssertionError(self.subject)
+
+    def stats(self) -> dict[str, float]:
+        each = [part.tier.stats() for part in self._parts]
+        return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
+
+
+def _reach(tier: Tier, ids: np.ndarray) -> tuple[Records, np.ndarray]:
+    """Return records of a part in which those of ids can be read: those that fit its cache stay there."""
+    tier.begin_batch()
+    try:
+        slots = tier.bring(ids, tier.find(ids))  # which may make the cache anew
+        return tier.records, slots
+    except CacheTooSmallError:
+        return tier.reach(ids)
+
+
+class Joined(Keeper, Home):
+    """The files of a table in parts, which are read as of a commit that all have.
+
+    Args:
+        layout: where they are.
+        parts: the tables.
+        opening: how they were opened.
+        commit: which all are as of.
+    """
+
+    def __init__(self, layout: Layout, parts: Sequence[Table], opening: Opening, commit: Common) -> None:
+        first = rows_of(parts[0]).home
+        assert isinstance(first, Files)
+        super().__init__(first.volume, opening)
+        self.layout, self._parts, self._as_of = layout, parts, commit
+        self.subject = f"table {opening.name or opening.path!r}, in {len(parts)} parts,"
+
+    @property
+    def reopening(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f'Open it again, er.open({self.opening.path!r}, mode="r").'
+
+    @property
+    def where(self) -> str:
+        return f"on disk at {self.opening.path!r} in {len(self._parts)} parts (read only) behind caches in RAM"
+
+    @property
+    def last_commit(self) -> int:
+        return self._as_of.numbers[0]
+
+    @property
+    def last_step(self) -> int | None:
+        return self._as_of.step
+
+    def commits(self) -> list[dict[str, Any]]:
+        """Return the commits that all parts have, by their numbers in the first one."""
+        lines = [{line["commit"]: line for line in part.commits()} for part in self._parts]
+        found = []
+        for common in commits_of(self.layout):
+            each = [of_part.get(number) for of_part, number in zip(lines, common.numbers, strict=True)]
+            if all(line is not None for line in each):  # or its writer has dropped it meanwhile
+                whole = [line for line in each if line is not None]
+                sums = {key: sum(line[key] for line in whole) for key in ("rows", "bytes")}
+                found.append({**whole[0], **sums, "time": max(line["time"] for line in whole)})
+        return found
+
+    def verify(self) -> Verification:
+        return verify_parts(self.layout)
+
+    def rows(self, options: dict[str, Any]) -> Rows:
+        """Return the rows of all parts."""
+        parts = [rows_of(part) for part in self._parts]
+        spec, rows = parts[0].spec, Rows(self, options["on_nonfinite"])
+        history = None if spec.rule is None else spec.rule.history()
+        if history is not None:
+            history.load(remembered(parts[0]), parts[0].steps)
+        steps = parts[0].steps, parts[0].skipped_steps
+        rows.install(spec, JoinedTier(spec, parts, self.subject), history, *steps, residents=parts[0].residents)
+        rows.version.commit()
+        return rows
+
+    def stats(self) -> dict[str, float]:
+        """Return who comes and goes in all parts, each of which decides that by itself."""
+        found = [rows.residents for part in self._parts if (rows := rows_of(part)).residents is not None]
+        each = [residents.stats() for residents in found if residents is not None]
+        return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
+
+    # ---------------------------------------------------------------- nothing changes, so that there is little to do
+
+    def tiers(self, rows: Rows | None) -> Sequence[Disk]:
+        return ()
+
+    def turn(self, rows: Rows | None = None) -> Turn:
+        return Turn() if rows is None else rows.turn
+
+    def _versions(self, rows: Rows | None) -> Sequence[Version]:
+        return ()
+
+    def _described(self, rows: Rows | None) -> NoReturn:
+        raise AssertionError(self.subject)
+
+    def rollback(self, rows: Rows, commit: int) -> int:
+        self.check_writable()
+        raise AssertionError(self.subject)
+
+    def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Tier:
+        self.check_writable()
+        raise AssertionError(self.subject)
+
+    def grown(self, rows: Rows, spec: Spec) -> Tier:
+        self.check_writable()
+        raise AssertionError(self.subject)
+
+    def check_in_ram(self, verb: str) -> None:
+        rows_of(self._parts[0]).home.check_in_ram(verb)
+
+    def after_fork(self, rows: Rows) -> None:
+        """Go on in a child process: each part sees to that by itself."""
+
+    def close(self, rows: Rows, tier: Tier) -> None:
+        self.close_all()
+
+    def close_all(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _leave_budget(self) -> None:
+        """Leave it to the parts."""
+
+
+def verify_parts(layout: Layout) -> Verification:
+    """Check every checksum of a table in parts: the newest good commit is one that is good in all."""
+    found = [verify_commits(part) for part in layout.parts]
+    each = [verification for verification, _ in found]
+    good = [
+        common.numbers[0]
+        for common in commits_of(layout)
+        if all(number in of_part for number, (_, of_part) in zip(common.numbers, found, strict=True))
+    ]
+    return Verification(
+        [problem for one in each for problem in one.problems],
+        max(good, default=None),
+        sum(one.files for one in each),
+        sum(one.records for one in each),
+        [file for one in each for file in one.strange],
+    )

@@ -1,0 +1,124 @@
+"""`open_table`: what is on disk, a table alone, a group, or a table in parts."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, Unpack
+
+from embedrock.errors import ArgumentError, TableFileError
+from embedrock.machine.paths import local_path
+from embedrock.machine.sizes import parse_bytes, parse_device_memory
+from embedrock.process.interrupts import held_back
+from embedrock.shards.commits import Common, commits_of, last_of
+from embedrock.shards.folders import Layout, layout_of
+from embedrock.shards.joined import CONTENTS, Joined
+from embedrock.table import open as alone
+from embedrock.table.description import check_same, describe_spec
+from embedrock.table.opening import check_options, opening_of
+from embedrock.table.options import OpenOptions, filled, shows
+from embedrock.table.table import Table
+
+
+@shows(OpenOptions)
+def open_table(
+    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
+) -> Any:
+    """Open a table on disk, a group, or a table in parts (see ``sharded=`` of layers), as of a commit.
+
+    Args:
+        path: its folder.
+        mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile. A
+            table in parts is one table then, and is written by its ranks only.
+        at: number of the commit, for a reader; None: the last one. Of parts it is the first one's number.
+        memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
+        init: for a table whose first values come from an array: that `er.FromArray`.
+
+    Returns:
+        A `Table`; a `Group`, where there is one.
+
+    Raises:
+        TableFileError: there is no table, or `init` is missing or another one; or it is in parts, for a writer.
+        TableLockedError: another writer has it open.
+        CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
+        ArgumentError: there is no commit `at`, or none that all parts have.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> folder = tempfile.mkdtemp() + "/users.rock"
+        >>> with er.Table(rows=10**9, dim=4, path=folder, rule=er.SGD(lr=0.5), init=er.Zeros()) as table:
+        ...     table.update([7], [[1.0, 1.0, 1.0, 1.0]])
+        ...     table.commit(step=1)
+        1
+        >>> with er.open(folder, mode="r") as table:
+        ...     table.lookup([7])
+        array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
+    """
+    layout = layout_of(os.path.abspath(local_path(path)))
+    if layout is None:
+        return alone.open_table(path, mode, at, **options)
+    given = filled(OpenOptions, options, alone.refuse)
+    given |= {"path": layout.path, "mode": mode, "directory": "auto"}
+    given["device_memory"] = parse_device_memory(given["device_memory"])
+    check_options(given, "auto")
+    opening = opening_of(given, at)
+    if mode != "r":
+        raise TableFileError(
+            errno.EISDIR,
+            f"the table here is in {layout.ranks} parts, each of which one rank writes: a layer with sharded=True in "
+            f'as many processes. Open it for reading: er.open({str(path)!r}, mode="r"), or a part of it, '
+            f"{os.path.basename(layout.part(0))}",
+            layout.path,
+        )
+    with held_back():  # or Ctrl-C may leave files open that no table has
+        common, parts = _parts_as_of(layout, at, options)
+        home = Joined(layout, parts, opening, common)
+        try:
+            return Table.over(home.rows(given), home, given)
+        except BaseException:
+            home.close_all()
+            raise
+
+
+def _commit(layout: Layout, at: int | None) -> Common:
+    if at is None:
+        return last_of(layout)
+    found = {common.numbers[0]: common for common in commits_of(layout)}
+    if at not in found:
+        raise ArgumentError(
+            f"{layout.path} has no commit {at} that all of its {layout.ranks} parts have: it has "
+            f"{', '.join(map(str, found)) or 'none'}, by their numbers in the first part."
+        )
+    return found[at]
+
+
+def _parts_as_of(layout: Layout, at: int | None, options: OpenOptions) -> tuple[Common, list[Table]]:
+    """Open all parts as of a commit. A writer may drop it meanwhile: then as of the next one."""
+    while True:
+        common = _commit(layout, at)
+        try:
+            return common, _parts(layout, common, options)
+        except (ArgumentError, FileNotFoundError):
+            if _commit(layout, at) == common:
+                raise
+
+
+def _parts(layout: Layout, common: Common, options: OpenOptions) -> list[Table]:
+    own: dict[str, Any] = {key: value for key, value in options.items() if key != "name"}  # that is of the whole
+    if own.get("memory") is not None:
+        own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
+    opened = list[Table]()
+    try:
+        for part, number in zip(layout.parts, common.numbers, strict=True):
+            opened.append(alone.open_table(part, "r", number, **own))
+            _check_like(opened[0], opened[-1])
+    except BaseException:
+        for table in opened:
+            table.close()
+        raise
+    return opened
+
+
+def _check_like(first: Table, other: Table) -> None:
+    expected, got = (describe_spec(table.spec) for table in (first, other))
+    check_same({key: expected[key] for key in CONTENTS}, {key: got[key] for key in CONTENTS}, str(other.path))

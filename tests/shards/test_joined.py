@@ -1,0 +1,140 @@
+"""A table in parts read as one: `er.open(folder, mode="r")` and what the command line says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.cli.main import main
+from embedrock.shards.folders import Layout, part_to_open
+from embedrock.shards.owners import Shard
+
+DIM, ROWS = 4, 3000
+
+
+class Together:
+    """A table in RAM, and parts of one on disk that are stepped alike.
+
+    Args:
+        path: of the parts.
+        ranks: how many.
+        rule: of all.
+    """
+
+    def __init__(self, path: Path, ranks: int, rule: er.Rule) -> None:
+        same: dict[str, Any] = {"seed": 3, "rule": rule, "init": er.Normal(std=0.1)}
+        self.path = str(path)
+        self.parts = [
+            er.Table(None, DIM, path=part_to_open(self.path, rank, ranks, "users"), memory="2MiB", **same)
+            for rank in range(ranks)
+        ]
+        self.alone = er.Table(None, DIM, **same)
+
+    def step(self, step: int) -> None:
+        draw = np.random.default_rng(step)
+        ids, grads = draw.integers(0, 9000, ROWS), draw.normal(size=(ROWS, DIM)).astype(np.float32)
+        self.alone.update(ids, grads)
+        for rank, part in enumerate(self.parts):
+            own = Shard(rank, len(self.parts)).owns(ids)
+            part.update(ids[own], grads[own])
+
+    def commit(self, step: int, ranks: slice = slice(None)) -> None:
+        for part in self.parts[ranks]:
+            part.commit(step=step)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+@pytest.mark.parametrize("rule", [er.Adam(lr=0.1), er.AdamW(lr=0.1, dense=True)])
+@pytest.mark.parametrize("memory", ["300KiB", None])
+def test_parts_read_as_the_table_that_they_are(tmp_path: Path, rule: er.Rule, memory: str | None) -> None:
+    both = Together(tmp_path / "users.rock", 3, rule)
+    both.step(0)
+    both.commit(1)
+    first = both.alone.export()
+    both.step(1)
+    both.commit(2)
+    with er.open(both.path, mode="r", memory=memory) as table:
+        last = both.alone.export()
+        every = np.arange(9600).reshape(20, 480)
+        np.testing.assert_array_equal(table.lookup(every), both.alone.lookup(every))
+        np.testing.assert_array_equal(table.read(table.plan(every)), both.alone.lookup(every))
+        for found, expected in zip(table.export(), last, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert (table.steps, table.last_step, table.stats()["rows_touched"]) == (2, 2, len(last[0]))
+        assert [commit["step"] for commit in table.commits()] == [1, 2]
+        copied = er.Table(None, DIM, rule=rule, init=er.Normal(std=0.1))
+        copied.load_state(table)
+        assert copied.steps == 2
+        np.testing.assert_array_equal(copied.export()[1], last[1])
+        assert table.verify().newest_good == table.last_commit
+        with pytest.raises(er.ReadOnlyTableError, match="in 3 parts, was opened with mode"):
+            table.commit()
+        earlier = table.commits()[0]["commit"]
+    with pytest.raises(er.ClosedTableError, match=r'is closed.* Open it again, er\.open\(.*, mode="r"\)'):
+        table.lookup([1])
+    with er.open(both.path, mode="r", at=earlier) as table:
+        np.testing.assert_array_equal(table.export()[1], first[1])
+    both.close()
+
+
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_a_commit_that_a_part_lacks_does_not_exist(tmp_path: Path) -> None:
+    both = Together(tmp_path / "users.rock", 2, er.Adam(lr=0.1))
+    both.step(0)
+    both.commit(1)
+    expected = both.alone.export()[1]
+    both.step(1)
+    both.commit(2, slice(1))
+    with er.open(both.path, mode="r") as table:
+        np.testing.assert_array_equal(table.export()[1], expected)
+        assert [commit["step"] for commit in table.commits()] == [1]
+    with pytest.raises(er.ArgumentError, match=r"has no commit 7 that all of its 2 parts have: it has 1,"):
+        er.open(both.path, mode="r", at=7)
+    with pytest.raises(er.TableFileError, match=r"in 2 parts, each of which one rank writes.* mode=\"r\""):
+        er.open(both.path)
+    both.parts[0].rollback(1)  # after which the other commit is no more
+    both.step(2)
+    both.commit(2, slice(1, 2))
+    with er.open(both.path, mode="r") as table:
+        np.testing.assert_array_equal(table.export()[1], expected)
+    both.close()
+
+
+def test_commands_see_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = Together(tmp_path / "users.rock", 2, er.Adam(lr=0.1))
+    both.step(0)
+    both.commit(1)
+    both.close()
+    ids, rows = both.alone.export()
+
+    def told(*words: str) -> Any:
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    info = told("info", both.path)
+    assert (info["parts"], info["rows_touched"], info["steps"], info["commit"]["step"]) == (2, len(ids), 1, 1)
+    assert told("commits", both.path)["commits"][-1]["rows"] == len(ids)
+    made = told("export", both.path, str(tmp_path / "users.npz"))
+    assert made["rows"] == len(ids)
+    exported = np.load(tmp_path / "users.npz")
+    order = np.argsort(exported["ids"])
+    np.testing.assert_array_equal(exported["vectors"][order], rows)
+    assert told("verify", both.path)["newest_good"] == info["commit"]["commit"]
+
+    (log,) = Path(Layout(both.path, 2).part(1), "delta").iterdir()
+    content = bytearray(log.read_bytes())
+    content[len(content) // 2] ^= 1
+    log.write_bytes(content)
+    assert main(["verify", both.path, "--json"]) == 3
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["newest_good"] == 0
+    assert os.path.join("shard-1-of-2", "delta") in verdict["problems"][0]
