@@ -231,7 +231,7 @@ def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(clicks, "available_bytes", lambda: 200_000)
     assert main(["demo", *TINY, "--no-compare", "--in-ram"]) == FAILED
     error = capsys.readouterr().err
-    assert "budget 97.7 KiB" in error
+    assert "budget 195.3 KiB" in error
     assert "In the demo: fewer --steps" in error
 
 

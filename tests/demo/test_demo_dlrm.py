@@ -27,7 +27,7 @@ from embedrock.demo.model_spec import DlrmSpec  # noqa: E402
 from embedrock.demo.options import FULL, DlrmOptions  # noqa: E402
 from embedrock.demo.torch.backends import EMBEDROCK, SPARSE  # noqa: E402
 from embedrock.demo.torch.learner import TorchLearner  # noqa: E402
-from embedrock.demo.training_folder import Need, TrainingFolder, split  # noqa: E402
+from embedrock.demo.training_folder import TrainingFolder  # noqa: E402
 
 USAGE = 2
 LOG = ImpressionLog(ManyTables(max_bag=5), seed=0)
@@ -145,26 +145,27 @@ def trained(folder: Path, first: int, last: int, steps_lost: int = 0) -> tuple[T
 
 
 def placed(folder: Path) -> DlrmSpec:
-    return DlrmSpec(**{**vars(SPEC), "folder": folder, "budgets": (1 << 18,) * 3})
+    return DlrmSpec(**{**vars(SPEC), "folder": folder, "memory": 1 << 18})
 
 
 @pytest.mark.filterwarnings("ignore::embedrock.table.keeper.UncommittedWarning")
 def test_what_is_resumed_has_the_bits_of_what_was_never_stopped(tmp_path: Path):
     whole, losses = trained(tmp_path / "whole", 0, 12)
     stopped, before = trained(tmp_path / "stopped", 0, 5, steps_lost=3)
-    for table in stopped.tables:
-        table.close()
+    stopped.group.close()
     resumed, after = trained(tmp_path / "stopped", 5, 12)
+    assert {each.name for each in (tmp_path / "stopped").iterdir()} == {"model.rock", "checkpoints"}
+    assert resumed.group.last_commit == 2  # of all tables, for each checkpoint
     assert before + after == losses
     check_equal(whole, resumed)
 
 
 def check_equal(one: TorchLearner, other: TorchLearner) -> None:
-    for a, b in zip(one.tables, other.tables, strict=True):
-        for left, right in zip(rows_of(a), rows_of(b), strict=True):
+    for a, b in zip(one.group, other.group, strict=True):
+        for left, right in zip(rows_of(one.group[a]), rows_of(other.group[b]), strict=True):
             np.testing.assert_array_equal(left, right)
-        a.close()
-        b.close()
+    one.group.close()
+    other.group.close()
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -179,25 +180,13 @@ def rows_of(table: er.Table) -> list[np.ndarray]:
     return [state["ids"][order], state["records"][order]]
 
 
-def test_ram_is_shared_by_what_tables_are_asked_for():
-    assert split(160, [Need(1, 10, 1000, 3), Need(1, 10, 1000, 1), Need(1, 10, 40, 3)]) == (90, 30, 40)
-    assert split(100, [Need(1, 60, 1000, 1), Need(1, 1, 1000, 1)]) == (60, 40)
-    assert split(100, [Need(1, 5, 10, 1), Need(1, 5, 20, 1)]) == (45, 55)  # more than both can use
-
-
 def test_mlperfs_tables_fit_4_gib_and_say_if_they_do_not(tmp_path: Path):
     full: dict[str, Any] = FULL
     options = DlrmOptions(steps=10, path=tmp_path, **full)
     tables = ManyTables()
     spec = DlrmSpec(**{**vars(SPEC), "dim": 128, "rows": tables.rows, "bags": tables.bags})
-    budgets = TrainingFolder.of(spec, options).budgets
-    assert budgets is not None
-    assert 4 * 2**30 - 26 <= sum(budgets) <= 4 * 2**30
-    assert budgets[20] == max(budgets)  # with 100 ids of each impression
-    assert budgets[5] == pytest.approx(min(budgets), rel=0.01)  # with 3 rows
-    with pytest.raises(
-        ValueError, match=r"--memory must hold the rows of 5 batches, about .* GiB in all tables: got 64"
-    ):
+    assert TrainingFolder.of(spec, options).memory == 4 << 30
+    with pytest.raises(ValueError, match=r"--memory must hold the rows of 5 batches, about .* GiB: got 64"):
         TrainingFolder.of(spec, DlrmOptions(**{**vars(options), "memory": 64 << 20}))
 
 
@@ -234,7 +223,8 @@ def test_a_log_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     training = json.loads(out.read_text())["training"]
     assert training["curve"][-1]["step"] == 4  # 270 lines in batches of 64
     assert training["planted_auc"] is None
-    assert training["tables"]["feature26"]["rows"] == -1
+    assert training["tables"]["feature26"]["rows"] == 1 << 32
+    assert training["group"]["pools"] == 1
     data.write_text("\n".join([*lines[:100], "1\tx", *lines[101:]]))
     assert main(["demo", *options[:-4], "--in-ram"]) == FAILED
     assert f"{data}, line 101: expected 40 fields" in capsys.readouterr().err

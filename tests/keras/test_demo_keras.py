@@ -123,7 +123,7 @@ def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["demo", "--keras", "--in-ram", *TINY]) == FAILED
     error = capsys.readouterr().err
     assert "embedrock: error: " in error
-    assert "budget 97.7 KiB" in error
+    assert "budget 195.3 KiB" in error
     assert "File" not in error
 
 

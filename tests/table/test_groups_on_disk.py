@@ -161,6 +161,22 @@ def test_a_dropped_table_gives_its_space_back(tmp_path: Path) -> None:
         assert np.array_equal(group["a"].lookup([3]), er.Table(10**9, 4, rule=ADAM, seed=0).lookup([3]))
 
 
+def test_numbers_of_a_group_are_those_of_its_pools_together(tmp_path: Path) -> None:
+    with er.Group(path=tmp_path / "g.rock", memory="1MiB") as group:
+        for name, dim in (("a", 4), ("b", 4), ("c", 8)):  # two pools
+            group.table(name, 1000, dim, rule=er.SGD(lr=0.1))
+        for _ in range(3):
+            group.update(
+                {"a": [1, 2], "b": [3], "c": [4]}, {"a": np.ones((2, 4)), "b": np.ones((1, 4)), "c": np.ones((1, 8))}
+            )
+        group.commit()
+        told, one, other = (each.stats() for each in (group, group["a"], group["c"]))
+        for name in ("hits", "misses", "cache_slots", "disk_bytes", "bytes_written"):
+            assert told[name] == one[name] + other[name], name
+        assert one["hits"] == group["b"].stats()["hits"]  # of their pool
+        assert told["commit"] == 1
+
+
 def test_going_back_brings_tables_back(tmp_path: Path) -> None:
     with made(tmp_path / "m") as group:
         step(group, 0)

@@ -41,8 +41,7 @@ def _framework(options: ClickOptions) -> Framework:
 
 
 def _spec_in_ram(options: ClickOptions) -> PairSpec:
-    """Return the spec of the model with its tables in RAM, half of what is available for each."""
-    half = available_bytes() // 2
+    """Return the spec of the model with its tables in RAM, in what is available of it."""
     return PairSpec(
         model=options.model,
         users=options.users,
@@ -50,7 +49,7 @@ def _spec_in_ram(options: ClickOptions) -> PairSpec:
         dim=options.dim,
         lr=options.lr,
         seed=options.seed,
-        budgets=(half, half),
+        memory=available_bytes(),
     )
 
 

@@ -10,15 +10,15 @@ from typing import Any
 from embedrock.demo.data.examples import Source
 from embedrock.demo.meter import DiskMeter
 from embedrock.demo.metrics import auc
-from embedrock.demo.model_spec import EmbeddingSpec, ModelSpec
+from embedrock.demo.model_spec import ANY_IDS, EmbeddingSpec, ModelSpec
 from embedrock.demo.options import SourceOptions
 from embedrock.demo.training import Learner, Training
 from embedrock.demo.training_folder import TrainingFolder
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.ram import rss_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.table.group import Group
 from embedrock.table.keeper import UncommittedWarning
-from embedrock.table.table import Table
 from embedrock.terminal.progress import print_above, progress
 from embedrock.terminal.tables import Column, format_count, format_facts, format_head, format_row, format_table
 
@@ -55,7 +55,7 @@ def _train(learner: Learner, spec: ModelSpec, source: Source, batches: int) -> d
         print(_format_training(results))
         return results
     finally:
-        _close(learner.tables)
+        _close(learner.group)
 
 
 def _train_parts(training: Training, source: Source, steps: range, meter: DiskMeter | None) -> None:
@@ -79,12 +79,11 @@ def _auc(learner: Learner, source: Source) -> float:
     return auc(source.test.labels, learner.scores(*source.test.inputs))
 
 
-def _close(tables: Sequence[Table]) -> None:
-    """Give tables back. What no checkpoint has is lost, which is said elsewhere."""
+def _close(group: Group) -> None:
+    """Give the tables back. What no checkpoint has is lost, which is said elsewhere."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncommittedWarning)
-        for table in tables:
-            table.close()
+        group.close()
 
 
 def _results(training: Training, spec: ModelSpec, source: Source, steps: range) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def _results(training: Training, spec: ModelSpec, source: Source, steps: range) 
         steps: of this process; those before were earlier processes'.
     """
     seconds = accumulate(part.train_s for part in training.parts)
-    names = [feature.name for feature in spec.features]
+    names, group = [feature.name for feature in spec.features], training.learner.group
     return {
         "curve": [
             {"step": part.step, "train_s": train_s, "loss": part.loss, **part.scores}
@@ -106,7 +105,8 @@ def _results(training: Training, spec: ModelSpec, source: Source, steps: range) 
         "resumed_at": steps.start,
         "planted_auc": source.best,
         "tested": len(source.test.labels),
-        "tables": {name: table.stats() for name, table in zip(names, training.learner.tables, strict=True)},
+        "tables": {name: group[member].stats() for name, member in zip(names, group, strict=True)},
+        "group": group.stats(),
         "rss_bytes": rss_bytes(),
         **source.facts(steps.stop),
     }
@@ -131,15 +131,15 @@ def format_sizes(specs: Sequence[EmbeddingSpec]) -> str:
 
 def _format_training(results: dict[str, Any]) -> str:
     """Return what came of a training."""
-    tables, last = list(results["tables"].values()), results["curve"][-1]
-    used = sum(table["bytes_used"] for table in tables)
+    tables, group, last = list(results["tables"].values()), results["group"], results["curve"][-1]
+    used, process = map(format_bytes, (group["bytes_used"], results["rss_bytes"]))
     steps = last["step"] - results["resumed_at"]
     rate = steps / last["train_s"] if steps else 0.0
     facts = {
         "trained": f"{format_count(steps, 'step')} in {last['train_s']:.1f} s, {_format_rate(rate)} it/s",
-        "disk": _format_disk(results["disk"], tables) if results.get("disk") else "",
+        "disk": _format_disk(results["disk"], group["disk_bytes"]) if results.get("disk") else "",
         "rows": _format_rows(tables),
-        "RAM": f"{format_bytes(used)} for the tables, {format_bytes(results['rss_bytes'])} for the process",
+        "RAM": f"{used} for the tables, {process} for the process",
         "AUC": _format_auc(results, last["auc"]),
     }
     return "\n" + format_facts({name: text for name, text in facts.items() if text})
@@ -151,9 +151,9 @@ def _format_rate(rate: float) -> str:
 
 def _format_rows(tables: Sequence[dict[str, Any]]) -> str:
     touched = sum(table["rows_touched"] for table in tables)
-    if any(table["rows"] < 0 for table in tables):
-        return f"{touched:,} touched"
     rows = sum(table["rows"] for table in tables)
+    if rows >= ANY_IDS:  # nobody has counted them
+        return f"{touched:,} touched"
     return f"{touched:,} of {rows:,} touched ({touched / rows:.0%})"
 
 
@@ -164,8 +164,7 @@ def _format_auc(results: dict[str, Any], trained: float) -> str:
     return f"{trained:.4f} trained{planted}, on {results['tested']:,} examples{seen}"
 
 
-def _format_disk(rates: dict[str, float], tables: Sequence[dict[str, float]]) -> str:
-    size = format_bytes(sum(table["disk_bytes"] for table in tables))
+def _format_disk(rates: dict[str, float], disk_bytes: float) -> str:
     waited = f", {rates['waited_share']:.0%} of the time spent waiting for them" if "waited_share" in rates else ""
     hits, reads = f"{rates['hit_rate']:.1%} of the rows were in RAM", f"{rates['reads_per_step']:,.0f} reads a step"
-    return f"{hits}, {reads}{waited}; {size} of files"
+    return f"{hits}, {reads}{waited}; {format_bytes(disk_bytes)} of files"

@@ -38,8 +38,8 @@ class DiskMeter:
         return _rates(self._start, self._now(step))
 
     def _now(self, step: int) -> dict[str, float]:
-        stats = [table.stats() for table in self._learner.tables]
-        counts = {name: sum(one.get(name, 0) for one in stats) for name in NAMES}
+        stats = self._learner.group.stats()
+        counts = {name: stats[name] for name in NAMES}
         waited = {} if self._learner.waited_s is None else {"waited_s": self._learner.waited_s}
         return {**counts, **waited, "steps": step, "time_s": time.perf_counter()}
 

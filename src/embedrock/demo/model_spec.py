@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +15,8 @@ SCORE_IDS = 1 << 18  # ids of a table that are scored at a time ...
 DISK_SCORE_IDS = 1 << 12  # ... and where their rows have to fit a cache
 STATE = 3  # columns of a record for each column of a row: weights and Adam's two states
 SMALL_ROWS = 64  # of the tables of a small copy
+ANY_IDS = 1 << 32  # rows of a table whose ids nobody has counted
+TABLES = "model.rock"  # in the folder of a training
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Feature:
     """What a table is for.
 
     Attributes:
-        name: of its folder too.
-        rows: how many there are; None: any integer is an id.
+        name: of its table.
+        rows: how many there are; None: nobody knows, and any integer of 32 bits is an id.
         bag: ids of an example, whose rows are summed; None: one id of each example.
     """
 
@@ -36,29 +36,24 @@ class Feature:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """An embedding before it is made: how large, its first values, and where its rows are.
+    """An embedding before it is made: how large, and its first values.
 
     Attributes:
         feature: how many rows, and what they are for.
         dim: width of the rows.
         std: standard deviation of the first values.
         seed: of the first values.
-        memory: the most bytes of RAM for a table of Embedrock, which then follow the rows touched (a hashed
-            directory); None: Embedrock's own choice.
-        path: where a table of Embedrock lies on disk; None: in RAM.
     """
 
     feature: Feature
     dim: int
     std: float
     seed: int
-    memory: int | None
-    path: Path | None = None
 
     @property
     def rows(self) -> int:
-        """How many rows there are, where that is known."""
-        return self.feature.rows or 0
+        """How many rows there are."""
+        return self.feature.rows or ANY_IDS
 
     @property
     def weight_bytes(self) -> int:
@@ -70,12 +65,6 @@ class EmbeddingSpec:
         """What rows start with."""
         return er.Normal(std=self.std)
 
-    @property
-    def placement(self) -> dict[str, Any]:
-        """Arguments of Embedrock's layers that say where the rows are."""
-        hashed = {"directory": "hashed"} if self.path is None and self.memory is not None else {}
-        return {"path": self.path, "memory": self.memory, **hashed}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -86,7 +75,7 @@ class ModelSpec:
         dim: width of the rows of all tables.
         lr: learning rate of Adam, for rows and dense weights.
         seed: of all first values.
-        budgets: RAM of each table, as for `EmbeddingSpec`.
+        memory: the most RAM for all tables of Embedrock together, bytes; None: Embedrock's own choice.
         folder: where the tables of Embedrock lie on disk; None: in RAM.
     """
 
@@ -94,7 +83,7 @@ class ModelSpec:
     dim: int
     lr: float
     seed: int
-    budgets: Sequence[int | None] | None = None
+    memory: int | None = None
     folder: Path | None = None
 
     @property
@@ -107,12 +96,13 @@ class ModelSpec:
         """Its tables."""
         features = self.features
         seeds = np.random.SeedSequence(self.seed).generate_state(len(features)).tolist()
-        budgets = self.budgets or [None] * len(features)
-        paths = [self.folder and self.folder / f"{feature.name}.rock" for feature in features]
         return tuple(
-            EmbeddingSpec(feature, self.dim, FIRST_STD, seed, memory, path)
-            for feature, seed, memory, path in zip(features, seeds, budgets, paths, strict=True)
+            EmbeddingSpec(feature, self.dim, FIRST_STD, seed) for feature, seed in zip(features, seeds, strict=True)
         )
+
+    def group(self) -> er.Group:
+        """Make the group of its tables, or open the one in its folder."""
+        return er.Group(memory=self.memory, path=self.folder and self.folder / TABLES)
 
     @property
     def record_bytes(self) -> int:
@@ -126,7 +116,7 @@ class ModelSpec:
 
     def small(self) -> ModelSpec:
         """Return a small copy of it in RAM."""
-        return replace(self, folder=None, budgets=None)
+        return replace(self, folder=None, memory=None)
 
     def blank(self, count: int) -> Examples:
         """Return examples that it takes, of ids that every copy of it has."""
@@ -151,7 +141,7 @@ class PairSpec(ModelSpec):
 
     def small(self) -> PairSpec:
         """Return a small copy of it in RAM."""
-        return replace(self, users=SMALL_ROWS, items=SMALL_ROWS, folder=None, budgets=None)
+        return replace(self, users=SMALL_ROWS, items=SMALL_ROWS, folder=None, memory=None)
 
     def blank(self, count: int) -> Pairs:
         """Return pairs without a click."""
@@ -164,7 +154,7 @@ class DlrmSpec(ModelSpec):
     """A DLRM, which scores impressions: Naumov et al., "Deep Learning Recommendation Model", 2019.
 
     Args:
-        rows: of each of its tables; None: any integer is an id.
+        rows: of each of its tables; None: see `Feature`.
         bags: ids of an impression in each of its tables.
         numbers: how many numbers an impression has.
         bottom: widths of the hidden layers that the numbers go through; one as wide as the rows follows.
@@ -192,7 +182,7 @@ class DlrmSpec(ModelSpec):
     def small(self) -> DlrmSpec:
         """Return a small copy of it in RAM."""
         rows = tuple(each and min(each, SMALL_ROWS) for each in self.rows)
-        return replace(self, rows=rows, folder=None, budgets=None)
+        return replace(self, rows=rows, folder=None, memory=None)
 
     def blank(self, count: int) -> Impressions:
         """Return impressions without a click."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from embedrock.bench.harness.workload import Workload
 from embedrock.demo.data.planted import ZIPF
@@ -21,10 +21,10 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.terminal.tables import format_facts
 
 TIMES_SMALLER = 10  # the tables' RAM, if it was not chosen, than the rows trained
-LEAST_BATCHES = DEPTH + 3  # whose rows fit into the RAM of any table
+LEAST_BATCHES = DEPTH + 3  # whose rows have to fit the RAM of the tables
 SLOT_BYTES = 64  # of a row in RAM, beside its record: of the directory
 SPARE = 4 / 3  # of RAM over that of rows: an index of logs may take 3/16 of it
-TABLE_BYTES = 1 << 17  # of RAM of a table, beside all that
+TABLE_BYTES = 1 << 17  # of RAM of the tables, beside all that
 
 S = TypeVar("S", bound=ModelSpec)
 
@@ -37,35 +37,19 @@ class TooLittleMemoryError(EmbedrockError, ValueError):
     """RAM that is not enough for the batches of a training."""
 
 
-class Need(NamedTuple):
-    """What a table can make use of.
-
-    Attributes:
-        trained: rows that a training touches, about.
-        least: bytes of RAM that its batches need.
-        most: bytes of RAM that hold all rows that are trained.
-        asked: ids that an example looks up.
-    """
-
-    trained: float
-    least: int
-    most: int
-    asked: int
-
-
 @dataclass(frozen=True)
 class TrainingFolder:
     """A folder with tables and the checkpoints of a training.
 
     Attributes:
         folder: of all of it.
-        budgets: the most RAM that each table may take, bytes; None: tables share Embedrock's default.
+        memory: the most RAM that the tables may take together, bytes; None: Embedrock's own choice.
         trained: bytes of the records of the rows that the training touches, about; None: nobody knows.
         is_kept: the user chose the folder, so that it stays when the training is done.
     """
 
     folder: Path
-    budgets: tuple[int, ...] | None
+    memory: int | None
     trained: int | None
     is_kept: bool
 
@@ -78,18 +62,18 @@ class TrainingFolder:
         """
         folder, is_kept = options.path or default_folder(options.FOLDER), options.path is not None
         if any(feature.rows is None for feature in spec.features):
-            count, memory = len(spec.features), options.memory
-            return cls(folder, None if memory is None else (memory // count,) * count, None, is_kept)
-        needs = [_need(feature, spec.record_bytes, options) for feature in spec.features]
-        trained = int(sum(need.trained for need in needs) * spec.record_bytes)
-        least = sum(need.least for need in needs)
+            return cls(folder, options.memory, None, is_kept)
+        rows = [_rows(feature, options) for feature in spec.features]
+        trained = int(sum(touched for touched, _ in rows) * spec.record_bytes)
+        slots = sum(min(touched, LEAST_BATCHES * of_batch) for touched, of_batch in rows)
+        least = TABLE_BYTES + int(slots * SPARE * (spec.record_bytes + SLOT_BYTES))
         memory = options.memory or max(trained // TIMES_SMALLER, least)
         if memory < least:
             raise TooLittleMemoryError(
-                f"--memory must hold the rows of {LEAST_BATCHES} batches, about {format_bytes(least)} in all tables: "
+                f"--memory must hold the rows of {LEAST_BATCHES} batches, about {format_bytes(least)}: "
                 f"got {format_bytes(memory)}. Pass more, or a smaller --batch-size or --dim."
             )
-        return cls(folder, split(memory, needs), trained, is_kept)
+        return cls(folder, memory, trained, is_kept)
 
     @property
     def checkpoints(self) -> Path:
@@ -98,16 +82,16 @@ class TrainingFolder:
 
     def describe(self) -> str:
         """Return two lines about the folder and the RAM."""
-        memory = sum(self.budgets or ())
+        memory = self.memory
         ram = f"{format_bytes(memory)} of RAM for the tables" if memory else "half of the RAM for the tables together"
-        if self.trained is not None:
+        if memory and self.trained is not None:
             times = f"{format_bytes(self.trained)}, {self.trained / memory:.1f} times as much"
             ram += f": the rows that are trained take about {times}"
         return format_facts({"on disk": f"in {self.folder}\nwith {ram}"})
 
     def placed(self, spec: S) -> S:
         """Return the spec of the same model with its tables in this folder."""
-        return replace(spec, folder=self.folder, budgets=self.budgets)
+        return replace(spec, folder=self.folder, memory=self.memory)
 
     def claim(self, options: SourceOptions) -> None:
         """Make the folder, or find in it a training with the same options.
@@ -157,33 +141,11 @@ def default_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock" / name
 
 
-def _need(feature: Feature, record_bytes: int, options: SourceOptions) -> Need:
-    asked, slot = feature.bag or 1, SPARE * (record_bytes + SLOT_BYTES)
-    trained, batch = (
+def _rows(feature: Feature, options: SourceOptions) -> tuple[float, float]:
+    """Return how many rows of a table a training touches, and how many a batch, about."""
+    asked = feature.bag or 1
+    touched, of_batch = (
         Workload(feature.rows or 0, batch=lookups, features=asked, zipf=ZIPF).expected_misses(0)
         for lookups in (options.batches * options.batch_size, options.batch_size)
     )
-    most = TABLE_BYTES + int(trained * slot)
-    return Need(trained, min(most, TABLE_BYTES + int(LEAST_BATCHES * batch * slot)), most, asked)
-
-
-def split(memory: int, needs: Sequence[Need]) -> tuple[int, ...]:
-    """Share RAM among tables: by the ids asked for, but no less than a table needs, and no more than it can use.
-
-    The slots of a table with twice the lookups are worth as much as those of the other where it has twice as many: so
-    it is with Zipf's popularities. What is left where all have the most is shared evenly.
-
-    Example:
-        >>> split(160, [Need(1, 10, 1000, 3), Need(1, 10, 1000, 1), Need(1, 10, 40, 3)])
-        (90, 30, 40)
-    """
-    low, high = 0.0, float(memory)
-    for _ in range(64):
-        level = (low + high) / 2
-        low, high = (level, high) if sum(_given(need, level) for need in needs) <= memory else (low, level)
-    given = [_given(need, low) for need in needs]
-    return tuple(each + (memory - sum(given)) // len(given) for each in given)
-
-
-def _given(need: Need, level: float) -> int:
-    return int(min(need.most, max(need.least, level * need.asked)))
+    return touched, of_batch

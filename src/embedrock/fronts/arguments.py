@@ -93,8 +93,7 @@ def _member(
     """Return the table of a group that has a layer's name, made if there is none."""
     if not isinstance(group, Group):
         raise ArgumentError(f"`group` of {layer} must be an er.Group: got {group!r}.")
-    name: Any = options["name"]
-    if name is None:
+    if (name := options["name"]) is None:
         raise ArgumentError(f"`name` of {layer} is missing: tables of a group are known by their names.")
     for option in ("path", "memory", "directory", "policy", "keep"):
         if options.get(option, declared(TableOptions)[option].default) != declared(TableOptions)[option].default:
@@ -111,7 +110,7 @@ def _member(
     given = {option: options[option] for option in GIVEN}
     if given["on_nonfinite"] == declared(TableOptions)["on_nonfinite"].default:
         given["on_nonfinite"] = None  # as the group has it
-    is_new = name not in group or name in {table.name for table in group.open_tables()}
+    is_new = name not in group or any(table.name == name for table in group.open_tables())
     table = group.made(name, rows, dim, given, first)
     if not is_new and rows_of(table).tier.count and group not in _told:  # for all of its layers, once
         _told.add(group)

@@ -113,6 +113,9 @@ class GroupFiles(Keeper):
         counts = member.steps, member.skipped_steps, part.count
         return Member(name, self.pools.index_of(part), number, spec, *counts, history)
 
+    def stats(self) -> dict[str, float]:
+        return {**self.pools.stats(), **super().stats()}
+
     @property
     def _is_being_shared(self) -> bool:
         return self.pools.is_being_shared

@@ -22,6 +22,8 @@ from embedrock.tiers.placing import check_budget
 from embedrock.tiers.pools import by_pool
 from embedrock.tiers.turn import Turn
 
+OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its tiers
+
 
 class PoolTier(Disk):
     """The tier of a pool on disk.
@@ -166,6 +168,14 @@ class DiskPools:
     def budget_bytes(self) -> int:
         """The most RAM that they may take now."""
         return sum(tier.budget_bytes for tier in self.tiers) if self._memory is None else self._budgets.total
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers about all pools together: what a tier's `stats` counts, added up."""
+        found: dict[str, float] = {}
+        for tier in self.tiers:
+            for name, value in tier.stats().items():
+                found[name] = value + (found.get(name, 0) if name not in OF_VOLUME else 0)
+        return found
 
     @property
     def is_being_shared(self) -> bool:

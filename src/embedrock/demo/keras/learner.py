@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from embedrock.demo.keras.models import make_model
 from embedrock.demo.model_spec import PairSpec
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
 from embedrock.errors import EmbedrockError
-from embedrock.table.table import Table
 
 
 class TrainingError(EmbedrockError, RuntimeError):
@@ -57,7 +56,7 @@ class KerasLearner:
     def __init__(self, spec: PairSpec, checkpoints: Path | None = None) -> None:
         self.model, self._score_ids = make_model(spec), spec.score_ids
         self._users, self._items = (self.model.get_layer(name) for name in ("user_rows", "item_rows"))
-        self.tables: Sequence[Table] = [self._users.table, self._items.table]
+        self.group: er.Group = self._users.table.group
         self._checkpoints = [erk.TableCheckpoint(checkpoints, SAVE_STEPS, resume=False)] if checkpoints else []
 
     def resume(self) -> int:

@@ -48,13 +48,14 @@ def make_model(spec: PairSpec) -> Any:
     keras.utils.set_random_seed(spec.seed)  # of the dense weights
     users, items = (keras.Input((), dtype="int64", name=name) for name in ("users", "items"))
     names = "user_rows", "item_rows"
-    p, q = (_embedding(embedding, name) for embedding, name in zip(spec.embeddings, names, strict=True))
+    group = spec.group()
+    p, q = (_embedding(embedding, name, group) for embedding, name in zip(spec.embeddings, names, strict=True))
     model = keras.Model({"users": users, "items": items}, MODELS[spec.model](p(users), q(items), spec.dim))
     adam = keras.optimizers.Adam(spec.lr, epsilon=er.Adam.eps)
     model.compile(optimizer=erk.optimizer(adam), loss=keras.losses.BinaryCrossentropy(from_logits=True))
     return model
 
 
-def _embedding(spec: EmbeddingSpec, name: str) -> Any:
-    options = {"seed": spec.seed, "rule": er.Adam(), "name": name, **spec.placement}
-    return erk.Embedding(spec.feature.rows, spec.dim, spec.first_values, **options)
+def _embedding(spec: EmbeddingSpec, name: str, group: er.Group) -> Any:
+    options = {"seed": spec.seed, "rule": er.Adam(), "name": name, "group": group}
+    return erk.Embedding(spec.rows, spec.dim, spec.first_values, **options)

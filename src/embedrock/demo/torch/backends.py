@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.demo.model_spec import EmbeddingSpec
+from embedrock.demo.model_spec import EmbeddingSpec, ModelSpec
 
 COPY_ROWS = 1 << 18  # rows whose first values are drawn at a time
 
@@ -26,7 +26,7 @@ class Backend:
         name: as in the tables that people read.
         needs: what its RAM goes to, for people.
         copies: RAM at the peak, in float32 copies of all rows; 0: it follows the rows touched.
-        embeddings: makes a layer for each table.
+        embeddings: makes a layer for each table of a model.
         together: makes of bags a module that calls all of them, with the ids of each, and returns a list of their sums.
         optimizers: makes what steps a model with such layers, at a learning rate.
     """
@@ -34,7 +34,7 @@ class Backend:
     name: str
     needs: str
     copies: int
-    embeddings: Callable[[Sequence[EmbeddingSpec]], list[nn.Module]]
+    embeddings: Callable[[ModelSpec], list[nn.Module]]
     together: Callable[[Mapping[str, nn.Module]], nn.Module]
     optimizers: Callable[[nn.Module, float], list[Optimizer]]
 
@@ -49,18 +49,16 @@ def first_values(spec: EmbeddingSpec) -> torch.Tensor:
     return weights
 
 
-def _our_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
-    # Bags in RAM are members of one group, which is looked up and stepped as one. Groups are not on disk yet.
-    group = er.Group() if all(spec.feature.bag and spec.path is None for spec in specs) else None
-    return [_our_embedding(spec, group) for spec in specs]
+def _our_embeddings(spec: ModelSpec) -> list[nn.Module]:
+    group = spec.group()
+    return [_our_embedding(each, group) for each in spec.embeddings]
 
 
-def _our_embedding(spec: EmbeddingSpec, group: er.Group | None) -> nn.Module:
-    options: dict[str, Any] = {"init": spec.first_values, "seed": spec.seed}
-    options |= spec.placement if group is None else {"group": group, "name": spec.feature.name}
+def _our_embedding(spec: EmbeddingSpec, group: er.Group) -> nn.Module:
+    options: dict[str, Any] = {"init": spec.first_values, "seed": spec.seed, "group": group, "name": spec.feature.name}
     if spec.feature.bag:
-        return ert.EmbeddingBag(spec.feature.rows, spec.dim, mode="sum", **options)
-    return ert.Embedding(spec.feature.rows, spec.dim, **options)
+        return ert.EmbeddingBag(spec.rows, spec.dim, mode="sum", **options)
+    return ert.Embedding(spec.rows, spec.dim, **options)
 
 
 class _Collection(nn.Module):
@@ -97,8 +95,8 @@ def _torch_embedding(spec: EmbeddingSpec, sparse: bool) -> nn.Module:
     return nn.Embedding.from_pretrained(first_values(spec), freeze=False, sparse=sparse)
 
 
-def _sparse_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
-    return [_torch_embedding(spec, sparse=True) for spec in specs]
+def _sparse_embeddings(spec: ModelSpec) -> list[nn.Module]:
+    return [_torch_embedding(each, sparse=True) for each in spec.embeddings]
 
 
 def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
@@ -108,8 +106,8 @@ def _sparse_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:
     return [torch.optim.SparseAdam(sparse, lr=lr), torch.optim.Adam(rest, lr=lr)]
 
 
-def _dense_embeddings(specs: Sequence[EmbeddingSpec]) -> list[nn.Module]:
-    return [_torch_embedding(spec, sparse=False) for spec in specs]
+def _dense_embeddings(spec: ModelSpec) -> list[nn.Module]:
+    return [_torch_embedding(each, sparse=False) for each in spec.embeddings]
 
 
 def _dense_optimizers(model: nn.Module, lr: float) -> list[Optimizer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from embedrock.demo.model_spec import ModelSpec
 from embedrock.demo.torch.backends import EMBEDROCK, Backend
 from embedrock.demo.torch.models import make_model
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
-from embedrock.table.table import Table
 
 WARM_UP_STEPS, WARM_UP_SIZE = 3, 64
 
@@ -61,7 +60,7 @@ class TorchLearner:
 
     def __init__(self, spec: ModelSpec, backend: Backend, checkpoints: Path | None = None) -> None:
         self.name = backend.name
-        self._layers = backend.embeddings(spec.embeddings)
+        self._layers = backend.embeddings(spec)
         torch.manual_seed(spec.seed)  # of the dense weights, which are drawn next
         self.model = make_model(spec, self._layers, backend.together)
         self.optimizers = backend.optimizers(self.model, spec.lr)
@@ -69,9 +68,9 @@ class TorchLearner:
         self._next_s = self._making_s = 0.0
 
     @property
-    def tables(self) -> Sequence[Table]:
-        """Embedrock's tables; none on other backends."""
-        return [layer.table for layer in self._layers if isinstance(layer, ert.Embedding | ert.EmbeddingBag)]
+    def group(self) -> er.Group:
+        """Embedrock's tables."""
+        return next(layer.table.group for layer in self._layers if isinstance(layer, ert.Embedding | ert.EmbeddingBag))
 
     @property
     def waited_s(self) -> float:
