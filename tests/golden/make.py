@@ -25,7 +25,7 @@ from table_files import files_of
 HERE = Path(__file__).resolve().parent
 VERSIONS = {version: HERE / f"version-{version}" for version in (1, 2)}
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
-Change = Callable[[er.Table], None]
+Change = Callable[[er.Table], object]
 
 
 class Golden(NamedTuple):
@@ -86,6 +86,21 @@ IN_PIECES = Golden(  # of version 5
 )
 
 
+COME_AND_GO = Golden(  # of version 3
+    {
+        "rows": None,
+        "dim": 2,
+        "rule": er.Adam(lr=0.01),
+        "init": er.Uniform(),
+        "seed": 3,
+        "admission": er.Admission(2, within=8, default="shared"),
+        "eviction": er.Eviction(max_rows=5, by="recency", keep=[5]),
+    },
+    [step([1, 2, 5, LOWEST]), step([1, 2, 3, 5, LOWEST])],
+    [step([6, 7, 3]), step([6, 7, HIGHEST]), lambda table: table.forget([7]), step([8])],
+)
+
+
 def make(folder: Path, golden: Golden) -> None:
     """Write a golden table, and what it holds as of each commit."""
     table = er.Table(path=folder, **golden.arguments)
@@ -130,6 +145,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if not (HERE / "version-3" / "come-and-go").exists():
+        (HERE / "version-3").mkdir(exist_ok=True)
+        make(HERE / "version-3" / "come-and-go", COME_AND_GO)
+        (HERE / "version-3" / "come-and-go" / "LOCK").unlink()
     if not (HERE / "version-5" / "pieces").exists():
         (HERE / "version-5").mkdir(exist_ok=True)
         make_in_pieces(HERE / "version-5" / "pieces")

@@ -15,7 +15,7 @@ import embedrock as er
 from embedrock.store import manifest as manifests
 from embedrock.store import runs
 from format_reader import read_history, read_manifest, read_table
-from golden.make import GOLDEN, HERE, IN_PIECES, VERSIONS, digests, in_memory
+from golden.make import COME_AND_GO, GOLDEN, HERE, IN_PIECES, VERSIONS, digests, in_memory
 
 NEWEST = {"adam": 4, "sgd": 3, "open": 4}
 COMMITS = [(name, newest - back) for name, newest in NEWEST.items() for back in (0, 1)]
@@ -113,6 +113,30 @@ def test_a_table_some_of_whose_chunks_have_logs_in_them(commit: int, tmp_path: P
         IN_PIECES.after[0](expected)
         table.commit()
     assert read_table(tmp_path / "pieces")[1] == records_of(expected)
+
+
+@pytest.mark.parametrize("back", [0, 1, 2, 3])
+def test_a_table_whose_rows_come_and_go(back: int, tmp_path: Path):
+    folder, changes = tmp_path / "come-and-go", len(COME_AND_GO.after) - back
+    shutil.copytree(HERE / "version-3" / "come-and-go", folder)
+    expected, commit = in_memory(COME_AND_GO, changes), int(read_manifest(folder)["commit"]) - back
+    manifest, records = read_table(folder, commit)
+    assert manifest["format"] == 3
+    assert any(entry.get("gone") for entry in manifest["delta"]) == (changes > 1)  # records of the base, too
+    assert records == records_of(expected)
+    history, state = read_history(folder, manifest), expected.state()
+    assert {name[8:]: array.tolist() for name, array in state.items() if name.startswith("history_")} == {
+        name: array.tolist() for name, array in history.items()
+    }
+    np.testing.assert_array_equal(history["residents_shared"][:2], expected.lookup([99])[0])  # as the page says
+    with er.open(folder) as table:
+        table.rollback(commit)
+        for each in (table, expected):
+            COME_AND_GO.after[1](each)
+            each.update([99], np.ones((1, 2), np.float32))
+        table.commit()
+        np.testing.assert_array_equal(table.lookup([99, 98]), expected.lookup([99, 98]))
+    assert read_table(folder)[1] == records_of(expected)
 
 
 def marked(folder: Path) -> list[bool]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from embedrock.bench.disk.commits import COMMIT
 from embedrock.bench.disk.compaction import COMPACTION
+from embedrock.bench.disk.stream import STREAM
 from embedrock.bench.disk.training import DISK
 from embedrock.bench.disk.vocabulary import VOCABULARY
 from embedrock.bench.gpu.training import GPU
@@ -49,6 +50,7 @@ BENCHES = (
     DISK,
     COMMIT,
     COMPACTION,
+    STREAM,
     VOCABULARY,
     KERAS,
     TF_DATA,

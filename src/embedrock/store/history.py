@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -21,7 +22,7 @@ DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # of the list of arrays
 
 
-def write_history(system: System, folder: str, name: str, uuid: str, arrays: dict[str, np.ndarray]) -> HistoryFile:
+def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, np.ndarray]) -> HistoryFile:
     """Write arrays to a new file, durably: a header page, a list of them in JSON, and their bytes."""
     listed = json.dumps([[key, array.dtype.str, array.shape] for key, array in arrays.items()]).encode("ascii")
     content = [_SIZE.pack(len(listed)), listed, *(array.tobytes() for array in arrays.values())]

@@ -15,7 +15,7 @@ from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.history import read_history
+from embedrock.store.history import read_history, write_history
 from embedrock.store.manifest import AnyManifest, Content, HistoryFile, Manifest
 from embedrock.store.nearby import check_table
 from embedrock.store.orphans import remove_orphans
@@ -242,6 +242,11 @@ class Volume:
         except BaseException:
             self.take_back()
             raise
+
+    def write_history(self, arrays: Mapping[str, np.ndarray]) -> HistoryFile:
+        """Write what a table remembers besides records to a new file, for the next commit."""
+        name = self.free_name(f"history/{self.manifest.commit + 1:010d}", ".his")
+        return write_history(self.system, self.folder, name, self.manifest.uuid, arrays)
 
     def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""

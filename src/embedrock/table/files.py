@@ -67,12 +67,13 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
 
     def _described(self, rows: Rows | None) -> dict[str, Any]:
         assert rows is not None
+        self._remember("", remembered(rows))
         return {
             "count": rows.tier.count,
             "spec": describe_spec(rows.spec),
             "steps": rows.steps,
             "skipped_steps": rows.skipped_steps,
-            "history": self._history_of(remembered(rows)),
+            "history": (),
         }
 
     @property

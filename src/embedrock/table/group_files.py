@@ -108,10 +108,10 @@ class GroupFiles(Keeper):
         assert isinstance(part, Part)  # members have no other tiers
         number = part.number if part.pool.is_shared else None
         files = member.files if isinstance(member, Resting) else None
-        remembered = {} if member.history is None else member.history.state()
-        history = self._history_of(remembered) if files is None else files
+        if files is None:
+            self._remember(name, {} if member.history is None else member.history.state())
         counts = member.steps, member.skipped_steps, part.count
-        return Member(name, self.pools.index_of(part), number, spec, *counts, history)
+        return Member(name, self.pools.index_of(part), number, spec, *counts, files or ())
 
     def stats(self) -> dict[str, float]:
         return {**self.pools.stats(), **super().stats()}

@@ -28,8 +28,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.history import write_history
-from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
+from embedrock.store.manifest import AnyManifest, Manifest, Member, is_name
 from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
@@ -49,6 +48,7 @@ MODES = ("w", "r")
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time
 LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
+WHOLE_LOG_SHARE = 0.6  # where all is folded at once, so that a second base is made beside the first
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 
@@ -176,7 +176,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def _described(self, rows: Rows | None) -> dict[str, Any]:
-        """Return what a commit of now says of them, as fields of its manifest; writes histories."""
+        """Return what a commit of now says of them, as fields of its manifest; see `_remember`."""
 
     @abstractmethod
     def rollback(self, rows: Rows, commit: int) -> int:
@@ -226,13 +226,13 @@ class Keeper(ABC):
 
     def _begin(self, rows: Rows | None, fields: dict[str, Any]) -> Commit:
         """Freeze the rows that changed, and return the commit that will write them."""
-        tiers, self._written = self.tiers(rows), list[HistoryFile]()
+        tiers, self._histories = self.tiers(rows), dict[str, dict[str, np.ndarray]]()
         try:
             fields |= {"time": publishing.now(), **self._described(rows)}
-            args = self.volume, tiers, self.turn(rows), fields, self.opening.keep
+            args = self.volume, tiers, self.turn(rows), fields, self._histories, self.opening.keep
             commit = Commit(*args, self._after_commit_of(tiers))
         except BaseException as error:
-            self.volume.take_back(self._written)
+            self.volume.take_back()
             if not isinstance(error, OSError):
                 raise
             dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
@@ -243,15 +243,11 @@ class Keeper(ABC):
         self.went_back_to = None
         return commit
 
-    def _history_of(self, remembered: Mapping[str, np.ndarray]) -> tuple[HistoryFile, ...]:
-        """Write what a table remembers besides records, if it remembers anything."""
-        arrays = {key: array.copy() if array.base is not None else array for key, array in remembered.items()}
-        if not arrays:
-            return ()
-        volume = self.volume
-        name = volume.free_name(f"history/{volume.manifest.commit + 1:010d}", ".his")
-        self._written.append(write_history(volume.system, volume.folder, name, volume.manifest.uuid, arrays))
-        return (self._written[-1],)
+    def _remember(self, member: str, remembered: Mapping[str, np.ndarray]) -> None:
+        """Let the commit write what a table remembers besides records, if it remembers anything."""
+        if remembered:
+            arrays = {key: array.copy() if array.base is not None else array for key, array in remembered.items()}
+            self._histories[member] = arrays
 
     def history(self, spec: Spec, of: Manifest | Member) -> History | None:
         """Return the history of a table's rule as of the last commit, which says `of` it."""
@@ -357,12 +353,13 @@ class Keeper(ABC):
         with store.lock:
             rows, base = store.overlay.count, sum(run.file.size for run in store.base_runs)
             logs = [(run.number, run.file.size) for run in store.delta]
+            share = WHOLE_LOG_SHARE if store.some_are_gone else LOG_SHARE
             age, nbytes = mean_age(store.base, logs, store.content.count), store.overlay.nbytes
         room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
         # Logs that are dropped one after another are half as old as the oldest of them, on average.
-        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2))
+        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(share * max(base, LEAST_COMPACTED_BYTES) / 2))
         is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
         return goal if is_crowded or age > goal.age or store.content.dropped else None
 

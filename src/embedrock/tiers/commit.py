@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -295,6 +296,7 @@ class Commit:
         tiers: one for each of its stores. The caller has them for itself.
         turn: who has them.
         changes: fields of the manifest.
+        histories: what tables remember besides records, arrays by name, by the member's name; "" of a table alone.
         keep: commits to retain.
         after: called once it is published.
     """
@@ -305,10 +307,12 @@ class Commit:
         tiers: Sequence[Disk],
         turn: Turn,
         changes: Mapping[str, Any],
+        histories: Mapping[str, Mapping[str, np.ndarray]],
         keep: int,
         after: Callable[[], None],
     ) -> None:
         self._volume, self._turn, self._changes, self._keep, self._after = volume, turn, changes, keep, after
+        self._histories, self._files = histories, dict[str, HistoryFile]()
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
         self.is_done = False
@@ -373,21 +377,27 @@ class Commit:
     @spanned("commit")
     def _write_and_publish(self) -> None:
         try:
+            self._write_histories()
             for part in self.parts:
                 part.write()
-            self._volume.publish(self._freezes, self._changes, self._keep)
+            self._volume.publish(self._freezes, with_histories(self._changes, self._files), self._keep)
         except BaseException as error:
             self.error = error
             self._give_back()
         else:
             self._after()  # what goes wrong there is no failure of the commit
 
+    def _write_histories(self) -> None:
+        for name, arrays in self._histories.items():
+            self._files[name] = self._volume.write_history(arrays)
+        self._histories = {}
+
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
         with self._turn.lock:
             for part in self.parts:
                 part.give_back()
-        self._volume.take_back(history_of(self._changes))
+        self._volume.take_back(self._files.values())
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
@@ -407,6 +417,8 @@ def bytes_for(tier: Disk, rows: int) -> int:
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
 
 
-def history_of(changes: Mapping[str, Any]) -> list[HistoryFile]:
-    """Return the files of histories that a commit with these fields of its manifest has."""
-    return [part for owner in (changes, *map(vars, changes.get("members", ()))) for part in owner.get("history", ())]
+def with_histories(changes: Mapping[str, Any], files: Mapping[str, HistoryFile]) -> Mapping[str, Any]:
+    """Return fields of a manifest with files of histories, by the member's name; "" for those of a table alone."""
+    members, alone = changes.get("members", ()), {"history": (files[""],)} if "" in files else {}
+    found = [replace(each, history=(files[each.name],)) if each.name in files else each for each in members]
+    return {**changes, **alone, **({"members": tuple(found)} if found else {})}
