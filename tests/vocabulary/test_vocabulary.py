@@ -392,3 +392,37 @@ def test_a_spawned_child_opens_it_for_reading(tmp_path: Path):
         child.start()
         assert queue.get() == [1, -1]
         child.join()
+
+
+def test_a_reader_has_the_strings_of_a_step_of_the_table(tmp_path: Path):
+    words = er.Vocabulary(tmp_path / "words")
+    table = er.Table(None, 2, path=tmp_path / "table", rule=er.SGD(lr=0.1), keep=9)
+    for step in range(3):
+        ids = words.add([f"word {k}" for k in range(4 * (step + 1))])
+        table.update(ids, np.ones((len(ids), 2), np.float32))
+        words.commit(step=step)
+        table.commit(step=step)
+    words.add(["late"])
+    words.commit()
+    for step in range(3):
+        with (
+            er.Vocabulary(tmp_path / "words", mode="r", step=step) as as_of,
+            er.open(tmp_path / "table", mode="r", at=step + 1) as snapshot,
+        ):
+            assert len(as_of) == snapshot.stats()["rows_touched"] == 4 * (step + 1)
+            assert as_of.lookup(["late", f"word {4 * (step + 1)}", "word 0"]).tolist() == [-1, -1, 0]
+            assert len(pickle.loads(pickle.dumps(as_of))) == len(as_of)
+            with pytest.raises(er.IdError, match="as many as it has strings"):
+                as_of.strings([len(as_of)])
+    words.add(["another run"])
+    words.commit(step=1)  # which went on from step 0
+    with pytest.raises(er.ArgumentError, match=r"the step that is asked for: got 2, and the last ones are 0, 1\. Com"):
+        er.Vocabulary(tmp_path / "words", mode="r", step=2)
+    with pytest.raises(er.ArgumentError, match=r'`step` \(2\) of a vocabulary goes with mode="r"'):
+        er.Vocabulary(tmp_path / "other", step=2)
+    with pytest.raises(
+        er.ArgumentError, match=r"`step` of a commit must be a whole number of 64 bits or None: got 1\.5"
+    ):
+        words.commit(step=1.5)  # pyright: ignore[reportArgumentType]
+    words.close()
+    table.close()

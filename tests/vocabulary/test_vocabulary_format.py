@@ -16,7 +16,7 @@ from embedrock.errors import CorruptTableError, EmbedrockError, NewerFormatError
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.store import publishing
 from embedrock.vocabulary import blocks, files, runs
-from golden.make_vocabulary import FOLDER, WORDS
+from golden.make_vocabulary import FOLDER, WITH_STEPS, WORDS
 from vocabulary_reader import read_vocabulary
 
 
@@ -49,9 +49,9 @@ def test_what_is_written_is_read_by_the_page(tmp_path: Path, monkeypatch: pytest
     assert [string.decode() for string in read_vocabulary(tmp_path / "v")[1]] == words
 
 
-def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def forged(folder: Path, change: Callable[[dict[str, Any]], object], commit: int = 1) -> None:
     """Change a manifest, with a checksum that fits."""
-    path = folder / "vocabulary" / "0000000001.json"
+    path = folder / "vocabulary" / f"{commit:010d}.json"
     body = json.loads(path.read_bytes().split(b"\n")[0])
     change(body)
     path.write_bytes(publishing.to_bytes(body))
@@ -103,9 +103,24 @@ def test_another_salt_is_noticed_where_all_is_read(tmp_path: Path):
 
 def test_a_newer_format(tmp_path: Path):
     shutil.copytree(FOLDER, tmp_path / "v")
-    forged(tmp_path / "v", lambda body: body.update(format=2))
-    with pytest.raises(NewerFormatError, match="is of format 2: this release reads formats up to 1"):
+    forged(tmp_path / "v", lambda body: body.update(format=3))
+    with pytest.raises(NewerFormatError, match="is of format 3: this release reads formats up to 2"):
         er.Vocabulary(tmp_path / "v")
+
+
+def test_the_golden_one_with_steps_is_read(tmp_path: Path):
+    manifest, strings = read_vocabulary(WITH_STEPS)
+    assert [string.decode() for string in strings] == WORDS[:11]
+    assert (manifest["format"], manifest["steps"]) == (2, [[0, 1], [10, 6], [20, 11]])
+    for step, count in manifest["steps"]:
+        with er.Vocabulary(WITH_STEPS, mode="r", step=step) as vocabulary:
+            assert vocabulary.lookup(WORDS[:12]).tolist() == [*range(count), *[-1] * (12 - count)]
+            assert vocabulary.strings(np.arange(len(vocabulary))).tolist() == WORDS[:count]
+    for steps in ([], [[0, 1], [0, 2]], [[0, 2], [1, 1]], [[0, 12]], [[0, -1]], [[0]], [["a", 1]], [[2**63, 1]]):
+        shutil.copytree(WITH_STEPS, tmp_path / "v", dirs_exist_ok=True)
+        forged(tmp_path / "v", lambda body, steps=steps: body.update(steps=steps), 3)
+        with pytest.raises(CorruptTableError, match="is damaged: expected `steps` that ascend, each with up to 11"):
+            er.Vocabulary(tmp_path / "v")
 
 
 @pytest.mark.parametrize("seed", range(3))

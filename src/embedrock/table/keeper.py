@@ -476,10 +476,15 @@ class Keeper(ABC):
         self._leave_budget()
 
 
-def _check_name(step: Any, name: Any) -> None:
-    """Raise `ArgumentError` where a commit cannot be called so."""
+def check_step(step: Any) -> None:
+    """Raise `ArgumentError` where a commit cannot be of such a step."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
         raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
+
+
+def _check_name(step: Any, name: Any) -> None:
+    """Raise `ArgumentError` where a commit cannot be called so."""
+    check_step(step)
     if name is not None and not is_name(name):
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
 

@@ -230,18 +230,21 @@ class Files:
 
     # ------------------------------------------------------------ commits
 
-    def commit(self) -> int:
-        """Make what is in files durable as one; return the commit's number.
+    def commit(self, step: int | None = None) -> int:
+        """Make what is in files durable as one; return the commit's number. A step replaces itself and later ones.
 
         Raises:
             CommitError: the last commit is whole, and nothing has changed.
         """
         before, runs = self.manifest, tuple(run.entry for run in self.runs)
-        if runs == before.runs:
+        steps = before.steps
+        if step is not None:  # those from it on were of a run that was cut off
+            earlier = [pair for pair in steps if pair[0] < step]
+            steps = (*earlier, (step, self.count))[-manifests.MOST_STEPS :]
+        if (runs, steps) == (before.runs, before.steps):
             return before.commit
-        made = replace(
-            before, commit=before.commit + 1, parent=before.commit, time=publishing.now(), count=self.count, runs=runs
-        )
+        changes = {"time": publishing.now(), "count": self.count, "runs": runs, "steps": steps}
+        made = replace(before, commit=before.commit + 1, parent=before.commit, **changes)
         self._check_lock()
         try:
             manifests.publish(self.system, self.folder, made)

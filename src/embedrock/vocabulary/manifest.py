@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,8 @@ from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, o
 from embedrock.store.runs import CRC_BYTES, HEADER_BYTES, RunFile, damaged
 from embedrock.vocabulary.blocks import PAGE_BYTES
 
-FORMAT = 1
+FORMAT, STEPS_FORMAT = 1, 2  # the second of those that name steps
+MOST_STEPS = 1000
 MOST_STRINGS = 2**32 - 1  # of a vocabulary: an id is a word of an entry
 MOST_PAGES = 1 << 39
 INDEX_BYTES = 16  # of a block
@@ -71,6 +73,7 @@ class Manifest:
         salt: of the hashes: two words of 64 bits, drawn when it was made.
         count: strings.
         runs: files in order of their ids, which leave none out.
+        steps: pairs of a step, ascending, and how many strings a table's commit of that step goes with.
     """
 
     uuid: str
@@ -80,10 +83,14 @@ class Manifest:
     salt: tuple[int, int]
     count: int
     runs: tuple[StringFile, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        body = {"format": FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        version = STEPS_FORMAT if self.steps else FORMAT
+        body = {"format": version} | {field.name: getattr(self, field.name) for field in fields(self)}
+        if version == FORMAT:
+            del body["steps"]
         return publishing.to_bytes(body | {"salt": list(self.salt), "runs": [vars(entry) for entry in self.runs]})
 
     @classmethod
@@ -94,8 +101,10 @@ class Manifest:
             CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
             NewerFormatError: they are of a newer format.
         """
-        _, body = publishing.parse(data, where, range(FORMAT, FORMAT + 1))
-        check_fields(body, _FIELDS, where, "the manifest")
+        version, body = publishing.parse(data, where, range(FORMAT, STEPS_FORMAT + 1))
+        check_fields(body, _FIELDS | ({"steps": LIST} if version >= STEPS_FORMAT else {}), where, "the manifest")
+        if "steps" in body:
+            body["steps"] = _steps(body["steps"], body["count"], where)
         if len(body["salt"]) != 2 or not all(_WORD.holds(word) for word in body["salt"]):
             raise damaged(where, "`salt` of two words of 64 bits", repr(body["salt"])[:80])
         body["salt"] = tuple(body["salt"])
@@ -103,6 +112,16 @@ class Manifest:
         manifest = cls(**body)
         _check_runs(manifest, where)
         return manifest
+
+
+def _steps(pairs: list[Any], strings: int, where: str) -> tuple[tuple[int, int], ...]:
+    are_pairs = all(isinstance(pair, list) and len(pair) == 2 and all(map(_STEP.holds, pair)) for pair in pairs)
+    found = tuple((pair[0], pair[1]) for pair in pairs) if are_pairs else ()
+    known = [count for _, count in found]
+    ascends = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(found))
+    if not (0 < len(found) <= MOST_STEPS and ascends and known[0] >= 0 and known[-1] <= strings):
+        raise damaged(where, f"`steps` that ascend, each with up to {strings} strings", repr(pairs)[:80])
+    return found
 
 
 def _entry(values: Any, where: str) -> StringFile:
@@ -129,7 +148,7 @@ def _check_runs(manifest: Manifest, where: str) -> None:
         raise damaged(where, "each file once", "one of them again")
 
 
-_WORD = whole(0, 2**64)
+_WORD, _STEP = whole(0, 2**64), whole(-(2**63), 2**63)
 _FIELDS = {
     "uuid": UUID,
     "commit": NUMBER,

@@ -30,7 +30,7 @@ from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
-from embedrock.table.keeper import MODES, UncommittedWarning
+from embedrock.table.keeper import MODES, UncommittedWarning, check_step
 from embedrock.vocabulary.files import Files, holds_vocabulary
 from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import MOST_STRINGS
@@ -57,6 +57,8 @@ class Vocabulary:
             RAM the machine's.
         mode: "w" to add strings, which one process at a time may; or "r", the last commit as it is now, beside a
             writer.
+        step: of a reader, have the strings that it had when it was committed with that step: those that a table's
+            commit of the same step goes with. The last 1,000 steps are known.
 
     Values are strings or bytes, in all that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of TensorFlow.
     A string and its UTF-8 bytes are the same. What is missing (None, NaN) is refused, with its position.
@@ -78,6 +80,7 @@ class Vocabulary:
         memory: Size | None = None,
         mode: str = "w",
         *,
+        step: int | None = None,
         system: System = OS_SYSTEM,
     ) -> None:
         self._files: Files | None = None
@@ -86,6 +89,9 @@ class Vocabulary:
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
         self._writes, self._lock = mode == "w", forks.lock(forks.Rank.TABLE)
+        self._step, self._as_of = step, MOST_STRINGS
+        if step is not None and self._writes:
+            raise ArgumentError(f'`step` ({step!r}) of a vocabulary goes with mode="r": a writer has all strings.')
         if self.path is None:
             if not self._writes:
                 raise ArgumentError('`mode="r"` goes with a path: a vocabulary in RAM is its process\' own.')
@@ -98,10 +104,22 @@ class Vocabulary:
         self._files = Files.open(system, self.path, self._writes) if there else Files.create(system, self.path)
         self._salt = self._files.manifest.salt
         try:
+            if step is not None:
+                self._as_of = self._strings_at(self._files, step)
             self._files.keep_resident(self._memory // RESIDENT_SHARE)
         except BaseException:
             self._close()
             raise
+
+    def _strings_at(self, files: Files, step: int) -> int:
+        known = dict(files.manifest.steps)
+        if step in known:
+            return known[step]
+        listed = ", ".join(map(str, [*known][-8:])) or "none"
+        raise ArgumentError(
+            f"{self.subject} must have been committed with the step that is asked for: got {step!r}, and the last ones "
+            f"are {listed}. Commit it before each commit of the table: vocabulary.commit(step=...)."
+        )
 
     # ------------------------------------------------------------ strings to ids
 
@@ -141,6 +159,7 @@ class Vocabulary:
         with self._lock:
             self._check_open()
             ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(wanted))])
+        ids[ids >= self._as_of] = -1
         unknown = np.flatnonzero(ids < 0)
         if len(unknown) and missing == RAISE:
             raise self._unknown(wanted, int(unknown[0]), len(unknown), shape)
@@ -260,7 +279,7 @@ class Vocabulary:
 
     def __len__(self) -> int:
         """Return how many strings it has."""
-        return self._in_files + self._fresh.count
+        return min(self._in_files + self._fresh.count, self._as_of)
 
     @property
     def _in_files(self) -> int:
@@ -268,8 +287,12 @@ class Vocabulary:
 
     # ------------------------------------------------------------ commits
 
-    def commit(self) -> int:
-        """Make all strings so far durable, as one; return the commit's number, the last one's if none is new.
+    def commit(self, step: int | None = None) -> int:
+        """Make all strings so far durable, as one; return the commit's number, the last one's if nothing is new.
+
+        Args:
+            step: of the table's commit that comes next: ``Vocabulary(path, mode="r", step=...)`` has the strings of
+                now. A step that is not the highest drops those behind it, which were of a run that was cut off.
 
         Raises:
             CommitError: it failed. The last commit is whole, and all strings are still here.
@@ -277,11 +300,12 @@ class Vocabulary:
         """
         with self._lock:
             files = self._check_on_disk("commit()")
+            check_step(step)
             try:
                 if self._fresh.count:
                     self._write_out(files)
                 with held_back():
-                    return files.commit()
+                    return files.commit(step)
             except OSError as error:
                 raise files.commit_error(error) from error
 
@@ -376,7 +400,7 @@ class Vocabulary:
                 f"{self.subject} is open for writing, and another process cannot have it so. Commit it, and give the "
                 'other process one that reads: er.Vocabulary(path, mode="r").'
             )
-        return Vocabulary, (self.path, self._memory, "r")
+        return _opened, (self.path, self._memory, self._step)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -422,6 +446,10 @@ def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[A
         raise IdTypeError(
             f"strings of {subject} must be UTF-8 to be text: got {error.object[:80]!r}. Pass kind=bytes."
         ) from None
+
+
+def _opened(path: str, memory: int, step: int | None) -> Vocabulary:
+    return Vocabulary(path, memory, "r", step=step)
 
 
 def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
