@@ -504,6 +504,55 @@ def test_tables_on_disk_go_back_to_what_all_ranks_have_and_train_on_to_the_same_
         assert "must be opened by as many processes as its parts, 3: got 2" in said
 
 
+def commits_more(rank: int, path: str, more: int, keep: int = 1) -> int:
+    """Train and commit on both ranks; then commit on rank 0 only. Return the steps that the table was opened at."""
+    layer = ert.Embedding(None, DIM, seed=1, path=path, memory="1MiB", sharded=True, keep=keep)
+    optimizer, opened_at = ert.Adam(layer, lr=0.05), layer.table.steps
+    for step in range(2 + more):
+        layer(ids_of(step, rank)[:, 0]).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 or step < 2:
+            layer.table.commit(step=opened_at + step + 1)
+    layer.table.close()
+    return opened_at
+
+
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_parts_are_opened_at_the_newest_commit_of_all(pair: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    assert pair.run(commits_more, path, 2) == [0, 0]
+    with er.open(path, mode="r") as table:
+        assert table.steps == 2
+    assert pair.run(commits_more, path, 3, 9) == [2, 2]
+    pair.start(commits_more, path, 0, 9)
+    for failure in pair.results():
+        assert failure.kind == "ArgumentError"
+        assert "but for the last two, as all ranks commit: got [3, 0] after the newest that all have" in failure.said
+
+
+def opened_anew(rank: int, path: str) -> tuple[torch.Tensor, int]:
+    layer = ert.Embedding(None, DIM, path=path, memory="1MiB", sharded=True, reshard="auto")
+    found = layer(torch.arange(60)).detach(), layer.table.steps
+    layer.table.close()
+    return found
+
+
+def test_parts_are_shared_out_anew_as_they_are_opened(pair: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    pair.run(commits_more, path, 0)
+    with er.open(path, mode="r") as table:
+        expected = torch.from_numpy(table.lookup(np.arange(60)))
+    layer = ert.Embedding(None, DIM, path=path, memory="1MiB", sharded=True, reshard="auto")
+    torch.testing.assert_close(layer(torch.arange(60)).detach(), expected, rtol=0, atol=0)
+    layer.table.close()
+    assert sorted(os.listdir(path)) == ["SHARDED", "shard-0-of-1"]
+    for rows, steps in pair.run(opened_anew, path):
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+        assert steps == 2
+    assert sorted(os.listdir(path)) == ["SHARDED", "shard-0-of-2", "shard-1-of-2"]
+
+
 # ---------------------------------------------------------------- what travels
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,25 @@ def test_it_goes_on_where_it_was_killed_and_the_old_parts_stay_until_then(
     np.testing.assert_array_equal(content(path)[0], expected[0])
     np.testing.assert_array_equal(content(path)[1], expected[1])
     assert sorted(os.listdir(path)) == ["SHARDED", *(f"shard-{rank}-of-3" for rank in range(3))]
+
+
+def test_what_is_left_of_an_earlier_time_does_not_pass_for_a_new_part(tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    tables = opened(path, 2)
+    step_parts(tables, range(1))
+    commit(tables, 1, None)
+    reshard(path, 1)
+    reshard(path, 2)
+    shutil.copytree(f"{path}/shard-1-of-2", tmp_path / "left")
+    reshard(path, 1)
+    (tmp_path / "left").rename(f"{path}/shard-1-of-2")  # where it was killed before it had removed that
+    tables = opened(path, 1)
+    step_parts(tables, range(1, 2))
+    commit(tables, 2, None)
+    expected = content(path)[:2]
+    reshard(path, 2)
+    np.testing.assert_array_equal(content(path)[0], expected[0])
+    np.testing.assert_array_equal(content(path)[1], expected[1])
 
 
 def test_parts_that_stopped_at_different_commits_go_by_the_newest_that_all_have(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.wording import counted
 
-AHEAD = 1  # commits that a part may have more than the others: ranks wait for each other in every step
+# Commits that a part may have more than others. Ranks wait for each other in every step, and a commit for the one
+# before: so one rank may have made two while another writes the first of them in the background.
+AHEAD = 2
+KEEP = AHEAD + 1  # of each part, or the newest that all have might be gone from one of them
 
 
 class Mark(NamedTuple):
@@ -138,7 +141,7 @@ def check_ahead(path: str, ahead: Sequence[int]) -> None:
     """Raise `ArgumentError` where a part has more since the newest commit of all than one that was cut short leaves."""
     if max(ahead) > AHEAD:
         raise ArgumentError(
-            f"the parts of the table at {path!r} must have the same commits but for the last one, as all ranks commit: "
+            f"the parts of the table at {path!r} must have the same commits but for the last two, as all ranks commit: "
             f"got {list(ahead)} after the newest that all have, by rank. Nothing was dropped. Give the part that has "
             "too few its folder back, or drop those that are too many by `embedrock rollback` of the others."
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import secrets
 import shutil
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,8 +16,8 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.shards.commits import Common, last_of
-from embedrock.shards.folders import FOLDER, Layout, layout_of
+from embedrock.shards.commits import Common, last_of, marks_of
+from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
 from embedrock.shards.owners import Shard
 from embedrock.store import folder as folders
 from embedrock.store.nearby import holds_table
@@ -23,6 +26,8 @@ from embedrock.table.rows import EXPORT_BATCH_ROWS
 from embedrock.table.saved import Saved, load, saved_of
 from embedrock.table.table import Table, rows_of
 
+MEMORY = "256MiB"  # of the part that is written
+GONE = ".gone"  # parts that are being removed
 SOURCE_MEMORY = "32MiB"  # of the part that is read: its rows go by once
 
 
@@ -43,7 +48,7 @@ class Resharded(NamedTuple):
     name: str
 
 
-def reshard(path: str, ranks: int, memory: int | str = "256MiB") -> Resharded:
+def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     """Share the rows of a table on disk out over another number of ranks, with their optimizer state.
 
     They go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts that
@@ -66,20 +71,66 @@ def reshard(path: str, ranks: int, memory: int | str = "256MiB") -> Resharded:
         raise TableFileError(
             errno.ENOENT, "there is no table in parts here: a folder with SHARDED, as sharded=True makes it", path
         )
-    after, common = Layout(path, ranks), last_of(before)
-    name = common.name or "resharded"
-    held = [folders.lock(OS_SYSTEM, part, locked=True) for part in before.parts]
-    try:
+    work = Resharding(before, ranks, memory)
+    with work.locked():
+        work.begin()
         if before.ranks != ranks:
             for rank in range(ranks):
-                _make_part(before, after, rank, common, name, memory)
-            after.publish()
-    finally:
-        for lock in held:
-            folders.unlock(OS_SYSTEM, lock)
-    rows = sum(_count(after.part(rank)) for rank in range(ranks))
-    _remove_others(after)
-    return Resharded(before.ranks, ranks, rows, common.step, name)
+                work.make(rank)
+        work.publish()
+    rows = sum(_count(part) for part in work.after.parts)
+    return Resharded(before.ranks, ranks, rows, work.common.step, work.name)
+
+
+class Resharding:
+    """The rows of a table that are being shared out over another number of ranks. New parts can be made at once.
+
+    Args:
+        before: where they are.
+        ranks: how many parts there are to be.
+        memory: of each table that is written.
+
+    Attributes:
+        after: where they go.
+        common: the commit that they are of.
+        name: what the commit of each new part is called.
+    """
+
+    common: Common
+    name: str
+
+    def __init__(self, before: Layout, ranks: int, memory: int | str = MEMORY) -> None:
+        self.before, self.after, self._memory = before, Layout(before.path, ranks), memory
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let nobody write to the parts that there are."""
+        with contextlib.ExitStack() as held:
+            for part in self.before.parts:
+                held.callback(folders.unlock, OS_SYSTEM, folders.lock(OS_SYSTEM, part, locked=True))
+            yield
+
+    def begin(self) -> None:
+        """Find out which commit it is of."""
+        self.common = last_of(self.before)
+        self.name = self.common.name or self._own_name()
+
+    def _own_name(self) -> str:
+        """Return a name that no parts of an earlier time have, so that they do not pass for new ones."""
+        of = zip(self.before.parts, self.common.numbers, strict=True)
+        newest = [folders.manifest_at(OS_SYSTEM, part, number) for part, number in of]
+        made_of = repr([(manifest.uuid, manifest.commit) for manifest in newest]).encode()
+        return f"resharded-{zlib.crc32(made_of):08x}"
+
+    def make(self, rank: int) -> None:
+        """Make one of the new parts, unless it is there already."""
+        _make_part(self.before, self.after, rank, self.common, self.name, self._memory)
+
+    def publish(self) -> None:
+        """Let the new parts be the table, all of which were made, and remove the others."""
+        if self.before.ranks != self.after.ranks:
+            self.after.publish()
+        _remove_others(self.after)
 
 
 def _make_part(before: Layout, after: Layout, rank: int, common: Common, name: str, memory: int | str) -> None:
@@ -108,11 +159,10 @@ def _make_part(before: Layout, after: Layout, rank: int, common: Common, name: s
 
 
 def _is_made(folder: str, name: str) -> bool:
-    """Return whether a new part is there as a whole: its one commit of that name is its last act."""
+    """Return whether a new part is there as a whole: the commit of that name was the last act of its making."""
     if not holds_table(OS_SYSTEM, folder):
         return False
-    with open_table(folder, mode="r", memory=SOURCE_MEMORY) as table:
-        return any(commit["name"] == name for commit in table.commits())
+    return marks_of(folder)[-1].name == name
 
 
 def _meet(one: Shard, other: Shard) -> bool:
@@ -148,8 +198,11 @@ def _twice(folder: str, ids: np.ndarray) -> CorruptTableError:
 
 
 def _remove_others(layout: Layout) -> None:
-    """Remove what belongs to nothing: parts of other numbers of ranks."""
+    """Remove what belongs to nothing: parts of other numbers of ranks, and what is left of them."""
     for name in os.listdir(layout.path):
-        match = FOLDER.fullmatch(name)
+        match, path = FOLDER.fullmatch(name), os.path.join(layout.path, name)
         if match and int(match[2]) != layout.ranks:
-            shutil.rmtree(os.path.join(layout.path, name))
+            path = os.path.join(layout.path, f"{FILE}.{secrets.token_hex(4)}{GONE}")
+            os.replace(os.path.join(layout.path, name), path)  # or half of a part might pass for a whole one
+        if path.endswith(GONE):
+            shutil.rmtree(path)

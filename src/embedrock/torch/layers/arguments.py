@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,12 +15,14 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.machine.paths import local_path
-from embedrock.shards.folders import layout_of, part_to_open
+from embedrock.shards.commits import KEEP
+from embedrock.shards.folders import layout_of
 from embedrock.table.group import Group
 from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
 from embedrock.table.table import Table
 from embedrock.torch.layers.initializers import initializer_of
+from embedrock.torch.layers.parts import open_together, part_here
 from embedrock.torch.training.ranks import group_of
 from embedrock.torch.training.sharing import Sharded, check_sharded, holder_of
 from embedrock.wording import not_one_of
@@ -36,6 +38,7 @@ REFUSED = {
 }
 # Arguments of layers that are not the table's.
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
+OF_RANKS = {"sharded", "reshard"}
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
@@ -44,6 +47,7 @@ class PretrainedOptions(LayerOptions, total=False):
 
     name: Annotated[str | None, Option(9, None)]
     sharded: Annotated[Sharded, Option(17, False)]
+    reshard: Annotated[str, Option(20, "error")]
 
 
 class RowOptions(PretrainedOptions, total=False):
@@ -86,8 +90,10 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
         raise ArgumentError(f"`norm_type` must be a number, the p of the norm: got {norm_type!r}.")
 
 
-def path_here(layer: str, sharded: Sharded, path: Any) -> Any:
+def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> Any:
     """Return where this process has its part of a table on disk; None where it has none, or the table is in RAM.
+
+    Where it has another number of parts than there are processes, `how` says what to do: see `Embedding`.
 
     Raises:
         ArgumentError: `sharded` says nothing of who has the rows, or the table has another number of parts.
@@ -110,8 +116,7 @@ def path_here(layer: str, sharded: Sharded, path: Any) -> Any:
         return path if group is None or holder_of(sharded) == group.rank() else None
     if group is None and layout_of(path) is None and not _is_launched(layer):
         return path
-    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    return part_to_open(path, rank, ranks, label)
+    return part_here(path, group, label, how)
 
 
 def _is_launched(layer: str) -> bool:
@@ -130,21 +135,48 @@ def table_of(
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
-    group, sharded = given.pop("group"), given.pop("sharded")
-    given["path"] = path_here(layer, sharded, given["path"])
+    group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
+    given["path"] = path_here(layer, sharded, path, given.pop("reshard"))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
-    return open_table(layer, rows, dim, padding_idx, stored, first, dim_name="embedding_dim", group=group)
+    return _opened(
+        layer,
+        lambda kept: open_table(
+            layer, rows, dim, padding_idx, {**stored, **kept}, first, dim_name="embedding_dim", group=group
+        ),
+        sharded,
+        {**stored, "path": path},
+    )
+
+
+def _opened(layer: str, make: Callable[[dict[str, Any]], Table], sharded: Sharded, options: Mapping[str, Any]) -> Table:
+    """Return the table that `make` opens; parts of one are all opened as of the same commit, and keep enough of them.
+
+    Args:
+        layer: what error messages call it.
+        make: takes options that are others than the user's.
+        sharded: see `Embedding`.
+        options: the user's.
+    """
+    path = options.get("path")
+    is_in_parts = path is not None and sharded is not False and not isinstance(sharded, str)
+    ranks = group_of(sharded) if is_in_parts else None
+    if ranks is None:
+        return make({})
+    keep = options.get("keep", KEEP)
+    kept = {"keep": KEEP} if isinstance(keep, int) and keep < KEEP else {}
+    return open_together(lambda: make(kept), local_path(path, f"`path` of {layer}"), ranks)
 
 
 def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table whose rows are read from `weights` when they are needed."""
-    known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | {"sharded"}
-    path = path_here(layer, options.get("sharded", False), options.get("path"))
+    known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_RANKS
+    sharded = options.get("sharded", False)
+    path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
@@ -165,5 +197,8 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
-    of_table = {**{name: value for name, value in options.items() if name != "sharded"}, "path": path}
-    return make_table(rows, dim, {**of_table, **made_of}, first_values(options.get("seed")))
+    of_table = {**{name: value for name, value in options.items() if name not in OF_RANKS}, "path": path}
+    first = first_values(options.get("seed"))
+    return _opened(
+        layer, lambda kept: make_table(rows, dim, {**of_table, **made_of, **kept}, first), sharded, {**options}
+    )

@@ -52,6 +52,8 @@ class Embedding(RowLayer):
         sharded: who has the rows where several processes of torch.distributed train together: True, each those that
             it owns by a hash of their ids; "rank 0", that one has all; a ProcessGroup, its ranks share them out;
             False, each has all of them, and copies stay equal. See docs/shards.md.
+        reshard: what to do where the table at `path` has another number of parts than there are ranks: "error", or
+            "auto", its rows are shared out anew first, for which all ranks must see the same disk.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
 
     Raises:

@@ -1,0 +1,114 @@
+"""A rank's part of a table on disk: ranks open the same commit, and share rows out anew where they are others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from embedrock.errors import ArgumentError
+from embedrock.shards import commits
+from embedrock.shards.exchange import Exchange
+from embedrock.shards.folders import layout_of, part_to_open
+from embedrock.shards.resharding import Resharding, reshard
+from embedrock.table.table import Table
+from embedrock.torch.training.sharing import Crew
+from embedrock.wording import check_choice
+
+Result = TypeVar("Result")
+RESHARD = ("error", "auto")
+
+
+def part_here(path: str, group: dist.ProcessGroup | None, label: str, how: str) -> str:
+    """Return the folder of this rank's part of a table.
+
+    Args:
+        path: of the table.
+        group: of the ranks; None: this process is alone.
+        label: of the layer, for error messages.
+        how: what to do where the table has another number of parts, one of `RESHARD`.
+
+    Raises:
+        ArgumentError: it has another number of parts, or one that is damaged.
+    """
+    check_choice("reshard", how, RESHARD)
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    found = layout_of(path)
+    if how == "auto" and group is not None:
+        _share_out_anew(path, Crew.of(group).exchange)
+    elif how == "auto" and found is not None and found.ranks != 1:
+        _tell(path, found.ranks, reshard(path, 1).after)
+    return part_to_open(path, rank, ranks, label)
+
+
+def _share_out_anew(path: str, exchange: Exchange) -> None:
+    """Share the rows of a table out over the ranks that there are now, each of which makes its own part."""
+    rank, ranks = exchange.transport.rank, exchange.transport.ranks
+    found = layout_of(path)
+    parts = exchange.numbers(f"how many parts {path!r} has", 0 if found is None else found.ranks).astype(int)
+    if set(parts.tolist()) <= {0, ranks}:
+        return
+    if found is None or len(set(parts.tolist())) > 1:
+        raise ArgumentError(
+            f'reshard="auto" needs all parts of a table on a disk that all ranks see: {path!r} has {parts.tolist()} '
+            "parts, as each rank sees it. Bring them together, and share the rows out by `embedrock reshard`."
+        )
+    work = Resharding(found, ranks)
+    with contextlib.ExitStack() as held:
+        for what, act in (
+            ("begin", lambda: held.enter_context(work.locked()) if rank == 0 else None),
+            ("the commit", work.begin),
+            (f"{ranks} parts", lambda: work.make(rank)),
+            ("the end", lambda: work.publish() if rank == 0 else None),
+        ):
+            _on_all(exchange, f"reshard {path!r}, {what}", act)
+    if rank == 0:
+        _tell(path, found.ranks, ranks)
+
+
+def _on_all(exchange: Exchange, what: str, act: Callable[[], Result]) -> Result:
+    """Do something on all ranks. What one of them raises is an error on all."""
+    done = list[Result]()
+
+    def made() -> np.ndarray:
+        done.append(act())
+        return np.empty(0, np.int64)
+
+    exchange.tell(what, made)
+    return done[0]
+
+
+def _tell(path: str, before: int, after: int) -> None:
+    sys.stderr.write(f"embedrock: {path} was shared out anew: {before} parts before, {after} now\n")
+
+
+def open_together(make: Callable[[], Table], path: str, group: dist.ProcessGroup) -> Table:
+    """Open this rank's part of a table as of the newest commit that all parts have: later ones were cut short.
+
+    Args:
+        make: opens it.
+        path: of the table.
+        group: of the ranks.
+
+    Raises:
+        ArgumentError: there is none, or a part has more than one that others have not.
+        OtherRankError: another rank cannot open its part.
+    """
+    exchange, what = Crew.of(group).exchange, f"the commits of {path!r}"
+    table = _on_all(exchange, f"opening {path!r}", make)
+    own = commits.marks_of(str(table.path))
+    of_all = exchange.tell(what, lambda: np.array([mark.known_as for mark in own], np.int64))
+    common, ahead = commits.since(own, commits.agreed(path, [part.tolist() for part in of_all]))
+    commits.check_ahead(path, exchange.numbers(f"{what}, later ones", ahead).astype(int).tolist())
+    if ahead:
+        table.rollback(common.number)
+        at = "" if common.step is None else f", of step {common.step}"
+        sys.stderr.write(
+            f"embedrock: {table.path} goes back to commit {common.number}{at}, the newest that all {len(of_all)} parts "
+            "have: a later one was cut short\n"
+        )
+    return table
