@@ -24,6 +24,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
+from embedrock.simulation import Cluster, Load, simulate
+from embedrock.simulation.model import BYTES_OF_HEADS
 
 STEPS, BLOCK, DIM = 6, 32, 8
 
@@ -579,3 +581,11 @@ def test_a_step_sends_each_unique_row_once_each_way(pair: Ranks, sharded: Any, d
     for sent, expected, made in pair.run(traffic, sharded, dtype):
         assert abs(sent / expected - 1) < 0.02
         assert made == rounds
+
+
+def test_the_bytes_of_a_step_are_those_that_are_simulated(pair: Ranks) -> None:
+    found = pair.run(traffic, True, torch.float32)
+    log = [np.random.default_rng(rank).zipf(1.05, 20_000).astype(np.int64) for rank in range(2)]
+    told = simulate(Load(10**12, 64, 20_000), Cluster(ranks=2), log=log)
+    heads = sum(sent for sent, _, _ in found) - 2 * told.bytes_sent
+    assert 0 <= heads <= 2 * BYTES_OF_HEADS

@@ -1,0 +1,112 @@
+"""What a table costs that many ranks share: the model against ids that are drawn, and at its limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.cli.main import main
+from embedrock.planner.zipf import bounded_zipf
+from embedrock.shards.owners import owners
+from embedrock.simulation import Cluster, Compute, Load, calibrated, simulate
+from embedrock.simulation.traffic import of_log, of_zipf
+
+LOAD = Load(rows=1_000_000, dim=16, lookups=4096, steps=10**6)
+CLUSTER = Cluster(ranks=8, per_node=4)
+
+
+def drawn(steps: int, load: Load, ranks: int) -> np.ndarray:
+    draw = np.random.default_rng(1)
+    return bounded_zipf(draw.random(steps * ranks * load.lookups), load.rows, load.zipf) * 7919
+
+
+def test_zipf_has_the_traffic_of_ids_that_are_drawn_by_it() -> None:
+    told = of_zipf(LOAD.rows, LOAD.zipf, LOAD.lookups, 8, 4)
+    counted = of_log([drawn(8, LOAD, 8)], LOAD.lookups, 8, 4, steps=8)
+    for name in ("unique", "owned", "remote", "beyond"):
+        assert getattr(told, name) == pytest.approx(getattr(counted, name), rel=0.02), name
+    assert told.asked.sum() == pytest.approx(counted.asked.sum(), rel=0.02)
+    assert 1 < told.balance < 1.1
+    assert 1 < counted.balance < 1.1
+
+
+def test_a_log_is_counted_exactly() -> None:
+    ids = np.random.default_rng(0).integers(0, 100, (2, 3, 50))  # steps, ranks, lookups
+    found = of_log([ids.reshape(-1)[:77], ids.reshape(-1)[77:]], 50, 3, 2, steps=9)
+    asked, beyond, remote = np.zeros(3), 0, 0
+    for step in ids:
+        for rank, batch in enumerate(step):
+            for owner in owners(np.unique(batch), 3):
+                asked[owner] += 1
+                remote += owner != rank
+                beyond += owner // 2 != rank // 2
+    np.testing.assert_array_equal(found.asked, asked / 2)
+    assert (found.remote, found.beyond) == (remote / 6, beyond / 6)
+    with pytest.raises(er.ArgumentError, match=r"ids of a step, 1000 for each of 3 ranks"):
+        of_log([ids.reshape(-1)], 1000, 3, 2, steps=1)
+
+
+def test_bytes_follow_rows_of_others_and_their_width() -> None:
+    found = simulate(LOAD, CLUSTER)
+    remote = found.unique * 7 / 8
+    assert found.bytes_sent == pytest.approx(remote * (16 + 2 * 4 * 16))
+    assert found.bytes_between_nodes == pytest.approx(found.bytes_sent * 4 / 7)
+    assert found.bytes_of_node == pytest.approx(found.bytes_between_nodes * 4)
+    halves = simulate(replace(LOAD, dtype="bfloat16"), CLUSTER)
+    assert halves.bytes_sent == pytest.approx(remote * (16 + 6 * 16))
+    assert simulate(LOAD, replace(CLUSTER, ranks=1)).bytes_sent == 0
+
+
+def test_ram_that_has_all_rows_reads_none_and_less_reads_more() -> None:
+    whole = simulate(LOAD, CLUSTER)
+    assert (whole.misses, whole.disk_bytes) == (0, 0)
+    few, fewer = (simulate(LOAD, replace(CLUSTER, memory=size)) for size in (2e6, 1e6))
+    assert 0 < few.misses < fewer.misses
+    assert few.disk_bytes > few.ram_bytes == pytest.approx(2e6, rel=1e-3)
+    slow = simulate(LOAD, replace(CLUSTER, memory=1e6, reads=1e3))
+    assert (slow.bound, slow.step_overlapped) == ("disk", slow.misses / 1e3)
+
+
+def test_what_is_measured_of_one_and_two_is_found_again_in_two() -> None:
+    compute = calibrated(10e-3, 15e-3, LOAD, cores=2)
+    found = simulate(LOAD, Cluster(ranks=2, per_node=4, cores=2), compute=compute)
+    assert found.seconds["compute"] == pytest.approx(15e-3, rel=0.01)
+    four = simulate(LOAD, Cluster(ranks=4, per_node=4, cores=2), compute=compute)
+    assert four.seconds["compute"] == pytest.approx(2 * (10e-3 + 5e-3 * 1.5), rel=0.01)  # 3/4 are others' rows, not 1/2
+    assert calibrated(10e-3, 18e-3, LOAD, cores=1) == Compute(10e-3, 0.0)
+
+
+def test_commits_losses_and_the_largest_part_add_up() -> None:
+    found = simulate(replace(LOAD, commit_every=10), replace(CLUSTER, append=1e8), timeout=30)
+    record = LOAD.spec.record_bytes
+    assert found.table_bytes == found.records * record
+    assert found.rows_most - found.rows_mean == pytest.approx(math.sqrt(2 * found.rows_mean * math.log(8)))
+    assert found.commit_seconds <= found.rows_mean * (record + 12) / 1e8
+    assert found.loss_seconds == pytest.approx(5 * found.step_overlapped + 30 + found.rows_most * 8 / 1e8)
+    assert found.reshard_seconds == pytest.approx(2 * found.rows_most * (record + 12) / 1e8)
+    assert found.step_in_turn == pytest.approx(sum(found.seconds.values()))
+
+
+def test_ten_to_the_twelve_rows_over_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--ranks", "1024", "4096", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["load"]["rows"] == 10**12
+    for found in told["ranks"].values():
+        assert 1 < found["balance"] < 1.5
+        assert found["records"] < 10**12
+    assert main(["simulate", "--ranks", "8", "--rows", "1e6"]) == 0
+    assert "ranks  records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [(Cluster(ranks=0), "`ranks` of a simulation must be above 0: got 0"), (Cluster(10**6), "up to 65,536 ranks")],
+)
+def test_what_cannot_be_is_told(cluster: Cluster, said: str) -> None:
+    with pytest.raises(er.ArgumentError, match=said):
+        simulate(LOAD, cluster)
