@@ -55,7 +55,7 @@ from embedrock.spec import Spec
 from embedrock.wording import check_choice
 
 BYTES_OF_HEADS = 512  # of a step, to each other rank, at most
-PER_BYTE = 4e-9  # seconds of a core for a byte that is sent, and received, over loopback: docs/scale.md
+PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, over loopback: docs/scale.md
 WORSE = 1.08  # times the misses of the best cache
 SEALED = 12  # bytes of a record in a log besides its own: id and CRC
 LOGS = 1.5  # times the bytes of the base, that logs may come to
