@@ -433,3 +433,12 @@ def test_other_tables_are_stepped_with_members_or_none_is() -> None:
     with pytest.raises(er.NonFiniteGradientError):
         step_all([due[0], bad, due[2]])
     assert [table.steps for table in tables] == [1, 1, 1]
+
+
+def test_rows_of_members_do_not_come_and_go() -> None:
+    group = er.Group()
+    options: dict[str, Any] = {"admission": er.Admission(2), "eviction": er.Eviction(max_rows=5)}
+    for name, value in options.items():
+        with pytest.raises(er.UnsupportedError, match=f"`{name}` of table 'users' does not go with `group`: rows of"):
+            group.table("users", 10, 4, **{name: value})
+    assert not len(group)

@@ -12,6 +12,7 @@ from typing import Any
 
 from embedrock.bench.disk.commits import COMMIT
 from embedrock.bench.disk.compaction import COMPACTION
+from embedrock.bench.disk.groups import GROUPS_DISK
 from embedrock.bench.disk.stream import STREAM
 from embedrock.bench.disk.training import DISK
 from embedrock.bench.disk.vocabulary import VOCABULARY
@@ -51,6 +52,7 @@ BENCHES = (
     COMMIT,
     COMPACTION,
     STREAM,
+    GROUPS_DISK,
     VOCABULARY,
     KERAS,
     TF_DATA,

@@ -18,13 +18,15 @@ from embedrock.machine.sizes import Size, format_bytes, parse_device_memory
 from embedrock.machine.vfs import OS_SYSTEM, System
 from embedrock.process.callers import caller
 from embedrock.process.interrupts import held_back
+from embedrock.residents.admission import Admission
+from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table import batches, checks, named, opened
 from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
-from embedrock.table.description import describe_spec, rule_of
+from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
 from embedrock.table.keeper import Opening
 from embedrock.table.member import InFolder, InGroup
@@ -149,6 +151,8 @@ class Group:
         dtype: str = "float32",
         on_nonfinite: str | None = None,
         device_memory: Size | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
     ) -> Table:
         """Return the member of that name: a new one, or the one that there is, if that is what is asked for.
 
@@ -159,11 +163,14 @@ class Group:
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
             device_memory: see `Table`.
+            admission, eviction: of tables alone: refused here.
 
         Raises:
             ArgumentError: a value that cannot work, or there is another table of that name.
+            UnsupportedError: `admission` or `eviction` is given.
             MemoryBudgetError: no row fits the group's `memory`.
         """
+        refuse_policies(f"table {name!r}", {"admission": admission, "eviction": eviction})
         given: dict[str, Any] = dict(zip(GIVEN, (dtype, init, seed, rule, on_nonfinite, device_memory), strict=True))
         return self.made(name, rows, dim, given)
 
@@ -596,6 +603,16 @@ class Group:
             "a group cannot be pickled or copied: rows may be larger than memory. Copy its tables, which gives tables "
             "alone, or save what state() of each returns."
         )
+
+
+def refuse_policies(subject: str, options: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` where rows of a member are to come and go."""
+    for name in POLICIES:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"`{name}` of {subject} does not go with `group`: rows of its tables come with their first step and "
+                "stay. Leave one of them out: a table alone may have both."
+            )
 
 
 def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
