@@ -28,7 +28,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.store.verify import verify
-from mutations import Case, case_of, images, system_of
+from mutations import Case, case_of, images, names_in, system_of, table_in
 
 MEMORY = "256KiB"
 MORE_BYTES = 64 << 20  # beyond what the process has when it begins
@@ -81,34 +81,47 @@ def try_case(case: Case) -> bool:
 
 
 def _read(case: Case) -> bool:
-    table = tried(lambda: er.open("/t", mode="r", system=system_of(case.files), memory=MEMORY))
-    if table is None:
+    opened = tried(lambda: er.open("/t", mode="r", system=system_of(case.files), memory=MEMORY))
+    if opened is None:
         return False
-    with table:
-        asked = case.image.asked if table.rows is None else case.image.asked[case.image.asked < table.rows]
-        found = tried(lambda: table.lookup(asked))
-        for row in asked[::7] if found is None else ():
-            part = tried(lambda row=row: table.lookup([row]))
-            _check(case, table, np.array([row]), part)
-        _check(case, table, asked, found)
-        exported = tried(table.export)
-        if exported is not None:
-            _check(case, table, *exported)
-            _check_sound(table, *exported)
-        tried(lambda: sum(len(ids) for ids, _ in table.export_batches(7)))
-        tried(table.commits)
+    with opened:
+        for name in names_in(opened):
+            table = tried(lambda name=name: table_in(opened, name))
+            if table is not None:
+                _read_table(case, name, table)
+        tried(opened.commits)
     return True
 
 
-def _check(case: Case, table: er.Table, ids: np.ndarray, weights: np.ndarray | None) -> None:
+def _read_table(case: Case, name: str, table: er.Table) -> None:
+    asked = _ids_for(case, name, table)
+    found = tried(lambda: table.lookup(asked))
+    for row in asked[::7] if found is None else ():
+        part = tried(lambda row=row: table.lookup([row]))
+        _check(case, name, table, np.array([row]), part)
+    _check(case, name, table, asked, found)
+    exported = tried(table.export)
+    if exported is not None:
+        _check(case, name, table, *exported)
+        _check_sound(table, *exported)
+    tried(lambda: sum(len(ids) for ids, _ in table.export_batches(7)))
+
+
+def _ids_for(case: Case, name: str, table: er.Table) -> np.ndarray:
+    """Return ids that a table has; a forged one may have another name."""
+    asked = case.image.asked.get(name, np.arange(9))
+    return asked if table.rows is None else asked[asked < table.rows]
+
+
+def _check(case: Case, name: str, table: er.Table, ids: np.ndarray, weights: np.ndarray | None) -> None:
     """Check that a plain mutation has returned the rows of the commit."""
     if case.sealed or weights is None:
         return
-    expected = case.image.rows.get(table.last_commit)
+    expected, asked = case.image.rows.get(table.last_commit, {}).get(name), case.image.asked[name]
     if expected is None:
         raise Wrong(f"a commit {table.last_commit} that never was")
-    places = np.searchsorted(case.image.asked, ids)
-    if not np.array_equal(case.image.asked[np.minimum(places, len(expected) - 1)], ids):
+    places = np.searchsorted(asked, ids)
+    if not np.array_equal(asked[np.minimum(places, len(expected) - 1)], ids):
         raise Wrong(f"ids that the table does not have, among {ids[:9]}")
     wrong = ids[(expected[places].view(np.uint32) != weights.view(np.uint32)).any(axis=1)]
     if len(wrong):
@@ -130,15 +143,16 @@ def _write(case: Case) -> None:
     system, problems = system_of(case.files), list[str]()
     former, threading.excepthook = threading.excepthook, lambda told: problems.append(repr(told.exc_value))
     try:
-        table = tried(lambda: er.open("/t", system=system, memory=MEMORY))
-        if table is not None:
+        opened = tried(lambda: er.open("/t", system=system, memory=MEMORY))
+        if opened is not None:
             try:
-                _train(case, table)
+                _train(case, opened)
             finally:
-                tried(table.close)
+                tried(opened.close)
             reopened = tried(lambda: er.open("/t", mode="r", system=system, memory=MEMORY))
             if reopened is not None:
-                tried(lambda: reopened.lookup(case.image.asked[:9] if reopened.rows is None else [0]))
+                for name, table in _tables_in(reopened):
+                    tried(lambda name=name, table=table: table.lookup(_ids_for(case, name, table)[:9]))
                 reopened.close()
     finally:
         threading.excepthook = former
@@ -146,17 +160,28 @@ def _write(case: Case) -> None:
         raise Wrong(f"errors in threads: {problems}")
 
 
-def _train(case: Case, table: er.Table) -> None:
-    ids = case.image.asked[:5] if table.rows is None else np.arange(min(5, table.rows))
-    grads = np.ones((len(ids), table.dim), np.float32)
-    tried(lambda: table.update(ids, grads))
-    tried(table.commit)
-    tried(table.compact)
-    tried(lambda: table.lookup(ids))
-    commits = tried(table.commits) or []
+def _tables_in(opened: er.Table | er.Group) -> list[tuple[str, er.Table]]:
+    """Return the tables that can be had, by name."""
+    found = [(name, tried(lambda name=name: table_in(opened, name))) for name in names_in(opened)]
+    return [(name, table) for name, table in found if table is not None]
+
+
+def _train(case: Case, opened: er.Table | er.Group) -> None:
+    batches = [(table, _ids_for(case, name, table)[:5]) for name, table in _tables_in(opened)]
+    for table, ids in batches:
+        tried(lambda table=table, ids=ids: table.update(ids, np.ones((len(ids), table.dim), np.float32)))
+    tried(opened.commit)
+    tried(opened.compact)
+    _look_up(batches)
+    commits = tried(opened.commits) or []
     if commits:
-        tried(lambda: table.rollback(commits[0]["commit"]))
-        tried(lambda: table.lookup(ids))
+        tried(lambda: opened.rollback(commits[0]["commit"]))
+        _look_up(batches)
+
+
+def _look_up(batches: list[tuple[er.Table, np.ndarray]]) -> None:
+    for table, ids in batches:
+        tried(lambda table=table, ids=ids: table.lookup(ids))
 
 
 # ---------------------------------------------------------------- in a child

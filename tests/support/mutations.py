@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import random
 import struct
@@ -52,18 +53,28 @@ OTHERS = (None, True, False, "", "x" * 70, "0" * 32, "bits", "ids", "full", "bas
 
 
 class Image(NamedTuple):
-    """A table as files, and what its commits hold.
+    """A table or a group as files, and what its commits hold.
 
     Attributes:
-        files: by path below the table's folder.
-        rows: weights of `asked`, by commit.
-        asked: ids.
+        files: by path below the folder.
+        rows: weights of `asked`, by commit and by the table's name.
+        asked: ids, by the table's name.
     """
 
     name: str
     files: dict[str, bytes]
-    rows: dict[int, np.ndarray]
-    asked: np.ndarray
+    rows: dict[int, dict[str, np.ndarray]]
+    asked: dict[str, np.ndarray]
+
+
+def names_in(opened: er.Table | er.Group) -> list[str]:
+    """Return the names of the tables in what was opened: of a table alone, none."""
+    return list(opened) if isinstance(opened, er.Group) else [""]
+
+
+def table_in(opened: er.Table | er.Group, name: str) -> er.Table:
+    """Return one of them."""
+    return opened[name] if isinstance(opened, er.Group) else opened
 
 
 def system_of(files: dict[str, bytes]) -> FaultFS:
@@ -86,13 +97,17 @@ def system_of(files: dict[str, bytes]) -> FaultFS:
 def image_of(name: str, files: dict[str, bytes]) -> Image:
     """Return an image, after a look at what its commits hold."""
     rows = {}
-    with er.open("/t", mode="r", system=system_of(files), memory="1MiB") as table:
-        asked = np.union1d(LOOKED_AT, table.export()[0]) if table.rows is None else np.arange(table.rows)
-        commits = [commit["commit"] for commit in table.commits()]
+    with er.open("/t", mode="r", system=system_of(files), memory="1MiB") as opened:
+        asked = {each: _asked(table_in(opened, each)) for each in names_in(opened)}
+        commits = [commit["commit"] for commit in opened.commits()]
     for commit in commits:
-        with er.open("/t", mode="r", at=commit, system=system_of(files), memory="1MiB") as table:
-            rows[commit] = table.lookup(asked)
+        with er.open("/t", mode="r", at=commit, system=system_of(files), memory="1MiB") as opened:
+            rows[commit] = {each: table_in(opened, each).lookup(asked[each]) for each in names_in(opened)}
     return Image(name, files, rows, asked)
+
+
+def _asked(table: er.Table) -> np.ndarray:
+    return np.union1d(LOOKED_AT, table.export()[0]) if table.rows is None else np.arange(table.rows)
 
 
 def _lived() -> dict[str, bytes]:
@@ -154,6 +169,30 @@ def _come_and_gone() -> dict[str, bytes]:
     return {path.removeprefix("/t/"): data for path, data in system.files().items()}
 
 
+def _group() -> dict[str, bytes]:
+    """Return the files of a group of three tables, of which two share a pool: one came late."""
+    system, rng = FaultFS(), np.random.default_rng(2)
+    kinds: dict[str, Any] = {
+        "a": {"rows": 150, "dim": 3, "rule": er.Adam(lr=0.1)},
+        "b": {"rows": None, "dim": 2, "rule": er.AdamW(lr=0.1, dense=True)},
+        "c": {"rows": 90, "dim": 3, "rule": er.Adam(lr=0.2)},
+    }
+    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="48KiB") as group:
+        for step in range(12):
+            if step in (0, 4):
+                for seed, name in enumerate(kinds if step else "ab"):
+                    group.table(name, **kinds[name], init=er.Normal(), seed=seed)
+            ids = {name: rng.integers(0, group[name].rows or 60, 12) for name in group}
+            grads = {name: rng.standard_normal((12, group[name].dim)).astype(np.float32) for name in group}
+            group.update(ids, grads)
+            if step % 3 == 2:
+                group.commit(step=step)
+            if step == 6:
+                group.compact()
+        group.commit()
+    return {path.removeprefix("/t/"): data for path, data in system.files().items()}
+
+
 @functools.cache
 def images() -> list[Image]:
     """Return the tables that are mutated: the golden ones, and one that has lived."""
@@ -161,7 +200,8 @@ def images() -> list[Image]:
     for folder in sorted(GOLDEN.glob("version-*/*/")):
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         found.append(image_of(f"{folder.parent.name}/{folder.name}", files))
-    return [*found, image_of("lived", _lived()), image_of("come and gone", _come_and_gone())]
+    made = {"lived": _lived, "come and gone": _come_and_gone, "group": _group}
+    return [*found, *(image_of(name, files()) for name, files in made.items())]
 
 
 # ---------------------------------------------------------------- what is changed
@@ -222,6 +262,17 @@ class Draft:
 
 
 Change = Callable[[Draft], str]
+
+
+def _with_files(draft: Draft, body: Any) -> Any:
+    """Return an object of a manifest that names files: it itself, or, of a group's, a pool or a member."""
+    parts = [part for part in _parts(body) if part is not body]
+    return draft.rng.choice(parts) if parts else body
+
+
+def _parts(body: Any) -> list[Any]:
+    lists = [body.get(key) for key in ("pools", "members")] if isinstance(body, dict) else []
+    return [body, *(part for each in lists if isinstance(each, list) for part in each if isinstance(part, dict))]
 
 
 def flip(draft: Draft) -> str:
@@ -366,6 +417,7 @@ def edit(draft: Draft) -> str:
 def arrange(draft: Draft) -> str:
     """Change which files a commit has."""
     path, body = draft.manifest()
+    body = _with_files(draft, body)
     lists = [key for key in ("base", "delta", "history") if isinstance(body.get(key), list)]
     full = [key for key in lists if body[key]]
     if not full:
@@ -382,7 +434,7 @@ def arrange(draft: Draft) -> str:
         entries.reverse()
     else:
         _, older = draft.manifest()
-        body[key] = older.get(key, [])
+        body[key] = _with_files(draft, older).get(key, [])
     return f"{path} {key}: {how}"
 
 
@@ -480,7 +532,7 @@ def _place(draft: Draft, path: str) -> int:
 def _entry(draft: Draft) -> tuple[str, dict[str, Any]]:
     """Choose a run of a manifest, and return its path and entry. ValueError where the manifest has become none."""
     _, body = draft.manifest()
-    lists = [body.get(key) for key in ("base", "delta")]
+    lists = [part.get(key) for part in _parts(body) for key in ("base", "delta")]
     entries = [entry for part in lists if isinstance(part, list) for entry in part if isinstance(entry, dict)]
     if not entries:
         raise ValueError("no runs are left")
@@ -492,7 +544,10 @@ def _entry(draft: Draft) -> tuple[str, dict[str, Any]]:
 
 def _records_end(draft: Draft, entry: dict[str, Any]) -> tuple[int, int]:
     """Return the size of a record and where the index begins, as a manifest says."""
-    width = next(body["record_bytes"] for body in draft.bodies.values() if entry in (*body["base"], *body["delta"]))
+    parts = [part for body in draft.bodies.values() for part in _parts(body)]
+    width = next(
+        part["record_bytes"] for part in parts if entry in (*(part.get("base") or ()), *(part.get("delta") or ()))
+    )
     end = PAGE + entry["count"] * (width + 4)
     if not (0 < width <= LARGE and PAGE <= end <= len(draft.files[entry["file"]]) + LARGE):
         raise ValueError("sizes that are made up")
@@ -521,12 +576,12 @@ def seal(draft: Draft) -> None:
 
 
 def _seal_entries(draft: Draft, body: Any, keeps: dict[str, bool]) -> None:
-    for key in ("base", "delta", "history"):
-        entries = body.get(key) if isinstance(body, dict) else None
+    for part, key in itertools.product(_parts(body), ("base", "delta", "history")):
+        entries = part.get(key) if isinstance(part, dict) else None
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("file"), str) and entry["file"] in draft.files:
                 with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError, struct.error):
-                    _seal_file(draft, body, entry, 0 if key == "history" else body["record_bytes"], keeps)
+                    _seal_file(draft, body, entry, 0 if key == "history" else part["record_bytes"], keeps)
 
 
 def _seal_file(draft: Draft, body: dict[str, Any], entry: dict[str, Any], width: int, keeps: dict[str, bool]) -> None:
