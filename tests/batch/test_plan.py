@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from embedrock import kernels
 from embedrock.batch import plan as planning
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import Plan, make_plan, plan_by_owner
 from embedrock.errors import ArgumentError
+from embedrock.shards.owners import owners
 
 INT64 = np.iinfo(np.int64)
 WORD = 1 << 64
@@ -193,6 +194,35 @@ def test_whole_kernels_equal_their_reference(ids, seed, poison):
     assert_plan_of(fast, ids)
     assert_same(fast, plan_whole(kernels.reference.plan, ids, Memory(poison + 1), seed))
     assert list(dict.fromkeys(ids.tolist())) == fast.ids.tolist(), "the order of first occurrence"
+
+
+def moved_by_owner(module, plan, ranks, memory):
+    n = plan.ids.size
+    inverse, places = memory.copy(plan.inverse), memory.array(n, np.int32)
+    moved, bounds = memory.array(n, np.int64), memory.array(ranks + 1, np.int64)
+    module.by_owner(memory.copy(plan.ids), inverse, ranks, places, moved, bounds)
+    memory.check()
+    return [array.tolist() for array in (moved, inverse, bounds)]
+
+
+@given(batches, st.integers(1, 6), st.integers(0, 2**32))
+def test_ids_of_one_owner_are_moved_together(ids, ranks, poison):
+    plan = make_plan(ids.reshape(-1))
+    found = moved_by_owner(kernels.cpu.plan, plan, ranks, Memory(poison))
+    assert found == moved_by_owner(kernels.reference.plan, plan, ranks, Memory(poison + 1))
+    moved, _, bounds = (np.array(each, np.int64) for each in found)
+    for rank in range(ranks):
+        own = moved[bounds[rank] : bounds[rank + 1]]
+        assert own.tolist() == plan.ids[owners(plan.ids, ranks) == rank].tolist(), "in their order"
+
+
+def test_plans_by_owner_are_plans_of_small_and_large_batches():
+    rng = np.random.default_rng(3)
+    for n in (0, 7, LARGE):
+        ids = rng.integers(-50, 50_000, n).reshape(n // 7, 7) if n % 7 == 0 else rng.integers(-50, 50_000, n)
+        plan = plan_by_owner(ids, 3)
+        assert_plan_of(plan, ids)
+        assert np.diff(owners(plan.ids, 3)).min(initial=0) >= 0
 
 
 @given(batches, st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))

@@ -589,3 +589,184 @@ def test_the_bytes_of_a_step_are_those_that_are_simulated(pair: Ranks) -> None:
     told = simulate(Load(10**12, 64, 20_000), Cluster(ranks=2), log=log)
     heads = sum(sent for sent, _, _ in found) - 2 * told.bytes_sent
     assert 0 <= heads <= 2 * BYTES_OF_HEADS
+
+
+# ---------------------------------------------------------------- ids that go ahead
+
+
+class Pooled(nn.Module):
+    """Tables in RAM and on disk, shared out, at one rank, and replicated; one has a padding row."""
+
+    def __init__(self, folder: str, alone: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        init = er.Normal(std=0.1)
+        kinds: list[Any] = [False] * 3 if alone else [True, "rank 1", False]
+        path = None if alone else f"{folder}/users.rock"
+        memory = None if alone else "1MiB"
+        self.users = ert.Embedding(None, DIM, init=init, seed=1, sharded=kinds[0], path=path, memory=memory)
+        self.items = ert.Embedding(10**6, DIM, padding_idx=1, init=init, seed=2, sharded=kinds[1])
+        self.tags = ert.EmbeddingBag(10**6, DIM, mode="sum", init=init, seed=3, sharded=kinds[2])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        users = self.users(ids[:, 0]) + self.users(ids[:16, 1]).sum(0)
+        return (users * self.items(ids[:, 1]) + self.tags(ids[:, 1:])).sum(1)
+
+    @property
+    def ids(self) -> dict[Any, Any]:
+        return {
+            self.users: lambda ids: (ids[:, 0], ids[:16, 1]),
+            self.items: lambda ids: ids[:, 1],
+            self.tags: lambda ids: ids[:, 1:],
+        }
+
+
+def train_pooled(model: Pooled, net: Any, batches: Any, blocks: int, counts: Any = None) -> list[int]:
+    rows, made = ert.Adam(model, lr=0.05), []
+    for number, ids in enumerate(batches):
+        before = 0 if counts is None else counts.rounds
+        (nn.functional.softplus(net(ids)).sum() / blocks).backward()
+        if (number + 1) % blocks == 0 or counts is not None:
+            rows.step()
+            rows.zero_grad()
+        if counts is not None:
+            made.append(counts.rounds - before)
+    return made
+
+
+def goes_ahead(rank: int, folder: str, depth: int) -> tuple[list[int], list[Any]]:
+    model = Pooled(folder, alone=False)
+    assert model.users.handle.sharing is not None
+    crew = model.users.handle.sharing.crew
+    batches = [ids_of(step, rank) for step in range(STEPS)]
+    made = train_pooled(model, DistributedDataParallel(model), ert.prefetch(batches, model.ids, depth), 1, crew.ranks)
+    tables = [model.users.table, model.items.table, model.tags.table]
+    found = [table.export() for table in tables]
+    model.users.table.close()
+    return made, found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_ids_go_ahead_in_three_messages_a_step_and_change_no_bit(pair: Ranks, tmp_path: Path, depth: int) -> None:
+    model = Pooled("", alone=True)
+    train_pooled(model, model, [ids_of(step, block) for step in range(STEPS) for block in range(2)], 2)
+    found = pair.run(goes_ahead, str(tmp_path), depth)
+    for made, _ in found:
+        assert made == [3] * STEPS  # rows, gradients, norms
+    for place, table in enumerate([model.users.table, model.items.table, model.tags.table]):
+        expected, weights = table.export()
+        for rank, (_, parts) in enumerate(found):
+            own = [owners(expected, 2) == rank, np.full(len(expected), rank == 1), np.ones(len(expected), bool)][place]
+            ids, rows = parts[place]
+            here = np.isin(ids, expected[own])  # each rank has a padding row
+            np.testing.assert_array_equal(ids[here], expected[own])
+            np.testing.assert_array_equal(rows[here], weights[own])
+            assert set(ids[~here].tolist()) <= {1}
+
+
+# ---------------------------------------------------------------- ranks that have no batches left
+
+LENGTHS = [5, 2]
+
+
+def trains_unevenly(rank: int, goes_ahead: bool) -> list[Any]:
+    """Train by different numbers of batches, with a schedule, clipping and accumulation; then evaluate on one rank."""
+    model = Model([True, False, "rank 1"], dense=False)
+    net = DistributedDataParallel(model)
+    rows = ert.Adam(model, lr=0.05, betas=(0.8, 0.99))
+    schedule = torch.optim.lr_scheduler.StepLR(rows, 1, 0.5)
+    ids = [ids_of(step, rank) for step in range(LENGTHS[rank])]
+    layers = model.users, model.items, model.tags
+    columns = [0, slice(1, None), slice(1, None)]
+    asked = {
+        layer: functools.partial(lambda column, batch: batch[:, column], column)
+        for layer, column in zip(layers, columns, strict=True)
+    }
+    with net.join(), ert.uneven(model):
+        for batch in ert.prefetch(ids, asked) if goes_ahead else ids:
+            rows.zero_grad()
+            nn.functional.softplus(net(batch)).sum().backward()
+            nn.utils.clip_grad_norm_(ert.handles(model), 2.0)
+            rows.step()
+            schedule.step()
+    seen = []
+    with ert.uneven(net), torch.no_grad():
+        if rank == 1:
+            seen = [model(ids_of(9, step)) for step in range(3)]
+    assert all(handle.grad is None for handle in ert.handles(model))
+    with torch.no_grad():
+        seen.append(model(ids_of(9, rank)))  # all at once again
+    return [[table.export() for table in model.tables], [table.steps for table in model.tables], seen]
+
+
+def alone_unevenly() -> tuple[Model, list[torch.Tensor]]:
+    model = Model([False] * 3, dense=False)
+    rows = ert.Adam(model, lr=0.05, betas=(0.8, 0.99))
+    schedule = torch.optim.lr_scheduler.StepLR(rows, 1, 0.5)
+    for step in range(max(LENGTHS)):
+        for rank in range(2):
+            if step < LENGTHS[rank]:
+                (nn.functional.softplus(model(ids_of(step, rank))).sum() / 2).backward()
+        nn.utils.clip_grad_norm_(ert.handles(model), 2.0)
+        rows.step()
+        rows.zero_grad()
+        schedule.step()
+    with torch.no_grad():
+        return model, [model(ids_of(9, step)) for step in range(3)]
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_ranks_that_have_no_batches_left_serve_the_others(pair: Ranks, goes_ahead: bool) -> None:
+    model, expected = alone_unevenly()
+    found = pair.run(trains_unevenly, goes_ahead)
+    for place, table in enumerate(model.tables):
+        ids, rows = table.export()
+        for rank, (parts, steps, _) in enumerate(found):
+            own = [owners(ids, 2) == rank, np.ones(len(ids), bool), np.full(len(ids), rank == 1)][place]
+            np.testing.assert_array_equal(parts[place][0], ids[own])
+            np.testing.assert_array_equal(parts[place][1], rows[own])
+            assert steps[place] in (table.steps, 0 if place == 2 and rank == 0 else table.steps)
+    for rank in range(2):
+        torch.testing.assert_close(found[rank][2][-1], expected[rank], rtol=0, atol=0)
+    for ours, theirs in zip(found[1][2], expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def fails_inside(rank: int, which: str) -> tuple[str, str]:
+    layer = one_layer()
+    try:
+        if which == "loader":
+            for ids in ert.prefetch([torch.arange(4)] * (2 + rank), {layer: lambda ids: ids}):
+                layer(ids)
+        elif which == "ids":
+            for ids in ert.prefetch([torch.arange(4)] * 2, {layer: lambda ids: ids * (1 + 30 * rank)}):
+                layer(ids * (1 + 30 * rank))
+            for ids in ert.prefetch([torch.arange(4) + 97 * rank], {layer: lambda ids: ids}):
+                layer(ids)
+        else:
+            with ert.uneven(layer):
+                layer(torch.arange(4))
+                if rank == 1 and which == "leaves":
+                    raise RuntimeError("no room")
+                if rank == 0 or which == "differs":
+                    (layer if rank else one_layer(seed=8) if which == "differs" else layer)(torch.arange(3))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("which", "kinds", "said"),
+    [
+        ("loader", ("OtherRankError",) * 2, r"as many batches on all ranks: rank 0 has none, rank 1 is at batch"),
+        ("ids", ("OtherRankError", "IdError"), r"rank 1 refused a lookup in .* must lie in \[0, 100\)"),
+        ("leaves", ("OtherRankError", "RuntimeError"), r"failed inside of ert.uneven: .*rank 1 has failed: .*no room"),
+    ],
+)
+def test_what_goes_wrong_between_uneven_ranks_is_an_error_on_all(
+    pair: Ranks, which: str, kinds: tuple[str, str], said: str
+) -> None:
+    found = pair.run(fails_inside, which)
+    assert tuple(kind for kind, _ in found) == kinds, found
+    assert re.search(said, found[0][1]), found[0][1]

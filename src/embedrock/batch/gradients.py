@@ -113,7 +113,8 @@ class RowGradients:
         if clip_value is not None and not clip_value > 0:
             raise ArgumentError(f"`clip_value` must be a number > 0, or None: got {clip_value!r}.")
         with np.errstate(over="ignore", invalid="ignore"):
-            values = self.values * np.float32(factor)
+            values = buffers.empty(self.values.shape, np.float32)
+            np.multiply(self.values, np.float32(factor), out=values)
         if clip_value is not None:
             np.clip(values, -clip_value, clip_value, out=values)
         return RowGradients.of_rows(self.plan, values)

@@ -116,15 +116,43 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         >>> plan.starts.tolist(), plan.order.tolist()
         ([0, 3, 4], [0, 2, 3, 1])
     """
-    check_count(ids.size, ids.shape)
-    # Always contiguous and read-only: the kernels are compiled once, not for every kind of array that comes.
-    flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
-    flat.flags.writeable = False
+    flat = _flat(ids)
     arrays = _plan_whole(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)
     if find is None:
         return Plan(ids.shape, *arrays)
     slots = find(arrays[0])
     return Plan(ids.shape, *arrays, slots, int(np.count_nonzero(slots < 0)), epoch)
+
+
+@spanned("plan")
+def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
+    """Decide what a batch needs whose rows `ranks` processes share: ids of one owner are together in the plan.
+
+    Args:
+        ids: as for `make_plan`.
+        ranks: how many processes: `embedrock.shards.owners`.
+
+    Example:
+        >>> plan = plan_by_owner(np.array([4, 1, 5, 1]), ranks=2)  # 1 is rank 1's
+        >>> plan.ids.tolist(), plan.inverse.tolist()
+        ([4, 5, 1], [0, 2, 1, 2])
+    """
+    flat, cpu = _flat(ids), kernels.cpu.plan
+    unique, inverse = _deduped(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)[:2]
+    moved, places = np.empty_like(unique), _scratch.take("places", unique.size, np.int32)
+    cpu.by_owner(unique, inverse, ranks, places, moved, np.empty(ranks + 1, np.int64))
+    return Plan(ids.shape, moved, inverse, *_segmented(inverse, moved.size))
+
+
+def _flat(ids: Int64Array) -> Int64Array:
+    """Return a batch of ids as an array of one dimension, always contiguous and read-only.
+
+    So the kernels are compiled once, not for every kind of array that comes.
+    """
+    check_count(ids.size, ids.shape)
+    flat = np.require(ids, np.int64, ("C", "A", "E")).reshape(-1)
+    flat.flags.writeable = False
+    return flat
 
 
 def check_count(n: int, shape: tuple[int, ...]) -> None:
@@ -182,13 +210,21 @@ def table_size(ids: int) -> int:
 
 
 def _plan_whole(ids: Int64Array) -> Arrays:
-    n, cpu = ids.size, kernels.cpu.plan
+    unique, inverse = _deduped(ids)
+    return unique, inverse, *_segmented(inverse, unique.size)
+
+
+def _deduped(ids: Int64Array) -> tuple[Int64Array, Int32Array]:
+    n, inverse = ids.size, np.empty(ids.size, np.int32)
     unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", table_size(n), np.int32)
-    inverse, order = np.empty(n, np.int32), np.empty(n, np.int32)
-    count = cpu.dedupe(ids, SEED, table, unique, inverse)
-    starts = np.empty(count + 1, np.int32)
-    cpu.segments(inverse, count, starts, order)
-    return unique[:count].copy(), inverse, starts, order
+    count = kernels.cpu.plan.dedupe(ids, SEED, table, unique, inverse)
+    return unique[:count].copy(), inverse
+
+
+def _segmented(inverse: Int32Array, count: int) -> tuple[Int32Array, Int32Array]:
+    starts, order = np.empty(count + 1, np.int32), np.empty(inverse.size, np.int32)
+    kernels.cpu.plan.segments(inverse, count, starts, order)
+    return starts, order
 
 
 def _plan_by_partitions(ids: Int64Array) -> Arrays:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import OtherRankError
 from embedrock.shards import stages
-from embedrock.shards.messages import WORD, Letter, MessageReader, pack, pack_all
-from embedrock.shards.owners import Placement, Shard
+from embedrock.shards.messages import WORD, Letter, MessageReader, length, pack, pack_all
+from embedrock.shards.owners import Placement, Shard, Split
 from embedrock.shards.stages import Block
 from embedrock.shards.transport import Transport
+from embedrock.shards.uneven import Uneven
 from embedrock.table.table import Table
 
 REFUSED = "refused "
-HEAD = 4  # words: a mark of what is done, and whether it is refused
+HEAD = 4  # words: a mark of what is done, and one of these
+FITS, REFUSES, DIFFERS = 0, 1, 2  # of a message: it is here; there is none; it is of another size than was expected
 
 Result = TypeVar("Result")
 
@@ -45,6 +47,11 @@ class Member(Protocol):
     @property
     def placement(self) -> Placement:
         """Which those are."""
+        ...
+
+    @property
+    def waits(self) -> float | None:
+        """What the sums that wait for a step are multiplied by; None: none do."""
         ...
 
     def fold(self, blocks: Sequence[Block]) -> RowGradients:
@@ -88,6 +95,24 @@ class Sizes(NamedTuple):
     go: Sequence[int]
 
 
+class Ask(NamedTuple):
+    """Ids that all ranks have told their owners, whose rows are to come from there.
+
+    Attributes:
+        number: of the asking, the same on all ranks.
+        members: the tables.
+        splits: of this rank's ids of each, by owner.
+        asked: the message from each rank.
+        gradients: how long the messages will be that bring back their gradients; None: not known.
+    """
+
+    number: int
+    members: Sequence[Member]
+    splits: Sequence[Split]
+    asked: Sequence[np.ndarray]
+    gradients: Sizes | None = None
+
+
 class Exchange:
     """What ranks that share tables tell each other. All must do the same, in the same order.
 
@@ -96,47 +121,79 @@ class Exchange:
 
     Args:
         transport: carries the messages.
+
+    Attributes:
+        uneven: what is announced before it is done.
+        expects: whether the sizes of gradients are known as they were told ahead.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+        self.transport, self.uneven = transport, Uneven(self._say)
+        self.expects, self._expected = True, None
         self._count, self._lock = 0, threading.RLock()
 
     # ---------------------------------------------------------------- lookups
 
     def rows(self, members: Sequence[Member], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each."""
-        what, tables = _looking_up(members), [member.table for member in members]
-        splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
-        counts = [np.diff(split.bounds) for split in splits]
-        sizes = [stages.served_words(of_rank, tables) for of_rank in np.transpose(counts).tolist()]
+        act = _looking_up(members)
+        self._announce("look", act, keys=[member.key for member in members])
         with self._lock:
-            asked = self._swap(what, lambda: stages.ask(wanted, splits))
-            known = Sizes(sizes, [stages.asked_words(one, tables) for one in asked])
-            served = self._swap(what, lambda: [stages.serve(one, tables) for one in asked], known)
-        return stages.receive(served, splits, tables)
+            splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
+            asked = self._swap(act, lambda: stages.ask(wanted, splits))
+            return self._answer(act, Ask(self._count, members, splits, asked), None)
 
-    def refuse(self, members: Sequence[Member], error: Exception) -> None:
-        """Refuse a lookup on the other ranks, as this one does, because of an error that the caller raises."""
+    def answer(self, ask: Ask, error: Exception | None = None) -> list[np.ndarray]:
+        """Return the rows of what was asked ahead, as `rows` does; refuse it on all ranks because of an error."""
+        what = _looking_up(ask.members)
         with self._lock:
-            self._count += 1
-            self._carry(_looking_up(members), None, error)
+            return self._answer(Act(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
+
+    def _answer(self, what: Act, ask: Ask, error: Exception | None) -> list[np.ndarray]:
+        tables = [member.table for member in ask.members]
+        counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
+        come = [stages.served_words(of_rank, tables) for of_rank in counts]
+        go = [stages.asked_words(one, tables) for one in ask.asked]
+
+        def serve() -> list[Letter]:
+            if error is not None:
+                raise error
+            return [stages.serve(one, tables) for one in ask.asked]
+
+        served = self._swap(what, serve, Sizes(come, go))
+        self._expected = ask.gradients if self.expects else None
+        return stages.receive(served, ask.splits, tables)
+
+    def refuse(self, members: Sequence[Member], error: Exception) -> NoReturn:
+        """Refuse a lookup on all ranks, because of an error, which is raised."""
+        act = _looking_up(members)
+        self._announce("look", act, keys=[member.key for member in members])
+
+        def make() -> list[Letter]:
+            raise error
+
+        with self._lock:
+            self._swap(act, make)
+        raise error
 
     # ---------------------------------------------------------------- gradients
 
     def share(
-        self, brought: Mapping[int, tuple[Member, Block]], known: Callable[[int], Member | None]
+        self, brought: Mapping[int, tuple[Member, Block]], find: Callable[[int], Member | None]
     ) -> list[tuple[Member, Verdict]]:
         """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
 
         Args:
             brought: by key.
-            known: finds a table by its key.
+            find: finds a table by its key.
         """
+        waits = {str(key): member.waits for key, (member, _) in brought.items()}
+        self._announce("share", _act("gradients"), waits=waits)
         with self._lock:
-            messages = self._swap(_act("gradients"), lambda: _letters(brought, self.transport.ranks))
+            known, self._expected = self._expected, None
+            messages = self._swap(_act("gradients"), lambda: _letters(brought, self.transport.ranks), known)
             blocks = _by_key(messages)
-            members = {key: known(key) for key in blocks}
+            members = {key: find(key) for key in blocks}
             folded: list[tuple[Member, RowGradients]] = []
 
             def facts() -> np.ndarray:
@@ -161,6 +218,7 @@ class Exchange:
         What one of them raises is an error on all.
         """
         made: list[np.ndarray] = []
+        self._announce("tell", _act(what), what=what)
 
         def letters() -> list[Letter]:
             made.append(make())
@@ -176,37 +234,48 @@ class Exchange:
 
     # ---------------------------------------------------------------- messages
 
+    def _announce(self, do: str, act: Act, **more: Any) -> None:
+        self.uneven.announce({"do": do, "said": f"is at {act.said}", "mark": f"{do} {act.mark}", **more})
+
     def _swap(self, what: Act, make: Callable[[], Sequence[Letter]], known: Sizes | None = None) -> list[np.ndarray]:
         """Give each rank its letter; return what each has for this one, int32 (words,).
 
         Args:
             what: is done.
             make: returns the letters.
-            known: sizes that all ranks know.
+            known: sizes that all ranks expect: if the letters of one rank differ, it says so, and all go again.
         """
         self._count += 1
         letters, error = _tried(make)
-        found = self._carry(what, letters, error, known)
-        if error is not None:
-            raise error
+        if known is not None:
+            fits = letters is None or [length(letter) for letter in letters] == list(known.go)
+            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)
+            if found is not None:
+                return found
+            self.expects = False
+        found = self._carry(what, letters, FITS, error)
+        assert found is not None
         return found
 
     def _carry(
         self,
         what: Act,
         letters: Sequence[Letter] | None,
+        state: int,
         error: Exception | None,
         known: Sizes | None = None,
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray] | None:
+        """Carry letters; return None where those of a rank are of another size. Raise what one of them refuses."""
         sizes = Sizes(None, [0] * self.transport.ranks) if known is None else known
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
-        head = np.array([zlib.crc32(f"{self._count} {what.mark}".encode()), error is not None], np.int64)
+        mark = zlib.crc32(f"{self._count} {what.mark}".encode())
+        head = np.array([mark, state if error is None else REFUSES], np.int64)
         ours = pack_all([[head, *letter] for letter in sent])
         theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
-        if heads[:, 1].any() or (heads[:, 0] != head[0]).any():
+        if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
             self._tell(what, error)
-        return [message[HEAD:] for message in theirs]
+        return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
 
     def _gather(self, what: Act, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """Return the facts that each rank has: float64 (ranks, *shape)."""
@@ -217,18 +286,19 @@ class Exchange:
         theirs = np.stack(self.transport.gather(ours))
         if theirs[:, -1].any():
             self._tell(what, error)
-        if error is not None:
-            raise error
         return theirs[:, :-1].reshape(-1, *shape)
 
-    def _tell(self, what: Act, error: Exception | None) -> None:
+    def _tell(self, what: Act, error: Exception | None) -> NoReturn:
         """Find out what each rank does, and raise an error of it, but where this one has its own."""
         said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
-        words = pack([np.frombuffer(said.encode().ljust(-(-len(said.encode()) // 4) * 4), np.uint8)])
+        told = self._say(said)
+        raise _told(told) if error is None else error
+
+    def _say(self, text: str) -> list[str]:
+        """Tell all ranks a text; return that of each."""
+        words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
         theirs = self.transport.swap([words] * self.transport.ranks)
-        if error is not None:
-            return
-        raise _told([one.tobytes().decode().rstrip() for one in theirs])
+        return [one.tobytes().decode().rstrip() for one in theirs]
 
 
 def _act(said: str) -> Act:

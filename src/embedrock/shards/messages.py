@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from embedrock.machine.buffers import buffers
+
 WORD = np.int32
 Letter = list[np.ndarray]  # what becomes a message
 
@@ -15,19 +17,26 @@ def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, WORD), *map(_words, arrays)])
 
 
+def length(letter: Letter) -> int:
+    """Return how long a letter is as a message, in words."""
+    return sum(-(-array.nbytes // 4) for array in letter)
+
+
 def pack_all(letters: Sequence[Letter]) -> list[np.ndarray]:
     """Return messages, that lie in memory one after the other: see `joined`."""
-    words = [[_words(array) for array in letter] for letter in letters]
-    sizes = [sum(len(array) for array in letter) for letter in words]
-    flat = np.concatenate([np.empty(0, WORD), *(array for letter in words for array in letter)])
+    sizes = [length(letter) for letter in letters]
+    flat = buffers.empty((sum(sizes),), WORD)
+    np.concatenate([_words(array) for letter in letters for array in letter] or [flat[:0]], out=flat)
     return np.split(flat, np.cumsum(sizes)[:-1])
 
 
 def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
     """Return messages as one array, without a copy if `pack_all` made them."""
-    flat = messages[0].base
-    if isinstance(flat, np.ndarray) and all(one.base is flat for one in messages):
-        return flat
+    memory, begin = messages[0].base, messages[0].ctypes.data
+    ends = np.cumsum([0, *(one.nbytes for one in messages)])
+    if isinstance(memory, np.ndarray) and [one.ctypes.data - begin for one in messages] == ends[:-1].tolist():
+        start = begin - memory.ctypes.data
+        return memory.view(np.uint8)[start : start + ends[-1]].view(WORD)
     return np.concatenate(messages)
 
 

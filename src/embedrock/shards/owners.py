@@ -11,10 +11,14 @@ of hashes into ranges, so that those of any two numbers of ranks nest or overlap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from embedrock.batch.plan import Plan, make_plan, plan_by_owner
+from embedrock.machine.buffers import buffers
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -34,21 +38,32 @@ class Split(NamedTuple):
     """Positions of a batch by the rank that they go to.
 
     Attributes:
-        order: int64 (n,), those of a rank together, in order of occurrence.
+        order: int64 (n,), those of a rank together, in order of occurrence; None: that is how they come.
         bounds: int64 (ranks + 1,), where those of each rank begin in `order`.
     """
 
-    order: np.ndarray
+    order: np.ndarray | None
     bounds: np.ndarray
+
+    @property
+    def places(self) -> list[Any]:
+        """The positions of each rank: an index."""
+        if self.order is not None:
+            return np.split(self.order, self.bounds[1:-1])
+        bounds = self.bounds.tolist()
+        return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
     def parts(self, values: np.ndarray) -> list[np.ndarray]:
         """Return the values of the positions, (n, ...), as those of each rank."""
-        return [values[places] for places in np.split(self.order, self.bounds[1:-1])]
+        return [values[places] for places in self.places]
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return values (n, ...) by position, of what `parts` returned, or came back for it."""
+        if self.order is None:
+            whole = buffers.empty((int(self.bounds[-1]), *parts[0].shape[1:]), parts[0].dtype)
+            return np.concatenate(parts, out=whole)
         out = np.empty((len(self.order), *parts[0].shape[1:]), parts[0].dtype)
-        for place, part in zip(np.split(self.order, self.bounds[1:-1]), parts, strict=True):
+        for place, part in zip(self.places, parts, strict=True):
             out[place] = part
         return out
 
@@ -76,8 +91,7 @@ class Shard(NamedTuple):
 
     def destinations(self, ids: np.ndarray) -> Sequence[Any]:
         """Return for each rank which positions of ids, int64 (n,), go to it: an index."""
-        split = self.split(ids)
-        return np.split(split.order, split.bounds[1:-1])
+        return self.split(ids).places
 
     def total(self, squares: np.ndarray) -> float:
         """Return the square norm of all rows, of those that each rank has: float64 (ranks,)."""
@@ -88,7 +102,12 @@ class Shard(NamedTuple):
         of = self.owners(ids)
         bounds = np.zeros(self.ranks + 1, np.int64)
         np.cumsum(np.bincount(of, minlength=self.ranks), out=bounds[1:])
-        return Split(np.argsort(of, kind="stable"), bounds)
+        is_by_owner = bool((of[1:] >= of[:-1]).all())  # as `plan_by_owner` leaves them
+        return Split(None if is_by_owner else np.argsort(of, kind="stable"), bounds)
+
+    def plan(self, ids: np.ndarray) -> Plan:
+        """Decide what a batch of ids needs, those of one owner together."""
+        return make_plan(ids) if self.holder is not None else plan_by_owner(ids, self.ranks)
 
 
 class Replica(NamedTuple):

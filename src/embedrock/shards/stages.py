@@ -14,6 +14,7 @@ import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
+from embedrock.machine.buffers import buffers
 from embedrock.shards.messages import Letter, MessageReader, as_stored, words_of
 from embedrock.shards.owners import Placement, Split
 from embedrock.table.table import Table
@@ -88,5 +89,6 @@ def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan
         blocks: at least one; no id twice in one of them.
         plan: makes the plan of all their ids.
     """
-    ids, values = (np.concatenate(part) for part in zip(*blocks, strict=True))
-    return RowGradients.sum(plan(ids), values)
+    ids = np.concatenate([block.ids for block in blocks])
+    values = buffers.empty((len(ids), blocks[0].values.shape[1]), np.float32)
+    return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))

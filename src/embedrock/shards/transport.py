@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,10 @@ class Transport(Protocol):
         Raises:
             WorkerLostError: a rank is gone, or did not answer in time.
         """
+        ...
+
+    def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """Begin to do what `swap` does; return what waits until it is done, and returns what it returns."""
         ...
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:

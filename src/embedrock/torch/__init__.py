@@ -35,6 +35,7 @@ from embedrock.torch.training.dense_watch import UntrainedWarning
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
 from embedrock.torch.training.vigil import ForgottenGradientsError
+from embedrock.torch.uneven import uneven
 from embedrock.torch.whole import ModelOptimizer, optimizer
 
 __all__ = [
@@ -74,4 +75,5 @@ __all__ = [
     "prefetch",
     "release",
     "save",
+    "uneven",
 ]

@@ -22,6 +22,7 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.dense_watch import DenseWatch
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
+from embedrock.torch.training.sharing import SharedStep, announce_steps
 from embedrock.torch.training.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
@@ -215,7 +216,9 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step_all([part for group in self.param_groups for part in self._due(group)])
+        due = [part for group in self.param_groups for part in self._due(group)]
+        announce_steps(due)
+        step_all([part.step for part in due])
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()
@@ -228,9 +231,9 @@ class RowOptimizer(torch.optim.Optimizer):
             watch.after_step()
         self._watches = [watch for watch in self._watches if not watch.is_over]
 
-    def _due(self, group: dict[str, Any]) -> list[DueStep]:
+    def _due(self, group: dict[str, Any]) -> list[SharedStep]:
         """Return the steps of the tables of a param group that have gradients."""
-        due, rules = [], dict[int, Rule]()  # by the identity of those that tables have, which are few
+        due, rules = list[SharedStep](), dict[int, Rule]()  # by the identity of those that tables have, which are few
         _check_clip_value(group["clip_value"])
         for handle in group["params"]:
             if handle.table.mode == "r":
@@ -249,7 +252,9 @@ class RowOptimizer(torch.optim.Optimizer):
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                due.append(DueStep(handle.side_of_gradients(), rule, grads.clipped(group["clip_value"])))
+                clip = group["clip_value"]
+                step = DueStep(handle.side_of_gradients(), rule, grads.clipped(clip))
+                due.append(SharedStep(handle.sharing, step, clip))
         return due
 
     def _check_bound(self, handle: Handle, rule: Rule) -> None:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from embedrock.fronts.batch_ids import EXAMPLE, Kinds, asked_by_table, ids_by_table
+from embedrock.shards.owners import Shard
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import flat_ids, place_in
+from embedrock.torch.training.ahead import Ahead
 from embedrock.torch.training.lookup import check_ids, host_ids
+from embedrock.torch.training.sharing import Crew, Sharing
 
 T = TypeVar("T")
 L = TypeVar("L", bound=RowLayer | Table)
@@ -23,6 +26,9 @@ L = TypeVar("L", bound=RowLayer | Table)
 
 def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
     """Go through the batches of `loader` while the rows that the next batches need are read from disk.
+
+    Of tables that several processes share out, the ids of the next batches go to the owners of their rows, who bring
+    them near, and the rows of all tables come in one message. All ranks must have as many batches.
 
     Of tables that a GPU keeps a cache of, the rows of the next batch are copied to it beside what it does with this
     one, whatever `depth` is (but 0).
@@ -50,9 +56,13 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
     caches = [] if depth == 0 else [*_caches(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE))]
-    functions |= {cache.table: cache.take for cache in caches}
-    batches = prefetch_rows(loader, functions, depth)
-    return _expecting(batches, caches) if caches else batches
+    wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
+    aheads = [] if depth == 0 else _aheads(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE), wanted)
+    source = loader
+    for ahead in aheads:
+        source = ahead.batches(source)
+    batches = prefetch_rows(source, wanted, depth)
+    return _expecting(batches, [*caches, *aheads]) if caches or aheads else batches
 
 
 def _host_ids(ids: Tensor, label: str) -> np.ndarray:
@@ -86,6 +96,9 @@ class _Cache:
         self._ids.popleft()
         self._side.expect(self._ids[0] if self._ids else None)
 
+    def close(self) -> None:
+        """Do nothing: the side goes on with what it has."""
+
 
 def _several(ids: Any) -> Sequence[Any]:
     return ids if isinstance(ids, tuple | list) and any(isinstance(p, Tensor | np.ndarray) for p in ids) else [ids]
@@ -98,8 +111,30 @@ def _caches(asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]]) -> Iter
             yield _Cache(table, side, [function for _, function in parts])  # pyright: ignore[reportArgumentType]
 
 
-def _expecting(batches: Iterator[T], caches: Sequence[_Cache]) -> Iterator[T]:
-    for batch in batches:
-        for cache in caches:
-            cache.advance()
-        yield batch
+def _aheads(asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]) -> list[Ahead]:
+    """Return what lets ids go ahead to other processes, in the place of what brings rows that are shared out."""
+    crews: dict[Crew, dict[Sharing, set[int | None]]] = {}
+    for parts in asked.values():
+        layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
+        sharing = layers[0].handle.sharing if layers else None
+        if sharing is not None:
+            crews.setdefault(sharing.crew, {})[sharing] = {layer.padding_idx for layer in layers}
+    found = []
+    for crew, paddings in crews.items():
+        out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
+        if out:
+            found.append(ahead := Ahead(crew, out, paddings))
+            copies = {one.table: ahead.counted(one, wanted[one.table]) for one in paddings if one not in out}
+            wanted |= {**copies, ahead: ahead}
+    return found
+
+
+def _expecting(batches: Iterator[T], ahead: Sequence[_Cache | Ahead]) -> Iterator[T]:
+    try:
+        for batch in batches:
+            for each in ahead:
+                each.advance()
+            yield batch
+    finally:
+        for each in ahead:
+            each.close()

@@ -97,6 +97,35 @@ def segments(inverse, count, starts, order):
         order[starts[k]] = i
 
 
+@kernel()
+def _owner(key, ranks):
+    """The rank that has the row of an id: `embedrock.shards.owners`."""
+    return np.int64((((np.uint64(key) * _MULTIPLIER_1) >> _HALF) * np.uint64(ranks)) >> _HALF)
+
+
+@kernel()
+def by_owner(ids, inverse, ranks, places, moved, bounds):
+    """Move unique ids so that those of each owner are together, in their order, and let the positions follow."""
+    for r in range(ranks + 1):
+        bounds[r] = 0
+    for k in range(ids.shape[0]):
+        owner = _owner(ids[k], ranks)
+        places[k] = owner
+        bounds[owner + 1] += 1
+    for r in range(ranks):
+        bounds[r + 1] += bounds[r]
+    for k in range(ids.shape[0] - 1, -1, -1):  # from the back, so that `bounds` end where each owner's ids begin
+        owner = places[k]
+        bounds[owner + 1] -= 1
+        places[k] = bounds[owner + 1]
+        moved[places[k]] = ids[k]
+    for r in range(ranks):
+        bounds[r] = bounds[r + 1]
+    bounds[ranks] = ids.shape[0]
+    for i in range(inverse.shape[0]):
+        inverse[i] = places[inverse[i]]
+
+
 @kernel(reads=("ids", "bounds"))
 def extremes(ids, bounds, lowest, highest):
     """Write the lowest and the highest id of each table."""

@@ -44,6 +44,27 @@ def segments(inverse: Int32Array, count: int, starts: Int32Array, order: Int32Ar
     order[:] = np.argsort(inverse, kind="stable")
 
 
+def by_owner(
+    ids: Int64Array, inverse: Int32Array, ranks: int, places: Int32Array, moved: Int64Array, bounds: Int64Array
+) -> None:
+    """Move unique ids so that those of each owner are together, in their order, and let the positions follow.
+
+    Args:
+        ids: int64 (unique,).
+        inverse: int32 (n,), the index of the id of each position, before and after.
+        ranks: how many share the rows: `embedrock.shards.owners`.
+        places: int32 (unique,), where each id has gone.
+        moved: int64 (unique,).
+        bounds: int64 (ranks + 1,), where those of each owner begin.
+    """
+    mixed = (ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    owners = ((mixed * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
+    order = np.argsort(owners, kind="stable")
+    moved[:], places[order] = ids[order], np.arange(len(ids))
+    bounds[:] = np.searchsorted(owners[order], np.arange(ranks + 1))
+    inverse[:] = places[inverse]
+
+
 def extremes(ids: Int64Array, bounds: Int64Array, lowest: Int64Array, highest: Int64Array) -> None:
     """Write the lowest and the highest id of each table, which for a table without ids are those of int64 in turn.
 

@@ -312,6 +312,7 @@ class RowLayer(nn.Module):
         if self.handle.average is not None:
             self.handle.average.load(*weights_of(state, self.handle.label))
             return
+        self.handle.changed()
         if self.handle.is_elsewhere:
             return
         check_state(self._table, state, self.handle.label, REMEDIES)

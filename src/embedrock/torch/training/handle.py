@@ -238,7 +238,13 @@ class Handle(nn.Parameter):
     def stepped(self) -> None:
         """Note that our optimizer stepped."""
         self.is_applied = True
+        self.changed()
         self.vigil.stepped()
+
+    def changed(self) -> None:
+        """Note that rows may be others, on all processes that share them."""
+        if self._sharing is not None:
+            self._sharing.crew.changes += 1
 
     def forget(self) -> None:
         """Drop all gradients of the rows."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from embedrock.errors import WorkerLostError
+from embedrock.machine.buffers import buffers
 from embedrock.shards.messages import WORD, joined
 
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
@@ -37,13 +38,20 @@ class Ranks:
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
         """Give each rank its message; return what each has for this one: see `Transport.swap`."""
-        ours = [len(part) for part in parts]
-        theirs = self._sizes(ours) if sizes is None else list(sizes)
-        got = torch.empty(sum(theirs), dtype=torch.int32)
-        message = torch.from_numpy(joined(parts))
-        self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group))
+        return self.begin(parts, self._sizes([len(part) for part in parts]) if sizes is None else sizes)()
+
+    def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """Begin to do what `swap` does; return what waits until it is done. What is begun later ends later."""
+        ours, theirs = [len(part) for part in parts], list(sizes)
+        got, message = torch.from_numpy(buffers.empty((sum(theirs),), WORD)), torch.from_numpy(joined(parts))
+        begun = self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group, async_op=True))
         self._count_sent(ours, WORD)
-        return [piece.numpy() for piece in got.split(theirs)]
+
+        def end(keeps: object = message) -> list[np.ndarray]:
+            self._do(begun.wait)
+            return [piece.numpy() for piece in got.split(theirs)]
+
+        return end
 
     def _sizes(self, ours: list[int]) -> list[int]:
         theirs = torch.empty(self.ranks, dtype=torch.int64)
@@ -64,12 +72,12 @@ class Ranks:
         self.rounds += 1
         self.sent += (sum(elements) - elements[self.rank]) * np.dtype(dtype).itemsize
 
-    def _do(self, operation: Callable[[], Any]) -> None:
-        """Do a collective operation. One that failed leaves the group of no more use."""
+    def _do(self, operation: Callable[[], Any]) -> Any:
+        """Do a part of a collective operation. One that failed leaves the group of no more use."""
         if self._lost is not None:
             raise self._lost
         try:
-            operation()
+            return operation()
         except RuntimeError as error:
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
             self._lost = WorkerLostError(

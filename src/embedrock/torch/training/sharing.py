@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -16,19 +17,24 @@ from torch.autograd import Variable
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.machine.buffers import buffers
+from embedrock.rules import Rule
 from embedrock.shards import stages
-from embedrock.shards.exchange import Exchange
+from embedrock.shards.exchange import Exchange, Member
 from embedrock.shards.owners import Placement, Replica, Shard
 from embedrock.shards.stages import Block
+from embedrock.shards.uneven import Op
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.ranks import Ranks, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
+from embedrock.torch.training.steps import DueStep, step_all
 
 if TYPE_CHECKING:
+    from embedrock.torch.training.ahead import Round
     from embedrock.torch.training.handle import Handle
 
 # What queues callbacks in a backward runs them in turn. DDP's last one, which puts the means of gradients where the
@@ -63,11 +69,21 @@ class Crew:
 
     Args:
         group: of torch.distributed.
+
+    Attributes:
+        ranks: what carries their messages.
+        exchange: what they tell each other.
+        loops: over batches whose ids go ahead.
+        current: the one of those that layers look up, by whether gradients are recorded.
+        changes: how often rows may have changed.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks = Ranks(group)
+        self.ranks, self._group = Ranks(group), group
         self.exchange = Exchange(self.ranks)
+        self.loops = self.changes = 0
+        self.current: dict[bool, Round] = {}
+        self._ahead: Ranks | None = None
         self._members: weakref.WeakValueDictionary[int, Sharing] = weakref.WeakValueDictionary()
         self._arrived: weakref.WeakKeyDictionary[Backward, dict[Sharing, Block]] = weakref.WeakKeyDictionary()
 
@@ -77,6 +93,13 @@ class Crew:
         if group not in _crews:
             _crews[group] = Crew(group)
         return _crews[group]
+
+    @property
+    def ahead(self) -> Ranks:
+        """What carries ids of batches to come. All ranks ask for it first at the same time."""
+        if self._ahead is None:
+            self._ahead = Ranks(self._group)
+        return self._ahead
 
     def join(self, sharing: Sharing) -> None:
         """Take in a table."""
@@ -91,10 +114,97 @@ class Crew:
         self._arrived[run][sharing] = block
 
     def _exchange(self, run: Backward) -> None:
-        arrived = {sharing.key: (sharing, block) for sharing, block in self._arrived.pop(run).items()}
+        self._share({sharing.key: (sharing, block) for sharing, block in self._arrived.pop(run).items()})
+
+    def _share(self, arrived: Mapping[int, tuple[Member, Block]]) -> None:
         for member, verdict in self.exchange.share(arrived, self._members.get):
             assert isinstance(member, Sharing)
             member.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
+
+    # ------------------------------------------------------------ ranks that have left
+
+    def leave(self, members: Sequence[Sharing]) -> None:
+        """Take part in what the others do, with nothing, until all have left; then drop gradients of these tables."""
+
+        def end() -> None:
+            for member in members:
+                member.handle.forget()
+
+        self.exchange.uneven.leave(self._take_part, end)
+
+    def announce_steps(self, due: Mapping[Sharing, SharedStep]) -> None:
+        """Announce steps of tables to ranks that may have left, and make them, too."""
+        told = [
+            {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.step.rule)}
+            for one, part in due.items()
+        ]
+        what = "a step of " + ", ".join(one.label for one in due)
+        mark = f"step {[part['key'] for part in told]}"
+        self.exchange.uneven.announce({"do": "step", "said": f"is at {what}", "mark": mark, "parts": told})
+
+    def _take_part(self, busy: Sequence[Op]) -> None:
+        op = busy[0]
+        if op["do"] == "look":
+            members = [self._members[key] for key in op["keys"]]
+            self.exchange.rows(members, [np.empty(0, np.int64)] * len(members))
+        elif op["do"] == "share":
+            for key, factor in {key: factor for one in busy for key, factor in one["waits"].items()}.items():
+                self._members[int(key)].follow(factor)
+            self._share({})
+        elif op["do"] == "step":
+            self._step(op["parts"])
+        else:
+            self.exchange.tell(op["what"], _refuse_as_gone)
+
+    def _step(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        due, members = [], [self._members[part["key"]] for part in parts]
+        for member, part in zip(members, parts, strict=True):
+            member.follow(part["factor"])
+            rule = replace(member.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
+            grads = member.handle.pending.grads
+            if grads is not None:
+                due.append(DueStep(member.side, rule, grads.clipped(part["clip"])))
+        step_all(due)
+        for member in members:
+            member.handle.stepped()
+
+
+class SharedStep(NamedTuple):
+    """A table's part in a step.
+
+    Attributes:
+        sharing: of the rows with other processes; None: this one has them alone.
+        step: by the gradients as they were clipped.
+        clip_value: to which.
+    """
+
+    sharing: Sharing | None
+    step: DueStep
+    clip_value: float | None
+
+
+def announce_steps(due: Sequence[SharedStep]) -> None:
+    """Announce steps to ranks that have no batches left, and make them, too: see `ert.uneven`."""
+    crews: dict[Crew, dict[Sharing, SharedStep]] = {}
+    for part in due:
+        if part.sharing is not None:
+            crews.setdefault(part.sharing.crew, {})[part.sharing] = part
+    for crew, parts in crews.items():
+        if crew.exchange.uneven.is_on:
+            crew.announce_steps(parts)
+
+
+def _numbers_of(rule: Rule) -> dict[str, Any]:
+    """Return what another process needs for a step by its own rule of this kind."""
+    names = (field.name for field in fields(rule))  # pyright: ignore[reportArgumentType]
+    return {name: getattr(rule, name) for name in names if name not in rule.FIXED}
+
+
+def _refuse_as_gone() -> np.ndarray:
+    raise UnsupportedError(
+        "this rank has left ert.uneven, and takes part in lookups, backwards and steps only. Do so after the block, on "
+        "all ranks"
+    )
 
 
 def _queue(action: Any, turns: int) -> None:
@@ -122,7 +232,7 @@ class Sharing:
         known_as = f"{handle.known_as} {self.placement._replace(rank=0)}"
         self.key = int.from_bytes(hashlib.blake2b(known_as.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
-        self.side = HostSide(handle.table)
+        self.side: HostSide = HostSide(handle.table)
         if isinstance(self.placement, Shard):
             self.side = ShardSide(handle.table, self)
             rows_of(handle.table).owns = self.placement.owns
@@ -149,14 +259,47 @@ class Sharing:
         """The rows that are here."""
         return self.handle.table
 
+    @property
+    def crew(self) -> Crew:
+        """The ranks that share it."""
+        return self._crew
+
+    @property
+    def rule(self) -> Rule:
+        """By which its rows are stepped."""
+        rule = self.table.rule
+        assert rule is not None  # of an optimizer
+        return rule
+
     # ------------------------------------------------------------ lookups
+
+    def plan(self, ids: np.ndarray) -> Plan:
+        """Decide what a lookup needs."""
+        ahead = self._ahead()
+        return self.plan_here(ids) if ahead is None else ahead.plan(self, ids)
+
+    def plan_here(self, ids: np.ndarray) -> Plan:
+        """Decide what a batch needs of which nobody knows."""
+        assert isinstance(self.placement, Shard)
+        return self.placement.plan(ids)
 
     def rows(self, plan: Plan) -> np.ndarray:
         """Return each row of a plan once, from whoever has it: float32 (unique, dim)."""
+        ahead = getattr(plan, "round", None)
+        if ahead is not None:
+            return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
         return self._crew.exchange.rows([self], [plan.ids])[0]
 
-    def refuse(self, error: Exception) -> None:
-        """Refuse a lookup on the other ranks, as here."""
+    def _ahead(self) -> Round | None:
+        current = self._crew.current.get(torch.is_grad_enabled())
+        return current if current is not None and self in current.plans else None
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Refuse a lookup on all ranks, because of an error."""
+        ahead = self._ahead()
+        if ahead is not None:
+            ahead.rows(self, None)  # which the others ask for, and which refuses ids that are wrong there, too
+            raise error
         self._crew.exchange.refuse([self], error)
 
     # ------------------------------------------------------------ gradients
@@ -164,6 +307,20 @@ class Sharing:
     def arrive(self, grads: HostGradients) -> None:
         """Take what a backward brings, summed by row."""
         self._crew.arrive(self, Block(grads.plan.ids, grads.values))
+
+    @property
+    def waits(self) -> float | None:
+        """What the sums that wait for a step are multiplied by; None: none do."""
+        waits = self.handle.pending.grads if self.handle.grad is not None else None
+        return waits.factor if isinstance(waits, SharedGradients) else None
+
+    def follow(self, factor: float | None) -> None:
+        """Let what waits be as on another rank: see `waits`."""
+        pending = self.handle.pending
+        if factor is None:
+            self.handle.forget()
+        elif isinstance(pending.grads, SharedGradients):
+            pending.grads = replace(pending.grads, factor=factor)
 
     def fold(self, blocks: Sequence[Block]) -> RowGradients:
         """Return the sum of what waits and of blocks, in their order; raise what its step would raise."""
@@ -223,15 +380,15 @@ class ShardSide(HostSide):
     def plan(self, ids: Tensor, trains: bool) -> Plan:
         """Decide what a batch of ids needs."""
         try:
-            return make_plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
+            return self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
         except Exception as error:
             self._sharing.refuse(error)
-            raise
 
     def read(self, plan: Plan) -> Tensor:
         """Return the row of each position: float32 ``plan.shape + (dim,)``."""
-        rows = np.take(self.read_rows(plan), plan.inverse, axis=0, mode="clip")
-        return torch.from_numpy(rows.reshape(*plan.shape, self.table.dim))
+        out = buffers.empty((len(plan.inverse), self.table.dim), np.float32)
+        np.take(self.read_rows(plan), plan.inverse, axis=0, out=out, mode="clip")
+        return torch.from_numpy(out.reshape(*plan.shape, self.table.dim))
 
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return each row once: float32 (unique, dim)."""
@@ -248,4 +405,7 @@ def sharing_of(handle: Handle, earlier: Sharing | None) -> Sharing | None:
     group = group_of(handle.sharded)
     if group is None:
         return None
-    return earlier if earlier is not None and earlier.group is group else Sharing(handle, group)
+    if earlier is None or earlier.group is not group:
+        return Sharing(handle, group)
+    earlier.exchange.uneven.settle()
+    return earlier
