@@ -75,10 +75,10 @@ class JoinedTier(Tier):
     def reach(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, found, taken = np.full(len(ids), -1, np.int64), self._empty(len(ids)), 0
         split = self._shard.split(ids)
-        for part, places in zip(self._parts, np.split(split.order, split.bounds[1:-1]), strict=True):
+        for part, places in zip(self._parts, split.places, strict=True):
             own = ids[places]
             records, here = _reach(part.tier, own)
-            places, here = places[here >= 0], here[here >= 0]
+            places, here = np.arange(len(ids))[places][here >= 0], here[here >= 0]
             slots[places] = np.arange(taken, taken + len(here))
             found.bytes[taken : taken + len(here)] = records.bytes[here]
             taken += len(here)
@@ -89,7 +89,7 @@ class JoinedTier(Tier):
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
         held, split = np.zeros(len(ids), bool), self._shard.split(ids)
-        for part, places in zip(self._parts, np.split(split.order, split.bounds[1:-1]), strict=True):
+        for part, places in zip(self._parts, split.places, strict=True):
             held[places] = part.tier.holds(ids[places])
         return held
 
