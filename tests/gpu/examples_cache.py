@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from embedrock.kernels.gpu import cache, plan
+from embedrock.kernels.gpu import cache, homes, plan
 
 N, NEAR, FAR = 100, 64, 1000
 
@@ -19,12 +19,12 @@ def example_plan() -> None:
     for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
         plan.mark(keys, limit, counts, fault, 7)
-        plan.collect(keys, FAR, order, counts, unique, starts, inverse, count)
+        plan.collect(keys, FAR, order, counts, unique, starts, inverse, count, starts[:2])
 
 
 def example_cache() -> None:
     keys, count = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
-    slots = cache.Slots(
+    slots = homes.Slots(
         torch.full((FAR,), -1, dtype=torch.int32),
         torch.full((NEAR,), -1),
         torch.zeros(NEAR),
@@ -39,18 +39,18 @@ def example_cache() -> None:
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
-    time, moves = cache.BatchTime(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
-    cache.touch(slots, search, time, keys, count, FAR)
+    time, moves = homes.BatchTime(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
+    arrival = cache.Arrival(slots, search, time)
     cache.offer(slots, search, time, 5)
     cache.choose(slots, search, 5)
-    cache.swap(slots, search, time, keys, count, FAR, moves)
-    places, new, live = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.uint8), count
+    for some, number in ((keys, count), (keys, N), (keys.int(), N)):
+        cache.touch(*arrival, some, number, FAR)
+        cache.swap(*arrival, some, number, FAR, moves)
+        counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
+        plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
+    plan.adopt(slots.tallies, slots.tallies)
+    places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
-        memory = cache.RecordMemory(2**40, 2**41, record_bytes)
+        memory = homes.RecordMemory(2**40, 2**41, record_bytes)
         cache.exchange(moves, memory)
         cache.copy_records(places, places, record_bytes)
-    cache.locate(keys, count, None, FAR, memory, places)
-    cache.locate(keys, count, slots.where, FAR, memory, places)
-    cache.settle(keys, count, live, slots.where, slots.dirty, False, FAR, memory, places, new)
-    cache.settle(keys, count, live, slots.where, None, False, FAR, memory, places, new)
-    cache.settle(keys, count, live, slots.where, None, True, FAR, memory, places, new)

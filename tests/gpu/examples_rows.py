@@ -9,6 +9,7 @@ import torch
 
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
+from embedrock.kernels.gpu.homes import Homes, RecordMemory
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Adam, Rule
 from embedrock.spec import STORAGES, Spec
@@ -17,7 +18,8 @@ from embedrock.testing.kernels import DEFAULTS, DENSE, step_numbers
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
 VERDICT = torch.zeros(4, dtype=torch.int32)
-PLACES = torch.zeros(8, dtype=torch.int64)
+KEYS = torch.zeros(8, dtype=torch.int64)
+WHERE, DIRTY = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
 
 
 def forms(rule: Rule, dims: tuple[int, ...] = (64,)) -> list[Form]:
@@ -30,30 +32,42 @@ def numbers(rule: Rule, step: int) -> Any:
     return type(made)(*(torch.as_tensor(part) if hasattr(part, "shape") else part for part in made))
 
 
+def homes(form: Form) -> list[Homes]:
+    """Return those of a table that the host plans, in place, cached, and near."""
+    kinds = (None, None, False), (WHERE, None, False), (WHERE, DIRTY, False), (WHERE, None, True)
+    return [Homes(*kind, 1 + k, RecordMemory(2**40, 2**41, form.record_bytes)) for k, kind in enumerate(kinds)]
+
+
 def example_records() -> None:
-    for form in forms(Adam(), (1, 64)):
+    for form in forms(Adam(), (64, 1)):
         values = torch.empty(8, form.dim)
-        rows.gather(PLACES, values, ONE, form, values)
-        rows.scatter(PLACES, values, ONE, form)
+        for home in homes(form)[:3]:
+            rows.gather(KEYS, values, ONE, home, form, values)
+        rows.scatter(KEYS, values, ONE, homes(form)[0], form)
 
 
 def example_first_values() -> None:
-    for form, kind, seed in itertools.product(forms(Adam(), (1, 64)), generator.DRAWS, (1, 2**64 - 1)):
+    for form, kind, seed in itertools.product(forms(Adam(), (64, 1)), generator.DRAWS, (1, 2**64 - 1)):
         drawn, values = (kind, 0.0, 1.0, 0.1), torch.empty(8, form.dim)
-        rows.read(PLACES, PLACES, ONE, seed, drawn, form, values)
-        new, first_state = torch.zeros(8, dtype=torch.uint8), torch.empty(form.state_width)
-        rows.begin(PLACES, new, PLACES, seed, drawn, first_state, ONE, ONE, form)
+        first = rows.First(drawn, torch.empty(form.state_width))
+        for home in homes(form)[1:]:
+            rows.read(KEYS, ONE, home, seed, drawn, form, values)
+            args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, seed, 1
+            rows.step(*args, numbers(Adam(), 1), form)
+        for keys in (KEYS, KEYS.int()):
+            rows.read(keys, 8, homes(form)[3], seed, drawn, form, values)
 
 
 def example_steps() -> None:
     for rule in (*DEFAULTS, *DENSE):
         for form in forms(rule)[:2]:
-            values = torch.empty(8, form.dim)
+            values, home = torch.empty(8, form.dim), homes(form)[1]
+            first = rows.First(("normal", 0.0, 0.1), torch.empty(form.state_width))
             for step in STEPS:
-                args = PLACES, PLACES, values, VERDICT, None, ONE, 0, step
+                args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, 0, step
                 rows.step(*args, numbers(rule, step), form)
                 if type(numbers(rule, step)) in rows.rules.REFRESHES:
-                    rows.refresh(values, PLACES, ONE, numbers(rule, step), form)
+                    rows.refresh(values, KEYS, ONE, home, numbers(rule, step), form)
     for form in forms(Adam(), (1, 17, 4096)):
-        clipped = PLACES, PLACES, torch.empty(8, form.dim), VERDICT, 1.5, ONE, 0, 1
+        clipped = KEYS, KEYS, torch.empty(8, form.dim), VERDICT, 1.5, ONE, homes(form)[0], None, 0, 1
         rows.step(*clipped, numbers(Adam(), 1), form)

@@ -12,31 +12,31 @@ N = 100
 ORDER, COUNT = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
 INVERSE, STARTS = torch.zeros(N, dtype=torch.int32), torch.zeros(N + 1, dtype=torch.int32)
 PLAN = STARTS, ORDER, INVERSE, COUNT
-SQUARES, SKIP = torch.zeros(N, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)
+NORMS, SKIP = torch.zeros(2), torch.zeros(1, dtype=torch.int32)
 WIDE = 4096
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
+def scratch(dim: int) -> sums.Scratch:
+    squares = torch.zeros(sums.square_sums(N, dim), dtype=torch.float64)
+    return sums.Scratch(torch.zeros(sums.partial_rows(N), dim), squares, torch.zeros(9, dtype=torch.int32))
+
+
 def example_sums() -> None:
-    for dim, dtype in itertools.product((1, 17, 64, WIDE), DTYPES):
+    for dim, dtype in itertools.product((64, 17, 1, WIDE), DTYPES):
         values = torch.zeros(N, dim)
-        partial = torch.zeros(sums.partial_rows(N), dim)
-        sums.sum_segments(values.to(dtype), *PLAN, SKIP, partial, values, SQUARES)
-        sums.row_squares(values, COUNT, SQUARES)
-
-
-def example_norm() -> None:
-    sums.norm(torch.zeros((), dtype=torch.float64), torch.zeros(2))
+        sums.sum_segments(values.to(dtype), *PLAN, SKIP, scratch(dim), values, NORMS)
+        sums.norm(values, COUNT, *scratch(dim)[1:], NORMS)
 
 
 def example_pooling() -> None:
-    for dim in (17, 64, WIDE):
-        values, partial = torch.zeros(N, dim), torch.zeros(sums.partial_rows(N), dim)
+    for dim in (64, 17, WIDE):
+        values = torch.zeros(N, dim)
         argmax = torch.zeros((N, dim), dtype=torch.int32)
         for weights, mean in itertools.product((torch.ones(N), torch.ones(0)), (False, True)):
             pooling.pool_sum(values, INVERSE, ORDER, weights, SKIP, mean, values, torch.ones(N))
-            args = PLAN, weights, torch.ones(N), SKIP, partial, values, SQUARES
+            args = PLAN, weights, torch.ones(N), SKIP, scratch(dim), values, NORMS
             pooling.pool_sum_backward(values, INVERSE, *args)
         pooling.pool_max(values, INVERSE, ORDER, SKIP, values, argmax)
-        pooling.pool_max_backward(values, INVERSE, PLAN, argmax, SKIP, partial, values, SQUARES)
+        pooling.pool_max_backward(values, INVERSE, PLAN, argmax, SKIP, scratch(dim), values, NORMS)
         pooling.weight_grads(values, values, INVERSE, INVERSE, SKIP, torch.zeros(N))

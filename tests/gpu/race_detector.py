@@ -1,8 +1,10 @@
 """Finds races of kernels under Triton's interpreter, to the byte: between programs of a launch, and within a program.
 
-Programs of a launch may run in any order and at once, so none may read or write what another one writes. Within a
-program, threads that load what others have stored, or store what others load, need a barrier between; what one tile of
-addresses loads and stores is each thread's own. Programs are run in random order.
+Programs of a launch may run in any order and at once, so none may read or write what another one writes, unless it has
+waited for that: both add to one place atomically, the one behind a barrier after it wrote, with release, and the other
+later, with acquire, and a barrier before it reads. Within a program, threads that load what others have stored, or
+store what others load, need a barrier between; what one tile of addresses loads and stores is each thread's own.
+Programs are run in random order.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ class Access(NamedTuple):
     kind: str
     tile: np.ndarray
     touched: np.ndarray  # bytes
+    known: dict[int, int]  # programs, and how many of their barriers' parts happened before
+
+    def is_before(self, later: Access) -> bool:
+        """Whether this happens before a later access of another program, however programs run."""
+        # What a program adds atomically it tells by that. What its other threads did it tells once it waited for them.
+        return self.barriers < later.known.get(self.program, -1) + (self.kind == "adds")
 
     def overlaps(self, other: Access) -> bool:
         one, two = self.touched, other.touched
@@ -47,6 +55,15 @@ class RaceDetector:
         self._accesses: list[Access] = []
         self._program = self._barriers = 0
         self._order: list[int] = []
+        self._known: dict[int, int] = {}  # of this program
+        self._heard: dict[int, int] = {}  # by a thread of it, of which the others hear at the next barrier
+        self._told: dict[int, dict[int, int]] = {}  # by those who added to a place
+
+    def synchronizes(self, place: int) -> None:
+        """Note an atomic operation that releases what was done before the last barrier, and acquires."""
+        told = self._told.setdefault(place, {})
+        self._heard = _later(self._heard, told)
+        self._told[place] = _later(told, {**self._known, self._program: self._barriers})
 
     def touches(self, kind: str, pointers: Any, mask: Any, itemsize: int) -> None:
         shape = np.broadcast_shapes(pointers.shape, mask.shape)
@@ -54,39 +71,38 @@ class RaceDetector:
         starts = np.unique(tile[np.broadcast_to(mask, shape).astype(bool)])
         touched = (starts[:, None] + np.arange(itemsize)).reshape(-1)
         if touched.size:
-            self._accesses.append(Access(self._program, self._barriers, kind, tile, touched))
+            self._accesses.append(Access(self._program, self._barriers, kind, tile, touched, self._known))
 
     def barrier(self) -> None:
         self._barriers += 1
+        self._known = _later(self._known, self._heard)
 
     def begin_grid(self, size: int) -> None:
         self._order = self._random.sample(range(size), size)
 
     def begin_program(self, index: int) -> int:
-        self._program, self._barriers = self._order[index], 0
+        self._program, self._barriers, self._known, self._heard = self._order[index], 0, {}, {}
         return self._program
 
     def end_launch(self, name: str) -> None:
-        accesses, self._accesses = self._accesses, []
+        accesses, self._accesses, self._told = self._accesses, [], {}
         self.launched.add(name)
         self.found |= {(name, what) for what in (*self._between(accesses), *self._within(accesses))}
 
     @staticmethod
     def _between(accesses: list[Access]) -> set[str]:
-        """Return which bytes that a program writes another one uses."""
-        found = set()
-        at, by = _bytes_of(accesses, "writes")
+        """Return what is wrong with bytes that a program writes and another one uses."""
+        at = np.concatenate([np.empty(0, np.int64), *(access.touched for access in accesses)])
+        by = np.repeat(np.arange(len(accesses)), [len(access.touched) for access in accesses])
+        program = np.array([access.program for access in accesses], np.int64)[by]
         order = np.lexsort((by, at))
-        at, by = at[order], by[order]
-        if bool(((at[1:] == at[:-1]) & (by[1:] != by[:-1])).any()):
-            found.add("two programs write the same")
-        for kind in ("reads", "adds"):
-            used, user = _bytes_of(accesses, kind)
-            index = np.searchsorted(at, used)
-            index[index == len(at)] = 0
-            if len(at) and bool(((at[index] == used) & (by[index] != user)).any()):
-                found.add(f"a program {kind} what another one writes")
-        return found
+        at, by, program = at[order], by[order], program[order]
+        starts = np.flatnonzero(np.diff(at, prepend=-1))
+        several = np.maximum.reduceat(program, starts) != np.minimum.reduceat(program, starts) if len(at) else starts
+        ends = np.append(starts[1:], len(at))
+        users = {tuple(by[start:end]) for start, end in zip(starts[several], ends[several], strict=True)}
+        pairs = {pair for some in users for pair in itertools.combinations(some, 2)}
+        return {*filter(None, (_wrong(accesses[one], accesses[two]) for one, two in pairs))}
 
     @staticmethod
     def _within(accesses: list[Access]) -> set[str]:
@@ -102,11 +118,17 @@ class RaceDetector:
         return found
 
 
-def _bytes_of(accesses: list[Access], kind: str) -> tuple[np.ndarray, np.ndarray]:
-    some = [access for access in accesses if access.kind == kind]
-    nothing = np.empty(0, np.int64)
-    at = np.concatenate([nothing, *(access.touched for access in some)])
-    return at, np.concatenate([nothing, *(np.full(len(access.touched), access.program) for access in some)])
+def _wrong(one: Access, two: Access) -> str | None:
+    """Return what is wrong with two programs' accesses to one byte, of which the first ran earlier."""
+    kinds = {one.kind, two.kind}
+    if one.program == two.program or "writes" not in kinds or one.is_before(two):
+        return None
+    other = kinds - {"writes"}
+    return f"a program {other.pop()} what another one writes" if other else "two programs write the same"
+
+
+def _later(one: dict[int, int], two: dict[int, int]) -> dict[int, int]:
+    return {program: max(one.get(program, 0), two.get(program, 0)) for program in {*one, *two}}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> RaceDetector:
@@ -125,9 +147,11 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> RaceDetector:
         detector.touches("writes", pointers.data, mask.data, value.data.dtype.itemsize)
         return before["create_masked_store"](self, pointers, value, mask, *rest)
 
-    def add(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def add(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         detector.touches("adds", pointers.data, mask.data, value.data.dtype.itemsize)
-        return before["create_atomic_rmw"](self, operation, pointers, value, mask, *rest)
+        if sem == interpreter._ir.MEM_SEMANTIC.ACQUIRE_RELEASE and pointers.data.size == 1:
+            detector.synchronizes(int(pointers.data.item()))
+        return before["create_atomic_rmw"](self, operation, pointers, value, mask, sem, scope)
 
     def begin_grid(self: Any, x: int, y: int, z: int) -> None:
         detector.begin_grid(x)

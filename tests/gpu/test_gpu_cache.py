@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+import home_kernels
 import numpy as np
 import pytest
 import torch
@@ -12,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import DEVICE, Poisoned, one, same, tensor
 
-from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import cache, homes, plan
 from embedrock.kernels.reference import device
 
 START = 2**22 - 5  # the first stamp: they soon begin anew
 
 
-def empty_slots(far: int, near: int) -> cache.Slots:
+def empty_slots(far: int, near: int) -> homes.Slots:
     """Return the state of an empty cache, as arrays."""
-    return cache.Slots(
-        np.full(far, cache.ABSENT, np.int32),
+    return homes.Slots(
+        np.full(far, homes.ABSENT, np.int32),
         np.full(near, -1, np.int64),
         np.zeros(near, np.float32),
         np.zeros(near, np.int32),
@@ -36,7 +37,7 @@ class Side:
     def __init__(self, kernels: Any, rows: int, near: int, record_bytes: int) -> None:
         self.kernels, self._record_bytes = kernels, record_bytes
         self._poisoned: list[Poisoned] = []
-        self.slots = cache.Slots(*(self.put(array) for array in empty_slots(rows, near)))
+        self.slots = homes.Slots(*(self.put(array) for array in empty_slots(rows, near)))
         self.near = self.put(np.full((near, record_bytes), 0xFF, np.uint8))
         self.far = self.put(np.full((rows, record_bytes), 0xFF, np.uint8))
 
@@ -46,8 +47,11 @@ class Side:
     def address(self, array: Any) -> int:
         return array.ctypes.data if self.kernels is device else array.data_ptr()
 
-    def memory(self) -> cache.RecordMemory:
-        return cache.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
+    def memory(self) -> homes.RecordMemory:
+        return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
+
+    def homes(self) -> homes.Homes:
+        return homes.Homes(self.slots.where, self.slots.dirty, False, len(self.slots.where), self.memory())
 
     def search(self, n: int, window: int, size: int) -> cache.Search:
         shapes = (
@@ -71,11 +75,18 @@ class Side:
             poisoned = self._poisoned.pop()
             poisoned.check(len(poisoned.inside))
 
-    def begin(self, time: cache.BatchTime, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
+    def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
         """Do the bookkeeping of a batch; return its moves."""
-        search, moves = self.search(len(keys), window, size), self.scratch((size, 3), torch.int64)
-        args = self.put(keys), self.put(np.array([count], np.int32)), len(self.slots.where)
-        self.kernels.touch(self.slots, search, time, *args)
+        moves, rows, repeated = self.scratch((size, 3), torch.int64), len(self.slots.where), hand % 3 == 0
+        if repeated and count and self.kernels is cache:  # as the GPU plans: sorted, and noted where they are collected
+            keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
+            count, search = len(keys), self.search(len(keys), window, size)
+            args = self.put(keys.astype(np.int32)), count, rows
+            self.collect(args[0], cache.Arrival(self.slots, search, time))
+        else:
+            search = self.search(len(keys), window, size)
+            args = self.put(keys), self.put(np.array([count], np.int32)), rows
+            self.kernels.touch(self.slots, search, time, *args)
         self.kernels.offer(self.slots, search, time, hand)
         self.kernels.choose(self.slots, search, hand)
         if hand % 2:  # sorted by far slot, or not
@@ -84,10 +95,19 @@ class Side:
         self.check()
         return moves
 
+    def collect(self, keys: torch.Tensor, arrival: cache.Arrival) -> None:
+        """Plan a batch whose rows arrive."""
+        n, fault = len(keys), one(0, torch.int64)
+        counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
+        plan.mark(keys, 2**31 - 1, counts, torch.cat([fault] * 4), 1)
+        order, unique = torch.arange(n, device=DEVICE), self.scratch((n,), torch.int64)
+        plan.collect(keys, -1, order, counts, unique, starts, inverse, one(0), one(0), arrival)
+        np.testing.assert_array_equal(unique[: int(inverse[-1]) + 1].cpu(), np.unique(keys.cpu()))
+
     def locate(self, keys: np.ndarray, count: int) -> np.ndarray:
         places = self.put(np.full(len(keys), -9, np.int64))
-        args = self.put(keys), self.put(np.array([count], np.int32)), self.slots.where, len(self.slots.where)
-        self.kernels.locate(*args, self.memory(), places)
+        args = self.put(keys), self.put(np.array([count], np.int32)), self.homes(), places
+        (device if self.kernels is device else home_kernels).locate(*args)
         assert (to_array(places)[count:] == -9).all()
         return self.relative(to_array(places)[:count])
 
@@ -99,9 +119,9 @@ class Side:
 
     def settle(self, keys: np.ndarray, count: int, live: int) -> tuple[np.ndarray, np.ndarray]:
         places, new = self.put(np.full(len(keys), -9, np.int64)), self.put(np.full(len(keys), 9, np.uint8))
-        args = self.put(keys), *(self.put(np.array([value], np.int32)) for value in (count, live))
-        kept = self.slots.where, self.slots.dirty, False, len(self.slots.where)
-        self.kernels.settle(*args, *kept, self.memory(), places, new)
+        counts = self.put(np.array([count], np.int32)), self.put(np.array([live], np.int32))
+        kernels = device if self.kernels is device else home_kernels
+        kernels.settle_rows(self.put(keys), *counts, self.homes(), places, new)
         assert (to_array(new)[count:] == 9).all()
         assert (to_array(places)[count:] == -9).all()
         return self.relative(to_array(places)[:count]), to_array(new)[:count]
@@ -144,7 +164,7 @@ class World:
         self._stamp += 1
         padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
         oldest = self.batches[0].stamp if self.batches else self._stamp
-        time = cache.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
+        time = homes.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
         args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
         self._moves.append([side.begin(time, *args) for side in self.sides])
         moves, expected = (to_array(moves) for moves in self._moves[-1])
@@ -202,7 +222,7 @@ class World:
         return {key: max(-1, int(where[key])) for key in keys if 0 <= key < self._rows}
 
     def check(self) -> None:
-        for name, got, expected in zip(cache.Slots._fields, *(side.slots for side in self.sides), strict=True):
+        for name, got, expected in zip(homes.Slots._fields, *(side.slots for side in self.sides), strict=True):
             same(got, expected, name)
         where, owner = (to_array(part) for part in self.sides[0].slots[:2])
         taken, cached = np.flatnonzero(owner >= 0), np.flatnonzero(where >= 0)
@@ -260,7 +280,7 @@ def test_who_leaves() -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
     near = 3 * cache.BLOCK + 7
     slots = Side(cache, 2 * near, near, 4).slots
-    rng, time = np.random.default_rng(0), cache.BatchTime(1000, 998, 10.0)
+    rng, time = np.random.default_rng(0), homes.BatchTime(1000, 998, 10.0)
     slots.owner[:] = torch.arange(near)
     slots.where[:near] = torch.arange(near, dtype=torch.int32)
     slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)
@@ -294,11 +314,12 @@ def test_addresses_beyond_2_to_the_32() -> None:
     near = tensor(np.arange(32, dtype=np.uint8).reshape(2, 16))
     high, low = len(far) - 1, len(far) - 1 - 2**28
     far[high], far[low] = 7, 8
-    memory = cache.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
+    memory = homes.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
     cache.exchange(tensor(np.array([[1, high - 1, high], [-1, 0, 0]])), memory)
     assert near[1].tolist() == [7] * 16
     assert far[high - 1].tolist() == list(range(16, 32))
     assert (far[low] == 8).all()
     places = tensor(np.array([5, 5]))
-    cache.locate(tensor(np.array([high, low])), one(2), None, len(far), memory, places)
+    everywhere = homes.Homes(None, None, False, len(far), memory)
+    home_kernels.locate(tensor(np.array([high, low])), one(2), everywhere, places)
     assert (places - far.data_ptr()).tolist() == [high * 16, low * 16]

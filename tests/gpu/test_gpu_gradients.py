@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from gpu_models import (
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.errors import UnsupportedError
+from embedrock.kernels.gpu import runtime
 from slow import slow
 
 FEW = [SOME_NEAR[1], HOSTED[0], *slow(ALL_NEAR)]  # what is all near takes a part of the way of what is partly near
@@ -211,8 +214,10 @@ def test_bags_with_weights():
 )
 def test_ids_outside_of_the_table(way: Way, bad: int):
     model = train(make(way), batches(2))
-    before = model.weights()
-    with pytest.raises(er.IdError, match=rf"`ids` of .*Embedding.* must lie in \[0, {ROWS}\): got {bad} in an earlier"):
+    before, told = model.weights(), "2147483647 or more" if bad == 2**62 else bad
+    with pytest.raises(
+        er.IdError, match=rf"`ids` of .*Embedding.* must lie in \[0, {ROWS}\): got {told} in an earlier"
+    ):
         train(model, [torch.tensor([3, bad]), *batches(3)])
     model.zero_grad()
     assert model.table.steps == 2
@@ -377,9 +382,28 @@ def test_a_batch_that_is_expected_refuses_no_step_before_it():
     model = make(SOME_NEAR[1])
     ids = [*batches(2), torch.tensor([1, ROWS])]
     with pytest.raises(er.IdError):
-        train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}, depth=1))
+        train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}, depth=1)).weights()
     model.zero_grad()
     assert_same_table(model.table, train(make(None), batches(2)).table)
+
+
+def test_a_batch_that_is_expected_is_planned_once(monkeypatch: pytest.MonkeyPatch):
+    model, ids, launched = make(SOME_NEAR[1]), batches(3), collections.Counter()
+    monkeypatch.setattr(runtime, "on_launch", lambda kernel, *args: launched.update([kernel.fn.__name__]))
+    train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}))
+    assert (launched["_collect"], launched["_exchange"], launched["_adopt"]) == (3, 3, 2)
+    assert_same_table(model.table, train(make(None), ids).table)
+
+
+def test_a_batch_that_changed_since_it_was_expected_is_planned_anew():
+    model, ids = make(SOME_NEAR[1]), batches(3)
+    changed = [ids[0], ids[1].flip(0), ids[2]]
+
+    def changing() -> Iterator[torch.Tensor]:
+        for k, some in enumerate(ert.prefetch(ids, {model.rows: lambda ids: ids})):
+            yield some.copy_(changed[k])
+
+    assert_same_table(train(model, changing()).table, train(make(None), changed).table)
 
 
 def test_a_table_that_nobody_has_any_more_is_gone_at_once():

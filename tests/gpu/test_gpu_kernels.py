@@ -18,6 +18,7 @@ from tensors import verdict
 from embedrock.initializers import Zeros
 from embedrock.kernels import arguments, cpu, gpu, reference
 from embedrock.kernels.arguments import SGDStep
+from embedrock.kernels.gpu import homes, rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec import STORAGES, Spec
@@ -25,8 +26,8 @@ from embedrock.testing import KernelSuite
 from embedrock.testing.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 from slow import slow
 
-PADDING = 3  # places beyond count, which no kernel may look at
-NOWHERE = 8  # an address that crashes
+PADDING = 3  # keys beyond count, which no kernel may look at
+NOWHERE = 2**50  # a slot whose address crashes
 NAMES = {storage.words: storage.name for storage in STORAGES.values()}
 ALL_RULES = [*DEFAULTS, *FORMS]
 ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
@@ -51,11 +52,15 @@ class OnDevice:
         self._pairs.append((array, tensor))
         return tensor
 
-    def places(self, records: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """Return the addresses of slots; those below 0 stay as they are. What is beyond count is no address."""
-        start = self.tensor(owner(records)).data_ptr()
-        padded = np.append(np.where(slots >= 0, start + slots * records.strides[0], slots), [NOWHERE] * PADDING)
-        return torch.from_numpy(padded).to(DEVICE)
+    def keys(self, slots: np.ndarray) -> torch.Tensor:
+        """Return slots as keys; what is beyond count is the slot of no memory."""
+        return torch.from_numpy(np.append(slots, [NOWHERE] * PADDING)).to(DEVICE)
+
+    def homes(self, records: np.ndarray, where: np.ndarray | None = None) -> homes.Homes:
+        """Return where records are, by slot, all of them far."""
+        memory = homes.RecordMemory(0, self.tensor(owner(records)).data_ptr(), records.strides[0])
+        known = (None, 2**62) if where is None else (self.tensor(where), len(where))
+        return homes.Homes(known[0], None, False, known[1], memory)
 
     def numbers(self, numbers: Any) -> Any:
         parts = (torch.from_numpy(part).to(DEVICE) if isinstance(part, np.ndarray) else part for part in numbers)
@@ -78,14 +83,14 @@ def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int 
 
 def gather(words, slots, positions, fresh, out, lo, hi):
     with OnDevice() as on:
-        places, form = on.places(words, slots[positions[lo:hi]]), form_of(words, out.shape[1])
-        gpu.rows.gather(places, on.tensor(fresh), one(hi - lo), form, on.tensor(out[lo:hi]))
+        keys, form = on.keys(slots[positions[lo:hi]]), form_of(words, out.shape[1])
+        gpu.rows.gather(keys, on.tensor(fresh), one(hi - lo), on.homes(words), form, on.tensor(out[lo:hi]))
 
 
 def scatter(words, slots, values, lo, hi):
     with OnDevice() as on:
-        places, form = on.places(words, slots[lo:hi]), form_of(words, values.shape[1])
-        gpu.rows.scatter(places, on.tensor(values[lo:hi]), one(hi - lo), form)
+        keys, form = on.keys(slots[lo:hi]), form_of(words, values.shape[1])
+        gpu.rows.scatter(keys, on.tensor(values[lo:hi]), one(hi - lo), on.homes(words), form)
 
 
 def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
@@ -97,9 +102,9 @@ def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
 
 def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
     with OnDevice() as on:
-        places = on.places(records, slots)
         weights = on.tensor(ids), on.tensor(values), verdict(live, factor), clip, one(len(slots))
-        gpu.rows.step(places, *weights, int(seed), step, on.numbers(numbers), form)
+        args = *weights, on.homes(records), None, int(seed), step
+        gpu.rows.step(on.keys(slots), *args, on.numbers(numbers), form)
 
 
 def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
@@ -112,8 +117,8 @@ def step(weights, rows, records, slots, state_start, state_width, values, number
 def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
     form = form_of(records, weights.shape[1], state_start, scratch.shape[1])
     with OnDevice() as on:
-        places = on.places(records, slots[lo:hi])
-        gpu.rows.refresh(on.tensor(weights[lo:hi]), places, one(hi - lo), on.numbers(numbers), form)
+        args = on.keys(slots[lo:hi]), one(hi - lo), on.homes(records)
+        gpu.rows.refresh(on.tensor(weights[lo:hi]), *args, on.numbers(numbers), form)
 
 
 class TestGPU(KernelSuite):
@@ -187,16 +192,17 @@ def drawn_rows() -> list[Any]:
 @pytest.mark.parametrize(("dim", "drawn", "dtype"), drawn_rows(), ids=str)
 def test_rows_without_a_record_have_the_first_values_of_the_cpu(dim: int, drawn: tuple[Any, ...], dtype: str) -> None:
     rng = np.random.default_rng(dim)
-    ids, slots = any_ids(rng), rng.permutation(20)[:13]
+    ids, slots = any_ids(rng), 1 + rng.permutation(19)[:13]
     records, spec = make_records(rng, 20, None, dim, dtype)
     words, before = words_of(records, spec), records.copy()
     expected = reference.codec.decode(reference.codec.encode_nearest(first_values(drawn, ids, dim), words.dtype.type))
-    slots[np.arange(13) % 3 != 1] = -1  # no rank of a row: only the sign counts
-    expected[slots >= 0] = reference.codec.decode(words[slots[slots >= 0]])
+    where, has = np.full(20, homes.FAR, np.int32), np.arange(13) % 3 == 1
+    where[0] = homes.ABSENT
+    expected[has] = reference.codec.decode(words[slots[has]])
     got = Guarded((13, dim), np.float32)
     with OnDevice() as on:
-        places, numbers = on.places(records, slots), on.tensor(np.append(ids, [5] * PADDING))
-        gpu.rows.read(places, numbers, one(13), SEED, drawn, form_for(spec), on.tensor(got.inside))
+        args = on.homes(records, where), SEED, drawn, form_for(spec), on.tensor(got.inside)
+        gpu.rows.read(on.keys(np.where(has, slots, ids)), one(13), *args)
     np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
     np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
     got.check()
@@ -254,18 +260,23 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
     records, spec = make_records(rng, 20, rule, dim, dtype)
     records[:] = poison(records.shape, np.float32)
     expected, ids, slots = records.copy(), any_ids(rng), rng.permutation(20)[:13]
-    new = rng.integers(0, 2, 13 + PADDING).astype(np.uint8)
-    first, begun = rng.random(spec.layout.state_width).astype(np.float32), slots[new[:13] != 0]
+    first, new = rng.random(spec.layout.state_width).astype(np.float32), rng.integers(0, 2, 13) != 0
+    begun, there = slots[new], slots[~new]
     expected[begun] = 0
     cpu.rows.scatter(words_of(expected, spec), slots, first_values(drawn, ids, dim), 0, 13)
-    expected[slots[new[:13] == 0]] = poison((1, records.shape[1]), np.float32)
+    expected[there] = records[there]
     cpu.rows.reset_state(expected, begun, spec.layout.state_start, first, 0, len(begun))
+    words_of(records, spec)[there], words_of(expected, spec)[there] = 0, 0  # no NaN, whose bits a step may change
+    where = np.full(20, homes.FAR, np.int32)
+    where[begun] = homes.ABSENT
     for live, wanted in ((0, records.copy()), (1, expected)):
         with OnDevice() as on:
-            places, numbers = on.places(records, slots), on.tensor(np.append(ids, [5] * PADDING))
-            args = on.tensor(new), numbers, SEED, drawn, on.tensor(first), one(13), one(live)
-            gpu.rows.begin(places, *args, form_for(spec))
+            grads, numbers = torch.zeros(13, dim, device=DEVICE), on.tensor(np.append(ids, [5] * PADDING))
+            begins = on.homes(records, where), rows.First(drawn, on.tensor(first)), SEED, 1
+            args = verdict(live), None, one(13), *begins, SGDStep(1.0), form_for(spec)
+            gpu.rows.step(on.keys(slots), numbers, grads, *args)
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
+    assert (where == homes.FAR).all()
 
 
 def cpu_step(records: np.ndarray, spec: Spec, slots: np.ndarray, grads: np.ndarray, numbers: Any, *args: Any) -> None:

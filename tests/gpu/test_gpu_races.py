@@ -99,13 +99,34 @@ def _own(out):
     tl.atomic_add(out + 100, 1)
 
 
-RACES: dict[str, tuple[Any, int, dict[str, bool], set[str]]] = {
+@jit
+def _last_reads_all(out, BEFORE: tl.constexpr, AFTER: tl.constexpr, SEM: tl.constexpr):
+    tl.store(out + 1 + tl.program_id(0), 1)
+    if BEFORE:
+        tl.debug_barrier()
+    came = tl.atomic_add(out, 1, sem=SEM)
+    if AFTER:
+        tl.debug_barrier()
+    if came == tl.num_programs(0) - 1:
+        lane = tl.arange(0, 4)
+        tl.store(out + 8, tl.sum(tl.load(out + 1 + lane, mask=lane < tl.num_programs(0), other=0)))
+
+
+def last(before: bool = True, after: bool = True, sem: str = "acq_rel") -> dict[str, Any]:
+    return {"BEFORE": before, "AFTER": after, "SEM": sem}
+
+
+RACES: dict[str, tuple[Any, int, dict[str, Any], set[str]]] = {
     "one place": (_write_one, 2, {}, {"two programs write the same"}),
     "the next one's": (_read_the_next, 2, {}, {"a program reads what another one writes"}),
     "no barrier": (_shift, 1, {"BARRIER": False}, {"no barrier between what reads and what writes"}),
     "a barrier": (_shift, 1, {"BARRIER": True}, set()),
     "add and write": (_add_and_write, 2, {}, {"a program adds what another one writes"}),
     "each its own": (_own, 3, {}, set()),
+    "the last reads": (_last_reads_all, 3, last(), set()),
+    "the last reads, not told": (_last_reads_all, 3, last(before=False), {"a program reads what another one writes"}),
+    "the last reads, not heard": (_last_reads_all, 3, last(after=False), {"a program reads what another one writes"}),
+    "relaxed": (_last_reads_all, 3, last(sem="relaxed"), {"a program reads what another one writes"}),
 }
 
 

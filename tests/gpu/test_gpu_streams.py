@@ -130,12 +130,9 @@ def test_pinned_ids_that_are_read_late_are_found(gpu: FakeGPU, monkeypatch: pyte
     assert any("copy_ on host does not wait for default" in race for race in gpu.races)
 
 
-@pytest.mark.parametrize("name", ["wait_for_copies", "ordered", *slow("begin", "uses")])
+@pytest.mark.parametrize("name", ["wait_for_copies", "take_over", *slow("begin", "uses")])
 def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, name: str):
-    if name == "ordered":
-        monkeypatch.setattr(timeline.Timeline, "_ordered", lambda self, done: iter([None]))
-    else:
-        monkeypatch.setattr(timeline.Timeline, name, lambda *args: None)
+    monkeypatch.setattr(timeline.Timeline, name, lambda *args: None)
     layer, streams = ert.Embedding(ROWS, DIM, device_memory=memory_of(17)), [gpu.new_stream() for _ in range(2)]
     optimizer = ert.SGD(layer, lr=0.1)
     ert.place(layer, "cuda")

@@ -4,26 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import Bringing, Near, present
+from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.placement import DevicePlacement
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
-from embedrock.device.steps import Targets
 from embedrock.kernels.gpu import cache, rows
-from embedrock.kernels.gpu.cache import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory, take_ram
 from embedrock.wording import counted
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between near records and RAM that is not pinned
+
+
+class Ahead(NamedTuple):
+    """A batch that was planned ahead.
+
+    Attributes:
+        ids: as they were given.
+        version: of them, which a change in place raises; -1 where nobody counts.
+        plan: of the batch.
+        fault: int64 (4,), see `Faults`, of ids outside of the table.
+    """
+
+    ids: Tensor
+    version: int
+    plan: DevicePlan
+    fault: Tensor
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Whether these ids are the same memory, and nobody has written there since."""
+        mine = self.ids
+        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
+        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
+        return same and self.version >= 0 and self.version == _version(ids)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return one tensor of each part of memory that a plan has."""
+        return self.plan.starts, self.plan.order, self.plan.all_keys, self.fault
+
+
+def _version(ids: Tensor) -> int:
+    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
 class DirectSide(DeviceSide):
@@ -46,7 +79,8 @@ class DirectSide(DeviceSide):
         assert count is not None  # or its slots would not be its ids
         assert drawn is not None  # or the host plans, and draws
         self.placement, self._count, self._memory = placement, count, tier
-        self._drawn, self._first_state = drawn, self.uploaded(self.spec.first_state)
+        self._drawn = drawn
+        self.first = First(drawn, self.uploaded(self.spec.first_state))
         self._pinned = None
         if placement.mode != "device":
             self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
@@ -58,7 +92,8 @@ class DirectSide(DeviceSide):
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
         self._expected: Tensor | None = None
-        self._is_brought = False
+        self._ahead: Ahead | None = None
+        self._is_looked_up = False  # since the last step
         self._is_newer = False  # than the tier, since the last step
 
     # ------------------------------------------------------------ what the tier has
@@ -152,57 +187,71 @@ class DirectSide(DeviceSide):
         self._follow()
 
     def _planned(self, ids: Tensor, trains: bool) -> DevicePlan:
-        self._stamp += 1
-        plan = make_plan(self.on_device(ids), self._count, self.faults.tensor, self._stamp)
-        # Of a batch that was brought ahead it was counted then what was near.
-        self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=not self._is_brought))
-        self._is_brought = False
-        self.faults.ask()
+        self.timeline.wait_for_copies()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and trains and ahead.is_of(ids):
+            self.timeline.uses(*ahead.tensors())
+            kernels.adopt(self.faults.tensor, ahead.fault)
+            plan = replace(ahead.plan, shape=tuple(ids.shape))
+        else:  # of a batch that was brought ahead it was counted then what was near
+            plan = self._brought(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
+        if not trains or self._is_looked_up:
+            self.faults.ask()  # else the step that follows does
+        self._is_looked_up = trains
         return plan
 
-    def _bring_ahead(self, ids: Tensor) -> None:
+    def _brought(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool) -> DevicePlan:
+        """Plan a batch, and bring its rows near."""
         self._stamp += 1
-        if ids.device == self.device:
-            self.timeline.uses(ids)
-        nothing = torch.zeros_like(self.faults.tensor)  # ids outside of the table are a fault when they are looked up
-        plan = make_plan(self.on_device(ids), self._count, nothing, self._stamp)
-        self.near.bring(plan, self.oldest(trains=True), self.timeline, Bringing(aside=True, counts=True))
-        self._is_brought = True
+        time = Stamps(self._stamp, self.oldest(trains))
+        arrival = self.near.arrival(ids.numel(), time, self.timeline, counts)
+        plan = make_plan(ids, self._count, fault, self._stamp, arrival)
+        if arrival is not None:
+            self.near.bring(arrival, plan.all_keys, ids.numel())
+        return plan
+
+    def _plan_ahead(self, ids: Tensor) -> None:
+        """Plan the next batch, and bring its rows near, beside what the device does now."""
+        placed = self.on_device(ids)
+        with self.timeline.aside(placed):
+            fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
+            self._ahead = Ahead(ids, _version(ids), self._brought(placed, fault, True, True), fault)
 
     def expect(self, ids: Tensor | None) -> None:
         """Bring the rows of the next batch near after the next lookup, beside what the device does then.
 
         What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
-        while it moves, whether it was expected or not.
+        while it moves, whether it was expected or not. A lookup of the same tensor, which was not written to since,
+        takes the plan that was made then.
         """
         self._expected = ids
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
-        with self.working():
-            out = super().read_rows(plan)
+    def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
+        with self.rows.turn.lock:
+            out = super()._read(plan, positions)
             expected, self._expected = self._expected, None
             if expected is not None:
-                self._bring_ahead(expected)
+                with self.timeline.ordered():
+                    self._plan_ahead(expected)
         return out
 
-    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
-        rows.read(places, plan.ids, plan.count, int(self.spec.key), self._drawn, self.form, out)
+    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+        which = (plan.keys, plan.count) if positions is None else (positions, len(positions))
+        rows.read(*which, self.near.homes, int(self.spec.key), self._drawn, self.form, out)
 
-    def prepare(self, grads: DeviceGradients) -> Targets:
-        keys = grads.plan.keys
-        return Targets(torch.empty_like(keys), torch.empty_like(keys, dtype=torch.uint8))
+    def prepare(self, grads: DeviceGradients) -> None:
+        """Do nothing: the kernel that steps rows makes their records."""
 
-    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
+    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
         self._begin()
         self.timeline.wait_for_copies()
-        self.near.settle(plan, verdict, targets.places, targets.new)
-        drawn = plan.ids, int(self.spec.key), self._drawn
-        rows.begin(targets.places, targets.new, *drawn, self._first_state, plan.count, verdict, self.form)
-        return targets.places
+        return plan
 
     def note_change(self) -> None:
         super().note_change()
-        self._is_newer = True
+        if self._ahead is not None:  # its rows are in use from now on
+            self._batch = self._ahead.plan.stamp
+        self._is_looked_up, self._is_newer = False, True
 
     # ------------------------------------------------------------ gradients
 
@@ -213,7 +262,7 @@ class DirectSide(DeviceSide):
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
-        values, squares = sum_rows(torch.cat([earlier.scaled(), later.values]), plan, self._none)
+        summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self._none)
         most = self._count + 1  # with the key of no row: however many batches accumulate
         plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most])
-        return DeviceGradients.of(plan, values[:most], squares[:most])
+        return replace(summed, plan=plan, values=summed.values[:most])

@@ -17,6 +17,8 @@ from embedrock.table.rows import Rows
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # codes; BESIDE: it was to be stepped with one that could not be
 
+LEAST_ID, MOST_ID = -(2**31), 2**31 - 1  # of a table that the GPU plans; more are outside of it, whatever they are
+
 # All that there are: when one is raised, the tables that were to be stepped with it take their steps back as well.
 _all: weakref.WeakSet[Faults] = weakref.WeakSet()
 
@@ -118,8 +120,8 @@ class Faults:
                     other._take_back()
         if code == BAD_ID:
             raise IdError(
-                f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {value} in an earlier "
-                f"batch, on the GPU. {_undone(refused)} {OPEN_IDS}"
+                f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {_told(value)} in an "
+                f"earlier batch, on the GPU. {_undone(refused)} {OPEN_IDS}"
             )
         if code == BAD_OFFSETS:
             raise ArgumentError(
@@ -144,6 +146,13 @@ class Faults:
         self._is_asked = False
         self._rows.take_back(refused)
         return code, value, refused
+
+
+def _told(value: int) -> str:
+    """Return a bad id in words: on the GPU they have 32 bits, and others become the first or last of these."""
+    if value == LEAST_ID:
+        return f"{value} or less"
+    return f"{value} or more" if value == MOST_ID else str(value)
 
 
 def _undone(steps: int) -> str:

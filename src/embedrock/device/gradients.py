@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DevicePlan
+from embedrock.device.plan import DevicePlan, carved
 from embedrock.kernels.gpu import sums
 
 
@@ -18,7 +18,7 @@ class DeviceGradients:
 
     Attributes:
         plan: whose rows.
-        values: float32 (n, dim), zeros beyond the rows that there are.
+        values: float32 (n, dim), anything beyond the rows that there are.
         shown: float32 (), their L2 norm, which stands for them outside; Inf where one of them is not finite.
         growth: float32 (), the norm once more, for autograd to keep.
         number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients.
@@ -33,11 +33,10 @@ class DeviceGradients:
     clip_value: float | None = None
 
     @staticmethod
-    def of(plan: DevicePlan, values: Tensor, squares: Tensor) -> DeviceGradients:
-        """Take summed gradients, and the float64 (n,) squared norms of the rows."""
-        norms = torch.empty(2, dtype=torch.float32, device=values.device)
-        sums.norm(squares.sum(), norms)
-        return DeviceGradients(plan, values, norms[0], norms[0], norms[1])
+    def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
+        """Take summed gradients, and their norm twice, float32 (2,)."""
+        shown = norms[0]
+        return DeviceGradients(plan, values, shown, shown, norms[1])
 
     def row_ids(self) -> np.ndarray:
         """Return the ids of the rows. It waits for the device."""
@@ -49,7 +48,7 @@ class DeviceGradients:
 
     def vector_norm(self, order: float) -> Tensor:
         """Return the norm of any order from 0 to Inf of all their elements: float64 (). Nothing waits for it."""
-        return torch.linalg.vector_norm(self.scaled(), order, dtype=torch.float64)
+        return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 
     def clamped(self, low: float | None, high: float | None) -> DeviceGradients:
         """Return them with every element clamped to ``[low, high]``."""
@@ -71,16 +70,23 @@ class DeviceGradients:
 
     def _with_values(self, values: Tensor) -> DeviceGradients:
         """Return other values for the same rows."""
-        squares = torch.empty(len(values), dtype=torch.float64, device=values.device)
-        sums.row_squares(values, self.plan.count, squares)
-        return DeviceGradients.of(self.plan, values, squares)
+        size = 2 * sums.square_sums(*values.shape)
+        squares, norms = carved(torch.float32, values.device, (size, 2))
+        sums.norm(values, self.plan.count, squares.view(torch.float64), self.plan.tickets, norms)
+        return DeviceGradients.of(self.plan, values, norms)
+
+    def whole(self) -> Tensor:
+        """Return the values, scaled as the number was, with zeros beyond the rows that there are."""
+        values = self.scaled()
+        there = torch.arange(len(values), device=values.device) < self.plan.count
+        return torch.where(there[:, None], values, 0.0)
 
     def clipped(self, clip_value: float | None) -> DeviceGradients:
         """Return them with another `clip_value`."""
         return replace(self, clip_value=clip_value)
 
     def scaled(self) -> Tensor:
-        """Return the values, scaled as the number was. Those that it zeroed are zeros."""
+        """Return the values, scaled as the number was. Those that it zeroed are zeros where there are rows."""
         if self.number is self.shown:
             return self.values
         factor = torch.where(self.shown != 0, self.number / self.shown, self.number)
@@ -92,23 +98,23 @@ class DeviceGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum gradients (n, dim) of positions by row: float32 (n, dim), and the float64 (n,) squared norms of the rows.
+def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
+    """Sum gradients (n, dim) of positions by row.
 
     Args:
         grads: of any float dtype, in the order of the positions.
         plan: of the positions.
         skip: int32 (1,), a row that gets none, -1 for no such row.
     """
-    partial, values, squares = scratch_for(plan, grads.shape[1])
-    args = plan.starts, plan.order, plan.inverse, plan.count, skip, partial, values, squares
-    sums.sum_segments(grads, *args)
-    return values, squares
+    values, norms, scratch = room_for_sums(plan, grads.shape[1])
+    sums.sum_segments(grads, plan.starts, plan.order, plan.inverse, plan.count, skip, scratch, values, norms)
+    return DeviceGradients.of(plan, values, norms)
 
 
-def scratch_for(plan: DevicePlan, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for sums by row: partial ones, float32 (n, dim) sums, and float64 (n,) for their squared norms."""
-    n, device = len(plan.order), plan.order.device
-    partial = torch.empty(sums.partial_rows(n), dim, dtype=torch.float32, device=device)
-    values = torch.empty(n, dim, dtype=torch.float32, device=device)
-    return partial, values, torch.empty(n, dtype=torch.float64, device=device)
+def room_for_sums(plan: DevicePlan, dim: int) -> tuple[Tensor, Tensor, sums.Scratch]:
+    """Return room for sums by row, float32 (n, dim), for their norm, float32 (2,), and scratch."""
+    n, later = len(plan.order), sums.partial_rows(len(plan.order))
+    sizes = 2 * sums.square_sums(n, dim), n * dim, later * dim, 2
+    squares, values, partial, norms = carved(torch.float32, plan.order.device, sizes)
+    scratch = sums.Scratch(partial.view(later, dim), squares.view(torch.float64), plan.tickets)
+    return values.view(n, dim), norms, scratch

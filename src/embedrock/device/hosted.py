@@ -13,15 +13,15 @@ from torch import Tensor
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import Bringing, Near
+from embedrock.device.near import Near, Stamps
 from embedrock.device.pinned import Pinned
 from embedrock.device.placement import cached
 from embedrock.device.plan import DevicePlan
-from embedrock.device.side import DeviceSide
-from embedrock.device.steps import Targets
+from embedrock.device.side import DeviceSide, uploaded_together
 from embedrock.errors import CacheTooSmallError
-from embedrock.kernels.gpu import gate, rows
-from embedrock.kernels.gpu.cache import FAR
+from embedrock.kernels.gpu import cache, gate, rows
+from embedrock.kernels.gpu.homes import FAR
+from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
@@ -114,13 +114,19 @@ class HostedSide(DeviceSide):
             host = self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
         with self._turn():
             plan = self._planned(self._located(host))
-            self.near.bring(plan, self.oldest(trains), self.timeline, Bringing(aside=False, counts=True))
+            count, time = len(plan.keys), Stamps(plan.stamp, self.oldest(trains))
+            arrival = self.near.arrival(count, time, self.timeline, counts=True)
+            if arrival is not None:
+                cache.touch(*arrival, plan.keys, count, len(self.near.slots.where))
+                self.near.bring(arrival, plan.keys, count)
             return plan
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._turn():
-            host = self._located(self._host(plan))  # records of it may have been made, or moved
-            return super().read_rows(replace(plan, host=host, keys=self.uploaded(host.slots)))
+            host = self._located(self._host(plan))
+            if host is not plan.host:  # records of it have been made since, or moved
+                plan = replace(plan, host=host, keys=self.uploaded(host.slots))
+            return super().read_rows(plan)
 
     def _located(self, host: Plan) -> Plan:
         try:
@@ -130,48 +136,40 @@ class HostedSide(DeviceSide):
 
     def _planned(self, host: Plan) -> DevicePlan:
         self._stamp += 1
-        return DevicePlan(
-            host.shape,
-            keys=self.uploaded(host.slots),
-            ids=self.uploaded(host.ids),
-            starts=self.uploaded(host.starts),
-            order=self.uploaded(host.order.astype(np.int64)),
-            inverse=self.uploaded(host.inverse),
-            count=self.uploaded(np.array([len(host.ids)], np.int32)),
-            stamp=self._stamp,
-            host=host,
-        )
+        count = np.array([len(host.ids)], np.int32)
+        tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
+        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
+        keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
+        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self._stamp, host=host)
 
-    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
-        host, fresh = self._host(plan), out  # of which nothing is read where all have records
+    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+        host, keys, fresh = self._host(plan), plan.keys, out  # of which nothing is read where all have records
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
             values_of = self.rows.first_values if host.epoch >= 0 else self.rows.weights_of
             fresh = self.uploaded(values_of(host.ids[absent]))
-            places[self.uploaded(absent)] = -1 - torch.arange(len(absent), device=self.device)
-        rows.gather(places, fresh, plan.count, self.form, out)
+            slots = host.slots.copy()
+            slots[absent] = -1 - np.arange(len(absent))
+            keys = self.uploaded(slots)
+        rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
 
-    def prepare(self, grads: DeviceGradients) -> Targets:
+    def prepare(self, grads: DeviceGradients) -> None:
         host = self._host(grads.plan)
         with self._turn():
             self.rows.check_commit()
             self.rows.prepare(host)
             self._cover(len(host.ids))
-        return Targets(grads.plan.keys, grads.plan.keys)  # its addresses are uploaded
 
-    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
+    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
         host = self._host(plan)
         if host.missing and not bool(verdict[gate.LIVE]):  # records are to be made, so the host waits to know
-            return torch.full_like(plan.keys, -1)
+            return plan  # nothing will be stepped
         with self._turn():
-            slots = self.uploaded(self.rows.admit(host))
+            slots = self.rows.admit(host)
             self._follow()
-            there = replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, slots))
-            if not self.near.is_cache:
-                return self.near.places(there)
-            places = torch.empty_like(slots)
-            self.near.settle(there, verdict, places, torch.empty_like(slots, dtype=torch.uint8))
-            return places
+            if slots is host.slots:
+                return plan
+            return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))
 
     @staticmethod
     def _host(plan: DevicePlan) -> Plan:
@@ -194,4 +192,4 @@ class HostedSide(DeviceSide):
         with self._turn():
             plan = self._planned(self._located(make_plan(ids)))
         plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
-        return DeviceGradients.of(plan, *sum_rows(values, plan, self._none))
+        return sum_rows(values, plan, self._none)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from embedrock.device.placement import DevicePlacement
-from embedrock.device.plan import DevicePlan
 from embedrock.device.timeline import Timeline
-from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import cache, homes
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import Form
 
@@ -21,6 +20,9 @@ WINDOW = 2  # near slots that are looked at for each position of a batch, to fin
 # (1.05), that misses hardly more rows than exact counts of uses do; less would forget too soon, and more would not
 # follow rows that come and go.
 HALF_LIFE = 30.0
+# Victims that are sorted are written back in order, as what is fetched lies, and a bus is fast at that. Fewer are soon
+# written, whatever their order, and would cost a sort.
+SORTED_FROM = 1 << 14
 
 
 def present(where: Tensor) -> Tensor:
@@ -28,16 +30,11 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-class Bringing(NamedTuple):
-    """How rows are brought near.
+class Stamps(NamedTuple):
+    """When a batch is: its stamp, and that of the oldest batch whose rows stay."""
 
-    Attributes:
-        aside: their records are copied on a stream of its own.
-        counts: it is counted which were near.
-    """
-
-    aside: bool
-    counts: bool
+    stamp: int
+    oldest: int
 
 
 class Near:
@@ -55,9 +52,9 @@ class Near:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = cache.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
+        self.memory = homes.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
         slots = count if self.is_cache else 0
-        self.slots = cache.Slots(
+        self.slots = homes.Slots(
             where,
             torch.empty(slots, dtype=torch.int64, device=device),
             torch.empty(slots, dtype=torch.float32, device=device),
@@ -65,8 +62,9 @@ class Near:
             torch.zeros(slots, dtype=torch.uint8, device=device),
             torch.zeros(8, dtype=torch.int64, device=device),
         )
+        self.homes = self._homes()
         self._not_counted = torch.zeros_like(self.slots.tallies)
-        self._limit, self._hand = len(where), 0
+        self._hand = 0
         self._scratch: cache.Search | None = None
         self.clear()
 
@@ -75,7 +73,16 @@ class Near:
         known = self.slots.where
         where[: len(known)] = known
         timeline.uses(known)
-        self.slots, self._limit = self.slots._replace(where=where), len(where)
+        self.slots = self.slots._replace(where=where)
+        self.homes = self._homes()
+
+    def _homes(self) -> homes.Homes:
+        """Say where the records are. Without a map of rows, all have one in RAM."""
+        where = self.slots.where
+        dirty = self.slots.dirty if self.is_cache else None
+        if not len(where):
+            return homes.Homes(None, None, False, EVERYWHERE, self.memory)
+        return homes.Homes(where, dirty, self.is_identity, len(where), self.memory)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +93,8 @@ class Near:
     def let_go(self) -> None:
         """Give the GPU's memory back. Nothing uses it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
-        self.slots = cache.Slots(*(part[:0].clone() for part in self.slots))
+        self.slots = homes.Slots(*(part[:0].clone() for part in self.slots))
+        self.homes = self._homes()
 
     def clear(self) -> None:
         """Empty the cache. Its records are no newer than those in RAM."""
@@ -96,35 +104,38 @@ class Near:
 
     # ------------------------------------------------------------ who comes, and who leaves
 
-    def bring(self, plan: DevicePlan, oldest: int, timeline: Timeline, how: Bringing) -> None:
+    def arrival(self, n: int, time: Stamps, timeline: Timeline, counts: bool) -> cache.Arrival | None:
+        """Return what is to be done where the rows of n positions come near; None where no rows come and go.
+
+        Args:
+            n: positions.
+            time: of the batch.
+            timeline: in which order things happen.
+            counts: it is counted which were near.
+        """
+        if not self.is_cache or not n:
+            return None
+        slots = self.slots if counts else self.slots._replace(tallies=self._not_counted)
+        when = homes.BatchTime(time.stamp, time.oldest, self._half_life(n))
+        return cache.Arrival(slots, self._search(n, timeline), when)
+
+    def bring(self, arrival: cache.Arrival, keys: Tensor, count: Tensor | int) -> None:
         """Bring the rows of a batch near, where they are worth more than others.
 
         Args:
-            plan: of the batch.
-            oldest: stamp of the oldest batch whose rows stay.
-            timeline: in which order things happen.
-            how: it is done.
+            arrival: of these rows, which were noted by `cache.touch`.
+            keys: of the batch; equal ones lie together, and count once.
+            count: how many there are.
         """
-        if not self.is_cache or not plan.keys.numel():
-            return
-        batch = plan.keys, plan.count, self._limit
-        count = len(plan.keys)
-        search, time = self._search(count, timeline), cache.BatchTime(plan.stamp, oldest, self._half_life(count))
-        slots = self.slots if how.counts else self.slots._replace(tallies=self._not_counted)
-        cache.touch(slots, search, time, *batch)
+        _, search, time = arrival
         cache.offer(self.slots, search, time, self._hand)
         cache.choose(self.slots, search, self._hand)
-        # So that what is written back lies in order, as what is fetched does: sorted rows are what a bus is fast at.
-        search = search._replace(victims=search.victims.sort().values)
-        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=plan.keys.device)
-        cache.swap(self.slots, search, time, *batch, moves)
+        if len(search.victims) >= SORTED_FROM:
+            search = search._replace(victims=search.victims.sort().values)
+        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
+        cache.swap(self.slots, search, time, keys, count, len(self.slots.where), moves)
         self._hand = (self._hand + len(search.bins)) % len(self.slots.owner)
-        if how.aside:
-            with timeline.aside(moves, self.records):
-                cache.exchange(moves, self.memory)
-        else:
-            timeline.wait_for_copies()
-            cache.exchange(moves, self.memory)
+        cache.exchange(moves, self.memory)
 
     def _half_life(self, n: int) -> float:
         return HALF_LIFE * max(1.0, len(self.slots.owner) / n)
@@ -145,20 +156,7 @@ class Near:
             )
         return kept
 
-    # ------------------------------------------------------------ where rows are
-
-    def places(self, plan: DevicePlan) -> Tensor:
-        """Return the addresses of a plan's records: int64 (n,), ``-1 - k`` for row k where there is none."""
-        out = torch.empty(plan.keys.numel(), dtype=torch.int64, device=plan.keys.device)
-        where, limit = (self.slots.where, self._limit) if self._limit else (None, EVERYWHERE)
-        cache.locate(plan.keys, plan.count, where, limit, self.memory, out)
-        return out
-
-    def settle(self, plan: DevicePlan, live: Tensor, places: Tensor, new: Tensor) -> None:
-        """Before a step: give rows without a record a place, and note which near records will be newer."""
-        dirty = self.slots.dirty if self.is_cache else None
-        args = self.slots.where, dirty, self.is_identity, self._limit, self.memory, places, new
-        cache.settle(plan.keys, plan.count, live, *args)
+    # ------------------------------------------------------------ what is known
 
     def write_back(self) -> None:
         """Bring the records in RAM up to date with those of the cache."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
+from embedrock.device.faults import LEAST_ID, MOST_ID
 from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.cache import Arrival
+from embedrock.kernels.gpu.sums import partial_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +27,10 @@ class DevicePlan:
         order: int64 (n,), all positions, grouped by row, in order of occurrence.
         inverse: int32 (n,), the row of each position.
         count: int32 (1,), how many rows there are.
+        tickets: int32, zeros, by which programs that sum over the plan know who is the last.
         stamp: number of the batch.
+        positions: int32 (n,), the key of each position, where the device planned.
+        ordered: the same, sorted.
         host: the same on the host, where the host planned.
     """
 
@@ -34,27 +41,47 @@ class DevicePlan:
     order: Tensor
     inverse: Tensor
     count: Tensor
-    stamp: int = 0
+    tickets: Tensor
+    stamp: int
+    positions: Tensor | None = None
+    ordered: Tensor | None = None
     host: Plan | None = None
 
+    @property
+    def all_keys(self) -> Tensor:
+        """The keys of all positions, sorted."""
+        assert self.ordered is not None  # the device planned
+        return self.ordered
 
-def make_plan(keys: Tensor, rows: int, fault: Tensor, stamp: int, merges: bool = False) -> DevicePlan:
+
+def make_plan(
+    keys: Tensor, rows: int, fault: Tensor, stamp: int, arrival: Arrival | None = None, merges: bool = False
+) -> DevicePlan:
     """Decide what a batch needs, by sorting. Nothing waits for the device.
 
     Args:
         keys: int64 or int32, any shape: slots of rows, which are their ids. Those outside ``[0, rows)`` are a fault.
-        rows: of the table. This is also the key of no row, and what is in ``keys`` beyond the rows that there are.
+        rows: of the table, below 2**31. This is also the key of no row, and what is in ``keys`` beyond the rows that
+            there are.
         fault: int64 (4,), see `Faults`.
         stamp: number of the batch.
+        arrival: of its rows, which is noted; None where no rows come and go.
         merges: keys of other plans are among these, and no row is no fault.
     """
     n, device = keys.numel(), keys.device
-    ordered, order = torch.sort(keys.reshape(-1), stable=True)
-    counts = torch.empty(kernels.blocks(n), dtype=torch.int32, device=device)
-    unique = torch.empty(n, dtype=torch.int64, device=device)
-    starts = torch.empty(n + 1, dtype=torch.int32, device=device)
-    inverse = torch.empty(n, dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
+    sizes = 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n)
+    unique, starts, inverse, count, counts, tickets = carved(torch.int32, device, sizes)
+    unique, positions = unique.view(torch.int64), keys.reshape(-1)
+    if positions.dtype == torch.int64:  # half of the bytes to sort by; what does not fit is outside, and stays there
+        positions = positions.clamp(LEAST_ID, MOST_ID).to(torch.int32)
+    ordered, order = torch.sort(positions, stable=True)
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
-    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count)
-    return DevicePlan(tuple(keys.shape), unique, unique, starts, order, inverse, count, stamp)
+    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, tickets, arrival)
+    shape = tuple(keys.shape)
+    return DevicePlan(shape, unique, unique, starts, order, inverse, count, tickets, stamp, positions, ordered)
+
+
+def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:
+    """Return tensors of so many elements of 4 bytes, in one allocation: each begins at a multiple of 16 bytes."""
+    parts = [part for size in sizes for part in (size, -size % 4)]
+    return list(torch.empty(sum(parts), dtype=dtype, device=device).split(parts)[::2])

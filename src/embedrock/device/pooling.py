@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceGradients, scratch_for
+from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.plan import DevicePlan
 from embedrock.kernels.gpu import pooling as kernels
 
@@ -62,15 +62,15 @@ def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor
 def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceGradients:
     """Return the gradients of the rows from those of the bags, (bags, dim) of any float dtype."""
     plan = bags.plan
-    partial, values, squares = scratch_for(plan, grads.shape[1])
+    values, norms, scratch = room_for_sums(plan, grads.shape[1])
     arrays = plan.starts, plan.order, plan.inverse, plan.count
     if bags.mode == "max":
-        args = arrays, trace, bags.skip, partial, values, squares
+        args = arrays, trace, bags.skip, scratch, values, norms
         kernels.pool_max_backward(grads, bags.bag_of_position, *args)
     else:
-        args = arrays, _factors(weights, grads), trace, bags.skip, partial, values, squares
+        args = arrays, _factors(weights, grads), trace, bags.skip, scratch, values, norms
         kernels.pool_sum_backward(grads, bags.bag_of_position, *args)
-    return DeviceGradients.of(plan, values, squares)
+    return DeviceGradients.of(plan, values, norms)
 
 
 def _factors(weights: Tensor | None, like: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.steps import Judged, Targets, judge
-from embedrock.device.timeline import Timeline
+from embedrock.device.steps import Judged, judge
+from embedrock.device.timeline import Ordered, Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
@@ -55,6 +54,7 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
     return kind, *(float(getattr(init, field)) for field in fields)
 
 
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has to look long ago
 HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that grow by a row at each step
 
@@ -62,6 +62,16 @@ HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that gr
 def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy of an array on a device. Nothing waits for it."""
     return on_device(torch.from_numpy(np.array(array)), device)
+
+
+def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return copies of arrays on a device, in one allocation and by one copy. Nothing waits for it."""
+    sizes = [part for array in arrays for part in (array.nbytes, -array.nbytes % 16)]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    for array, part in zip(arrays, np.split(host.numpy(), np.cumsum(sizes)[:-1])[::2], strict=True):
+        part[:] = array.view(np.uint8)
+    made = host.to(device, non_blocking=True).split(sizes)[::2]
+    return [part.view(_DTYPES[array.dtype]) for part, array in zip(made, arrays, strict=True)]
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -106,9 +116,11 @@ class DeviceSide(ABC):
 
     Attributes:
         near: records in GPU memory, which subclasses make.
+        first: what new records are before their first step; None where the host makes them.
     """
 
     near: Near
+    first: rows.First | None = None
     judge = staticmethod(judge)
 
     def __init__(self, rows: Rows, tier: Tier, device: torch.device) -> None:
@@ -169,11 +181,9 @@ class DeviceSide(ABC):
             turn.settle()
         self.rows.check_open()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Hold the table's lock, and do work on the device in its order."""
-        with self.rows.turn.lock, self.timeline.ordered():
-            yield
+    def working(self) -> Ordered:
+        """Hold the table's lock, and do work on the device in its order: a context."""
+        return self.timeline.ordered(self.rows.turn.lock)
 
     @property
     def is_current(self) -> bool:
@@ -197,23 +207,35 @@ class DeviceSide(ABC):
 
     def read(self, plan: DevicePlan) -> Tensor:
         """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
-        return self.read_rows(plan).index_select(0, plan.inverse).reshape(*plan.shape, self.spec.dim)
+        if plan.positions is not None and self.near.is_identity and not self.rows.lags:
+            out = self._read(plan, plan.positions)  # near rows go straight to where they are wanted
+        else:
+            out = self.read_rows(plan).index_select(0, plan.inverse)
+        return out.reshape(*plan.shape, self.spec.dim)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
+        return self._read(plan, None)
+
+    def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
+        """Return the weights of a plan's rows, or those of the keys of positions: float32 (n, dim)."""
         with self.working():
             self.timeline.wait_for_copies()
-            places = self.near.places(plan)
-            out = torch.empty(plan.keys.numel(), self.spec.dim, dtype=torch.float32, device=self.device)
-            self.gather(plan, places, out)
+            count = len(plan.keys if positions is None else positions)
+            out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
+            self.gather(plan, positions, out)
             if self.rows.lags:
-                rows.refresh(out, places, plan.count, self._uploaded(self.rows.numbers_now()), self.form)
+                now = self._uploaded(self.rows.numbers_now())
+                rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
         return out
 
     @abstractmethod
-    def gather(self, plan: DevicePlan, places: Tensor, out: Tensor) -> None:
-        """Write the weights of a plan's rows to `out` float32 (n, dim), first values where there is no record."""
+    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+        """Write the weights of a plan's rows to `out` float32 (n, dim), first values where there is no record.
+
+        With `positions`, which are the keys of the plan's positions, those of each position.
+        """
 
     def uploaded(self, array: np.ndarray) -> Tensor:
         """Return an array on the device. Nothing waits for the copy."""
@@ -240,7 +262,7 @@ class DeviceSide(ABC):
             grads = grads.reshape(-1, self.spec.dim)
             if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
                 grads = grads.contiguous()
-            summed = DeviceGradients.of(plan, *sum_rows(grads, plan, skip))
+            summed = sum_rows(grads, plan, skip)
             return summed.by_frequency() if by_frequency else summed
 
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
@@ -306,41 +328,37 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def step(self, rule: Rule, grads: DeviceGradients, targets: Targets, judged: Judged) -> None:
+    def step(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> None:
         """Make one step of the rule.
 
         Args:
             rule: laid out as the table's.
             grads: of the rows.
-            targets: that `prepare` made for them.
             judged: how and whether it is made.
         """
         if not rule.same_layout(self.rows.spec.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
         with self.working():
             plan = grads.plan
-            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, *targets, judged.verdict)
-            places = self.ready(plan, judged.verdict, targets)
+            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, judged.verdict)
+            plan = self.ready(plan, judged.verdict)
             numbers = self.rows.count_step(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
             seed = int(self.rows.spec.key)
-            args = judged.verdict, grads.clip_value, plan.count, seed, self.rows.steps, numbers
-            rows.step(places, plan.ids, grads.values, *args, self.form)
+            args = judged.verdict, grads.clip_value, plan.count, self.near.homes, self.first
+            rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form)
             self.faults.ask()
 
     @abstractmethod
-    def prepare(self, grads: DeviceGradients) -> Targets:
+    def prepare(self, grads: DeviceGradients) -> None:
         """Do all that can fail of `ready` for a step by these gradients. No row changes."""
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor, targets: Targets) -> Tensor:
-        """Make records for the rows of a plan that have none, and return all addresses; negative: leave it alone.
-
-        Nothing happens unless the verdict, int32 (LINE,), begins with 1.
-        """
+    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
+        """Let a step by the verdict, int32 (LINE,), begin; return the plan with the keys that it is made of."""
 
     def skip_step(self) -> None:
         """Count a step that is left out."""

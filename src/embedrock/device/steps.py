@@ -31,13 +31,6 @@ class DeviceDue(Protocol):
     def grads(self) -> DeviceGradients: ...
 
 
-class Targets(NamedTuple):
-    """Which records a step writes: int64 (n,) addresses, and uint8 (n,), which of them are new."""
-
-    places: Tensor
-    new: Tensor
-
-
 class Judged(NamedTuple):
     """How a step of a table is made.
 
@@ -55,20 +48,18 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         due: the tables.
-        targets: of each table.
         verdicts: int32 (k, LINE), see `gate.judge`.
         number: of the step; 0 where the host knows that it is made.
     """
 
     due: Sequence[DeviceDue]
-    targets: Sequence[Targets]
     verdicts: Tensor
     number: int
 
     def step(self) -> None:
         """Make the step that was judged."""
         for k, part in enumerate(self.due):
-            part.side.step(part.rule, part.grads, self.targets[k], Judged(self.verdicts[k], self.number))
+            part.side.step(part.rule, part.grads, Judged(self.verdicts[k], self.number))
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
@@ -109,13 +100,14 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
 
 
 def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
-    targets = [part.side.prepare(part.grads) for part in due]
+    for part in due:
+        part.side.prepare(part.grads)
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers = torch.stack([*(part.grads.number for part in due), *(part.grads.shown for part in due)])
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, faults, verdicts, number)
-    return DeviceStep(due, targets, verdicts, number)
+    return DeviceStep(due, verdicts, number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,8 +130,7 @@ def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
         if not is_finite:
             part.side.skip_step()
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
-    due, targets = [step.due[k] for k in kept], [step.targets[k] for k in kept]
-    verdicts = step.verdicts[kept]
+    due, verdicts = [step.due[k] for k in kept], step.verdicts[kept]
     for k, part in enumerate(due):
         verdicts[k, gate.LIVE] = ~part.grads.is_dropped
-    return DeviceStep(due, targets, verdicts, 0)
+    return DeviceStep(due, verdicts, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ def enough_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise MemoryBudgetError(
-            f"{what} needs more GPU memory than there is: {error} Nothing has changed. Pass a smaller device_memory=, "
-            "which leaves more to the rest of the model, or use smaller batches."
-        ) from error
+        raise _too_little(what, error) from error
+
+
+def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"{what} needs more GPU memory than there is: {error} Nothing has changed. Pass a smaller device_memory=, "
+        "which leaves more to the rest of the model, or use smaller batches."
+    )
 
 
 def refuse_capture() -> None:
@@ -46,86 +51,110 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device, subject: str) -> None:
-        self._device, self._is_cuda, self._subject = device, device.type == "cuda", subject
-        self._copying = torch.cuda.Stream(device) if self._is_cuda else None
-        self._stream: torch.cuda.Stream | None = None
-        self._done = torch.cuda.Event() if self._is_cuda else None
+        self.device, self.is_cuda, self.subject = device, device.type == "cuda", subject
+        self._copying = torch.cuda.Stream(device) if self.is_cuda else None
+        self._stream: torch.cuda.Stream | None = None  # on which the last work was done
         self._copied: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """Let what comes on other streams wait for what was done on the caller's so far."""
-        if self._done is not None:
-            self._note(torch.cuda.current_stream(self._device), self._done)
+        if self.is_cuda:
+            self._stream = torch.cuda.current_stream(self.device)
 
-    def _note(self, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
-        self._stream = stream
-        done.record(stream)
-
-    @contextmanager
-    def ordered(self) -> Iterator[None]:
-        """Do work on the caller's stream, after all that was done on others.
+    def ordered(self, lock: Any = None) -> Ordered:
+        """Do work on the caller's stream, after all that was done on others, and meanwhile hold a lock: a context.
 
         Raises:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        # Tensors made here may outlive an inference mode of the caller's.
-        with enough_memory(f"a batch of {self._subject}"), torch.inference_mode(False):
-            if self._done is None:
-                yield
-            else:
-                yield from self._ordered(self._done)
+        return Ordered(self, lock)
 
-    def _ordered(self, done: torch.cuda.Event) -> Iterator[None]:
+    def take_over(self) -> None:
+        """Let the caller's stream wait for the one that was used before, if it is another."""
         refuse_capture()
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and stream != self._stream:
-            stream.wait_event(done)
-        try:
-            with torch.cuda.device(self._device):
-                yield
-        finally:
-            self._note(stream, done)
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
-        """Do copies, of which `tensors` tell, on a stream of our own, after what was done on the caller's."""
+        """Do work by `tensors` on a stream of our own, after what was done on the caller's."""
         if self._copying is None:
             yield
             return
-        self._copying.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copying):
-            yield
-        for tensor in tensors:
-            tensor.record_stream(self._copying)
-        self._copied = torch.cuda.Event()
-        self._copied.record(self._copying)
+        self._copying.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(self._copying):
+                yield
+        finally:  # some of it may be under way
+            for tensor in tensors:
+                tensor.record_stream(self._copying)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._copying)
 
     def uses(self, *tensors: Tensor) -> None:
         """Keep the memory of tensors, which may have been made on another stream, until the caller's is done with it.
 
         Once is enough, before the last reference goes: what other streams did before, the caller's waits for.
         """
-        if self._is_cuda:
-            stream = torch.cuda.current_stream(self._device)
+        if self.is_cuda:
+            stream = torch.cuda.current_stream(self.device)
             for tensor in tensors:
                 tensor.record_stream(stream)
 
     def wait_for_copies(self) -> None:
         """Let what comes on the caller's stream wait for the copies so far. The host goes on."""
         if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            self._copied = None  # other streams wait for this one
 
     def finish(self) -> None:
         """Return once all work so far is done, of the table and of the caller's stream.
 
         Not of the device: another thread may be capturing a CUDA graph, which must not be waited for.
         """
-        if self._done is None:
+        if not self.is_cuda:
             return
         with cuda_runtime().beside_captures():
             if self._stream is not None:
-                self._done.synchronize()
+                self._stream.synchronize()
             if self._copied is not None:
                 self._copied.synchronize()
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class Ordered:
+    """The context of `Timeline.ordered`. A step of a table enters five, and a generator would take thrice as long."""
+
+    __slots__ = ("_away", "_lock", "_mode", "_timeline")
+
+    def __init__(self, timeline: Timeline, lock: Any) -> None:
+        self._timeline, self._lock = timeline, lock
+        self._mode = self._away = None
+
+    def __enter__(self) -> None:
+        if self._lock is not None:
+            self._lock.acquire()
+        try:
+            if torch.is_inference_mode_enabled():  # tensors made here may outlive it
+                self._mode = torch.inference_mode(False)
+                self._mode.__enter__()
+            if self._timeline.is_cuda:
+                if torch.cuda.current_device() != self._timeline.device.index:
+                    self._away = torch.cuda.device(self._timeline.device)
+                    self._away.__enter__()
+                self._timeline.take_over()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for context in (self._away, self._mode):
+            if context is not None:
+                context.__exit__(None, None, None)
+        if self._lock is not None:
+            self._lock.release()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise _too_little(f"a batch of {self._timeline.subject}", error) from error

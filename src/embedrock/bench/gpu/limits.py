@@ -98,6 +98,7 @@ class Limits:
     def _kernels(self) -> dict[str, float]:
         import embedrock as er
         from embedrock.kernels.gpu import rows as kernels
+        from embedrock.kernels.gpu.homes import Homes, RecordMemory
         from embedrock.kernels.gpu.runtime import Form
 
         torch, where, n = self._torch, self._device.name, self._sizes.kernel_rows
@@ -107,7 +108,8 @@ class Limits:
         record_floats = layout.record_bytes // FLOAT_BYTES
         records = torch.zeros(self._sizes.table_bytes // layout.record_bytes, record_floats, device=where)
         ids = [rows.long() for rows in self._rows_of_several_goes(len(records), n)]
-        goes = cycle([(records.data_ptr() + rows * layout.record_bytes, rows) for rows in ids])
+        homes = Homes(None, None, False, len(records), RecordMemory(0, records.data_ptr(), layout.record_bytes))
+        goes = cycle(ids)
         values, out = (torch.ones(n, KERNEL_DIM, device=where) for _ in range(2))
         live, count = (
             torch.ones(1, dtype=torch.int32, device=where),
@@ -117,10 +119,11 @@ class Limits:
         weight_bytes = KERNEL_DIM * FLOAT_BYTES
 
         def gather() -> None:
-            kernels.gather(next(goes)[0], values, count, form, out)  # no place is negative: nothing is fresh
+            kernels.gather(next(goes), values, count, homes, form, out)  # no key is negative: nothing is fresh
 
         def step() -> None:
-            kernels.step(*next(goes), values, verdict, None, count, 0, 1, numbers, form)
+            keys = next(goes)
+            kernels.step(keys, keys, values, verdict, None, count, homes, None, 0, 1, numbers, form)
 
         # A lookup reads weights and writes them elsewhere; a step reads gradients, and reads and writes records.
         moved = {"gather": n * 2 * weight_bytes, "step": n * (weight_bytes + 2 * layout.record_bytes)}

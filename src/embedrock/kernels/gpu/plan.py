@@ -6,6 +6,7 @@ nothing but the sort is left to a framework, and the number of unique keys stays
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.homes import touch_rows
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 BLOCK = 1024
@@ -32,7 +33,8 @@ def sum_before(counts, stop):
 
 
 @inlined
-def _heads(keys, i, n):
+def load_heads(keys, i, n):
+    """Return keys, and which of them are the first of equal ones that lie together."""
     key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
@@ -41,7 +43,7 @@ def _heads(keys, i, n):
 @kernel("n", "number")
 def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
     program = tl.program_id(0)
-    _, heads = _heads(keys, program * LANES + tl.arange(0, LANES), n)
+    _, heads = load_heads(keys, program * LANES + tl.arange(0, LANES), n)
     tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0))
     if program == 0:
         first, last = tl.load(keys).to(tl.int64), tl.load(keys + n - 1).to(tl.int64)
@@ -59,11 +61,36 @@ def mark(keys, limit, counts, fault, number):
     launch(_mark, blocks(n), keys, limit, counts, fault, n, number, LANES=BLOCK)
 
 
-@kernel("n")
-def _collect(keys, nobody, order, counts, unique, starts, inverse, count, n, LANES: tl.constexpr):
+@kernel("n", "size", "rows", "stamp", "span")
+def _collect(
+    keys,
+    nobody,
+    order,
+    counts,
+    unique,
+    starts,
+    inverse,
+    count,
+    tickets,
+    size,
+    n,
+    where,
+    worth,
+    used,
+    tallies,
+    rows,
+    stamp,
+    span,
+    fading,
+    missing,
+    histogram,
+    TOUCHES: tl.constexpr,
+    BINS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     program = tl.program_id(0)
     i = program * LANES + tl.arange(0, LANES)
-    key, heads = _heads(keys, i, n)
+    key, heads = load_heads(keys, i, n)
     rank = sum_before(counts, program) + tl.cumsum(heads.to(tl.int32), axis=0) - 1
     tl.store(unique + rank, key, mask=heads)
     tl.store(starts + rank, i, mask=heads)
@@ -71,15 +98,41 @@ def _collect(keys, nobody, order, counts, unique, starts, inverse, count, n, LAN
     tl.store(inverse + position, rank, mask=i < n)
     total = sum_before(counts, tl.cdiv(n, LANES))
     tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
+    tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
     if program == 0:
         tl.store(starts + total, n)
         tl.store(count, total)
+    if TOUCHES:
+        known = heads & (key >= 0) & (key < rows)
+        tl.store(missing + program, touch_rows(key, known, where, worth, used, tallies, stamp, span, fading))
+        if program == 0:
+            tl.store(histogram + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
-def collect(keys, nobody, order, counts, unique, starts, inverse, count):
+def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None):
     """Write the plan of sorted `keys`, whose positions are `order`, from the `counts` that `mark` left.
 
-    Beyond the unique keys, `unique` gets the key `nobody`.
+    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, at most as many as there are positions and
+    one more, are set to 0. Where there is an `arrival`, a `cache.Arrival`, it also does what `cache.touch` does.
     """
-    n = keys.shape[0]
-    launch(_collect, max(1, blocks(n)), keys, nobody, order, counts, unique, starts, inverse, count, n, LANES=BLOCK)
+    n, none = keys.shape[0], (counts,) * 4
+    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tickets.shape[0], n
+    touched = (*none, 0, 0, 0, 0.0, counts, counts)
+    if arrival is not None:
+        (where, _, worth, used, _, tallies), search, time = arrival
+        touched = where, worth, used, tallies, where.shape[0], *time.numbers(), search.counts, search.histogram
+    constexprs = {"TOUCHES": arrival is not None, "BINS": touched[-1].shape[0] if arrival is not None else 1}
+    launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
+
+
+@kernel()
+def _adopt(fault, ahead):
+    lane = tl.arange(0, 4)
+    code, found = tl.load(fault), tl.load(ahead + lane)
+    tl.debug_barrier()  # what was read is overwritten
+    tl.store(fault + lane, found, mask=(code == 0) & (tl.max(found, axis=0) > 0))
+
+
+def adopt(fault, ahead):
+    """Let a fault int64 (4,), if there is none, be the one of a batch that was planned ahead."""
+    launch(_adopt, 1, fault, ahead, num_warps=1)

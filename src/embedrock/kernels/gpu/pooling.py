@@ -106,14 +106,14 @@ def pool_max(rows, inverse, offsets, skip, out, argmax):
     launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, **form)
 
 
-def pool_sum_backward(grads, bags, plan, weights, scale, skip, partial, values, squares):
+def pool_sum_backward(grads, bags, plan, weights, scale, skip, scratch, values, norms):
     """Sum, for each unique row, the gradients of the bags that it is in: see `sums.sum_shares`."""
-    sum_shares(POOLED, grads, (bags, weights, scale, None), plan, skip, partial, values, squares)
+    sum_shares(POOLED, grads, (bags, weights, scale, None), plan, skip, scratch, values, norms)
 
 
-def pool_max_backward(grads, bags, plan, argmax, skip, partial, values, squares):
+def pool_max_backward(grads, bags, plan, argmax, skip, scratch, values, norms):
     """Give each column of a bag's gradient to the position that its value came from: see `sums.sum_shares`."""
-    sum_shares(MAXIMA, grads, (bags, None, None, argmax), plan, skip, partial, values, squares)
+    sum_shares(MAXIMA, grads, (bags, None, None, argmax), plan, skip, scratch, values, norms)
 
 
 @kernel("n")

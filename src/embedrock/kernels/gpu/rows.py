@@ -1,17 +1,20 @@
-"""Reading, beginning and stepping records where they lie: near, in GPU memory, or far, in pinned host memory.
+"""Reading and stepping records where they lie: near, in GPU memory, or far, in pinned host memory.
 
-``places`` (n,) int64 are addresses of records. A negative place ``-1 - k`` says that there is none. ``count`` (1,)
-int32 says how many of the n rows there are: nothing beyond is read or written. `form` describes the records. All
-launches are asynchronous, and nothing is allocated.
+``keys`` (n,) are slots of rows, and `homes`, see `cache.Homes`, says where their records are. ``count`` (1,) int32 says
+how many of the n rows there are: nothing beyond is read or written. `form` describes the records. All launches are
+asynchronous, and nothing is allocated.
 """
 
 from math import gcd
+from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
 from embedrock.kernels.gpu.generator import draw_args, rounding_words
+from embedrock.kernels.gpu.homes import find, settle
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
@@ -21,7 +24,9 @@ ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 byte
 @inlined
 def _rows(count, ROWS: tl.constexpr):
     u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return u, u < tl.load(count)
+    if count.dtype.is_ptr():
+        count = tl.load(count)
+    return u, u < count
 
 
 @inlined
@@ -45,124 +50,112 @@ def _state(place, FORM: tl.constexpr, ALIGN: tl.constexpr):
     return tl.multiple_of(place.to(tl.pointer_type(tl.float32)), ALIGN) + FORM.state_start
 
 
-@kernel()
-def _gather(
-    places,
-    fresh,
-    count,
-    out,
-    FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    u, here = _rows(count, ROWS)
-    place = tl.load(places + u, mask=here, other=0)
-    stored = here & (place >= 0)
-    _, inside = _tile(u, stored, BLOCK, FORM)
-    words = tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0)
-    at, inside = _tile(-1 - place, here & (place < 0), BLOCK, FORM)
-    values = tl.where(stored[:, None], decode(words, FORM), tl.load(fresh + at, mask=inside, other=0.0))
-    at, inside = _tile(u, here, BLOCK, FORM)
-    tl.store(out + at, values, mask=inside)
-
-
-@kernel("seed")
+@kernel("count", "limit", "seed")
 def _read(
-    places,
-    ids,
+    keys,
     count,
+    where,
+    dirty,
+    limit,
+    near,
+    far,
+    fresh,
     seed: tl.uint64,
     a,
     b,
     c,
     out,
     DRAW: tl.constexpr,
+    KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     u, here = _rows(count, ROWS)
-    place = tl.load(places + u, mask=here, other=0)
-    _, inside = _tile(u, here & (place >= 0), BLOCK, FORM)
+    key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
+    place, known, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
+    _, inside = _tile(u, may_read, BLOCK, FORM)
     values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
-    absent = here & (place < 0)
-    if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-        drawn = DRAW(tl.load(ids + u, mask=absent, other=0), seed, a, b, c, BLOCK)
-        values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
+    if DRAW is None:
+        at, inside = _tile(-1 - key, here & (key < 0), BLOCK, FORM)
+        values = tl.where(has[:, None], values, tl.load(fresh + at, mask=inside, other=0.0))
+    else:
+        absent = here & (has == 0)
+        if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
+            drawn = DRAW(key, seed, a, b, c, BLOCK)
+            values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
     at, inside = _tile(u, here, BLOCK, FORM)
     tl.store(out + at, values, mask=inside)
 
 
-@kernel()
+@kernel("limit")
 def _scatter(
-    places,
+    keys,
     values,
     count,
+    where,
+    dirty,
+    limit,
+    near,
+    far,
+    KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     u, here = _rows(count, ROWS)
-    place = tl.load(places + u, mask=here, other=-1)
-    at, inside = _tile(u, place >= 0, BLOCK, FORM)
+    key = tl.load(keys + u, mask=here, other=-1)
+    place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    at, inside = _tile(u, has, BLOCK, FORM)
     words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
     tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=inside)
 
 
-@kernel("seed")
-def _begin(
-    places,
-    new,
-    ids,
-    seed: tl.uint64,
-    a,
-    b,
-    c,
-    first_state,
-    count,
-    live,
-    DRAW: tl.constexpr,
-    FORM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WORDS: tl.constexpr,
-    TAIL: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    u, here = _rows(count, ROWS)
-    here &= tl.load(live) != 0
-    here &= tl.load(new + u, mask=here, other=0) != 0
-    if tl.max(here.to(tl.int32), 0) > 0:  # most rows have records
-        place = tl.load(places + u, mask=here, other=0)
-        columns = tl.arange(0, BLOCK)[None, :]
-        drawn = DRAW(tl.load(ids + u, mask=here, other=0), seed, a, b, c, BLOCK)
-        words = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
-        tl.store(_weights(place, BLOCK, FORM, ALIGN), words, mask=here[:, None] & (columns < WORDS))
-        columns = tl.arange(0, TAIL_BLOCK)
+@inlined
+def _begin(u, place, new, ids, seed, a, b, c, first_state, DRAW, FORM: tl.constexpr, ALIGN, ROWS, BLOCK: tl.constexpr):
+    # Write the records of new rows: their first values, and their first state.
+    words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2  # to where state begins
+    tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
+    columns = tl.arange(0, BLOCK)[None, :]
+    drawn = DRAW(tl.load(ids + u, mask=new, other=0), seed, a, b, c, BLOCK)
+    bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
+    tl.store(_weights(place, BLOCK, FORM, ALIGN), bits, mask=new[:, None] & (columns < words))
+    if tail > 0:
+        columns = tl.arange(0, triton.next_power_of_2(tail))
         first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
-        first = tl.broadcast_to(first[None, :], [ROWS, TAIL_BLOCK])
+        first = tl.broadcast_to(first[None, :], [ROWS, columns.shape[0]])
         at = _state(place, FORM, ALIGN)[:, None] + columns[None, :]
-        tl.store(at, first, mask=here[:, None] & (columns < TAIL)[None, :])
+        tl.store(at, first, mask=new[:, None] & (columns < tail)[None, :])
 
 
-@kernel("seed", "step", "steps")
+@kernel("limit", "seed", "step", "steps")
 def _step(
-    places,
+    keys,
     ids,
     values,
     verdict,
     clip,
     count,
+    where,
+    dirty,
+    limit,
+    near,
+    far,
     seed: tl.uint64,
+    a,
+    b,
+    c,
+    first_state,
     step: tl.uint32,
     numbers,
     steps,
+    DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     CLIPS: tl.constexpr,
+    KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -170,9 +163,15 @@ def _step(
 ):
     u, here = _rows(count, ROWS)
     here &= tl.load(verdict + _LIVE) != 0
-    place = tl.load(places + u, mask=here, other=-1)
-    here = place >= 0
+    key = tl.load(keys + u, mask=here, other=-1)
+    place, here, has, word = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    settle(key, here, has, word, where, dirty, KIND)
     if tl.max(here.to(tl.int32), 0) > 0:
+        if DRAW is not None:
+            new = here & (has == 0)
+            if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
+                _begin(u, place, new, ids, seed, a, b, c, first_state, DRAW, FORM, ALIGN, ROWS, BLOCK)
+                tl.debug_barrier()  # what was written is read
         at, inside = _tile(u, here, BLOCK, FORM)
         g = tl.load(values + at, mask=inside, other=0.0) * tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
         if CLIPS:
@@ -186,114 +185,114 @@ def _step(
         tl.store(weights, w, mask=inside)
 
 
-@kernel("steps")
+@kernel("limit", "steps")
 def _refresh(
     rows,
-    places,
+    keys,
     count,
+    where,
+    dirty,
+    limit,
+    near,
+    far,
     numbers,
     steps,
     REFRESH: tl.constexpr,
+    KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     u, here = _rows(count, ROWS)
-    place = tl.load(places + u, mask=here, other=-1)
+    key = tl.load(keys + u, mask=here, other=-1)
+    place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
     at, inside = _tile(u, here, BLOCK, FORM)
     w = tl.load(rows + at, mask=inside, other=0.0)
-    w = REFRESH(w, _state(place, FORM, ALIGN), place >= 0, numbers, steps, FORM)
+    w = REFRESH(w, _state(place, FORM, ALIGN), has, numbers, steps, FORM)
     tl.store(rows + at, w, mask=inside)
 
 
-def gather(places, fresh, count, form, out):
-    """Copy the weights of records to `out` float32 (n, dim).
-
-    A place ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet.
-    """
-    _launch(_gather, places, (places, fresh, count, out), form)
-
-
-def read(places, ids, count, seed, drawn, form, out):
+def read(keys, count, homes, seed, drawn, form, out):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its first value, rounded to nearest as it will be stored.
 
     Args:
-        places: of the records.
-        ids: int64 (n,), which decide first values, with `seed`.
-        count: int32 (1,).
+        keys: int64 or int32 (n,), slots of rows, which are their ids: they decide first values, with `seed`.
+        count: int32 (1,), or a number.
+        homes: where the records are.
         seed: 64 bits.
         drawn: how first values are drawn, see `generator.draw_args`.
         form: of the records.
         out: see above.
     """
     args, constexprs = draw_args(seed, drawn)
-    _launch(_read, places, (places, ids, count, *args, out), form, **constexprs)
+    args = keys, count, *homes.arguments(keys), out, *args, out
+    _launch(_read, keys, args, form, KIND=homes.kind, **constexprs)
 
 
-def scatter(places, values, count, form):
+def gather(keys, fresh, count, homes, form, out):
+    """Copy the weights of records to `out` float32 (n, dim): as `read` does, but key ``-1 - k`` is of ``fresh[k]``."""
+    args = keys, count, *homes.arguments(keys), fresh, 0, *[single(0.0)] * 3, out
+    _launch(_read, keys, args, form, KIND=homes.kind, DRAW=None)
+
+
+def scatter(keys, values, count, homes, form):
     """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
-    _launch(_scatter, places, (places, values, count), form)
+    _launch(_scatter, keys, (keys, values, count, *homes.arguments(keys)), form, KIND=homes.kind)
 
 
-def begin(places, new, ids, seed, drawn, first_state, count, live, form):
-    """Write the records of rows where `new` uint8 (n,) is not 0: their first values and first state.
+class First(NamedTuple):
+    """What new records are at first: `drawn`, see `generator.draw_args`, and their state float32 (state_width,)."""
 
-    Args:
-        places: of the records, of which only the new ones are looked at.
-        new: which records are new.
-        ids: int64 (n,), which decide first values, with `seed`.
-        seed: 64 bits.
-        drawn: how first values are drawn, see `generator.draw_args`.
-        first_state: float32 (state_width,).
-        count: int32 (1,).
-        live: int32 (1,): where it is 0, nothing happens.
-        form: of the records.
-    """
-    tail = form.record_bytes // 4 - form.state_start
-    words = form.dim if form.dtype_name == "float32" else form.state_start * 2  # with the gap before the state
-    sizes = {"WORDS": words, "TAIL": tail, "TAIL_BLOCK": tile(tail).block}
-    args, constexprs = draw_args(seed, drawn)
-    _launch(_begin, places, (places, new, ids, *args, first_state, count, live), form, **constexprs, **sizes)
+    drawn: Any
+    state: Any
 
 
-def step(places, ids, values, verdict, clip, count, seed, step, numbers, form):
+def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numbers, form):
     """Step records by summed gradients. 16-bit weights are rounded stochastically.
 
+    It is noted in `homes` which rows have a record from now on, and which records are newer.
+
     Args:
-        places: of the records. Rows without one are left out.
-        ids: int64 (n,), which decide the rounding, with `seed` and `step`.
+        keys: int64 (n,), slots of rows. Those of no row are left out.
+        ids: int64 (n,), which decide first values, and the rounding with `step`; both with `seed`.
         values: float32 (n, dim): the gradients.
         verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by.
         clip: a number: then they are clamped to ``[-clip, clip]``; or None.
         count: int32 (1,).
+        homes: where the records are.
+        first: what the records of new rows are before the step; None: all rows have records.
         seed: 64 bits.
         step: the number of the step.
         numbers: a tuple of `embedrock.kernels.arguments`, whose type says which rule it is. Its arrays are tensors.
         form: of the records.
     """
     clips = clip is not None
-    args = places, ids, values, verdict, single(clip) if clips else 0.0, count, seed % 2**64, step % 2**32
-    update = rules.UPDATES[type(numbers)]
-    _launch(_step, places, (*args, *_apart(numbers)), form, _most_rows(numbers), UPDATE=update, CLIPS=clips)
+    draws, drawn = draw_args(seed, ("constant", 0.0) if first is None else first.drawn)
+    args = keys, ids, values, verdict, single(clip) if clips else 0.0, count, *homes.arguments(keys), *draws
+    args = *args, values if first is None else first.state, step % 2**32, *_apart(numbers)
+    constexprs = {"DRAW": None if first is None else drawn["DRAW"], "UPDATE": rules.UPDATES[type(numbers)]}
+    constexprs |= {"CLIPS": clips, "KIND": homes.kind_to_step}
+    _launch(_step, keys, args, form, _most_rows(numbers), **constexprs)
 
 
-def refresh(rows, places, count, numbers, form):
+def refresh(rows, keys, count, homes, numbers, form):
     """Bring copies `rows` float32 (n, dim) up to date. The records stay as they are.
 
     Rows without a record were never stepped: their state is 0.
     """
     refresh = rules.REFRESHES[type(numbers)]
-    _launch(_refresh, places, (rows, places, count, *_apart(numbers)), form, _most_rows(numbers), REFRESH=refresh)
+    args = rows, keys, count, *homes.arguments(keys), *_apart(numbers)
+    _launch(_refresh, keys, args, form, _most_rows(numbers), REFRESH=refresh, KIND=homes.kind)
 
 
-def _launch(kernel, places, args, form, rows=None, **constexprs):
+def _launch(kernel, keys, args, form, rows=None, **constexprs):
     part = tile(form.dim, rows)
     options = {**part.options, **constexprs}
     align = gcd(form.record_bytes, ALIGNMENT)
-    launch(kernel, part.programs(places.shape[0]), *args, FORM=form, ALIGN=align, **options)
+    launch(kernel, part.programs(keys.shape[0]), *args, FORM=form, ALIGN=align, **options)
 
 
 def _most_rows(numbers):

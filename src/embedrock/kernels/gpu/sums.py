@@ -5,8 +5,11 @@ into chunks, whose sums are then added up, always in the same way: so the hottes
 busy when all others are done. Nothing depends on the order in which programs run.
 
 The first chunk of a segment is summed by the program of its row. Each window of `CHUNK` positions, in the order of the
-plan, has at most one start of a later chunk, and a row of `partial` for its sum.
+plan, has at most one start of a later chunk, and a row of `partial` for its sum. Whichever program is the last of a
+row's adds the chunks up, and the last of all makes the norm: they know by drawing tickets.
 """
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -22,6 +25,7 @@ _CHUNK = tl.constexpr(CHUNK)
 _PLAIN = tl.constexpr(PLAIN)
 _POOLED = tl.constexpr(POOLED)
 _MAXIMA = tl.constexpr(MAXIMA)
+_TILE = tl.constexpr(TILE)
 _AHEAD = tl.constexpr(4)  # rows asked for before the first of them is added
 
 
@@ -69,23 +73,78 @@ def _window(window, inside, starts, order, inverse, skip):
     number = tl.maximum(1, tl.cdiv(q - first, _CHUNK))
     begin = first + number * _CHUNK
     here = inside & (begin < end) & (begin < q + _CHUNK) & (row != skip)
-    return row, begin, tl.where(here, tl.minimum(end, begin + _CHUNK), begin), number
+    chunks = tl.where(here, tl.cdiv(end - first, _CHUNK), 0)
+    return row, begin, tl.where(here, tl.minimum(end, begin + _CHUNK), begin), number, chunks
 
 
 @inlined
 def _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS):
-    """Return what each line of a program sums, as begin and end, and where its sum goes."""
+    """Return what each line of a program sums.
+
+    That is: where its sum goes; begin and end; its row; of how many chunks that is; and the window of the second.
+    """
     is_row = program < blocks
     target = tl.where(is_row, program, program - blocks) * ROWS + tl.arange(0, ROWS)
     whole = is_row & (target < count) & (target != skip)
     first = tl.load(starts + target, mask=whole, other=0)
     last = tl.load(starts + target + 1, mask=whole, other=0)
     inside = (program >= blocks) & (target < tl.cdiv(n, _CHUNK))
-    _, begin, end, _ = _window(target, inside, starts, order, inverse, skip)
-    return target, tl.where(is_row, first, begin), tl.where(is_row, tl.minimum(last, first + _CHUNK), end)
+    row, begin, end, number, chunks = _window(target, inside, starts, order, inverse, skip)
+    begin, end = tl.where(is_row, first, begin), tl.where(is_row, tl.minimum(last, first + _CHUNK), end)
+    chunks = tl.where(is_row, tl.cdiv(last - first, _CHUNK), chunks)
+    second = tl.where(is_row, first // _CHUNK + 1, target - number + 1)
+    return target, begin, end, tl.where(is_row, target, row), chunks, second
 
 
-@kernel("n", "blocks")
+@inlined
+def _is_last(ticket, others):
+    """Tell whether all others have come here before, and what they stored can be read."""
+    tl.debug_barrier()  # what all threads of this program stored goes first
+    came = tl.atomic_add(ticket, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if came == others:
+        tl.store(ticket, 0)  # for the next launch
+    return came == others
+
+
+@inlined
+def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """Add the sums of a row's later chunks to that of the first; return the sum of squares."""
+    squares = tl.zeros([1], tl.float64)
+    for start in range(0, DIM, WIDTH):
+        column = start + tl.arange(0, WIDTH)[None, :]
+        inside = column < DIM
+        place = values + row.to(tl.int64) * DIM + column
+        total = tl.load(place, mask=inside, other=0.0)
+        j = 0
+        while j < chunks - 1:
+            line = j + tl.arange(0, LINES)[:, None]
+            source = partial + (second + line).to(tl.int64) * DIM + column
+            total += tl.sum(tl.load(source, mask=(line < chunks - 1) & inside, other=0.0), axis=0)[None, :]
+            j += LINES
+        squares += square_sum(total)
+        tl.debug_barrier()  # what was read is overwritten
+        tl.store(place, total, mask=inside)
+    return squares
+
+
+@inlined
+def _norm_by_the_last(squares, size, tickets, norms):
+    """Add up the squares that all programs have left, and write the root twice: infinity where it is not finite."""
+    if _is_last(tickets, tl.num_programs(0) - 1):
+        lane = tl.arange(0, _TILE)
+        total = tl.zeros([_TILE], tl.float64)
+        start = 0
+        while start < size:
+            total += tl.load(squares + start + lane, mask=start + lane < size, other=0.0)
+            start += _TILE
+        norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float32)
+        norm = tl.where(norm == norm, norm, float("inf"))
+        tl.store(norms, norm)
+        tl.store(norms + 1, norm)
+
+
+@kernel("n", "blocks", "size")
 def _sum(
     grads,
     stride,
@@ -99,10 +158,13 @@ def _sum(
     counts,
     skips,
     partial,
-    values,
     squares,
+    tickets,
+    values,
+    norms,
     n,
     blocks,
+    size,
     WHAT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DIM: tl.constexpr,
@@ -110,7 +172,8 @@ def _sum(
     WIDTH: tl.constexpr,
 ):
     program, count, skip = tl.program_id(0), tl.load(counts), tl.load(skips)
-    target, begin, end = _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS)
+    found = _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS)
+    target, begin, end, row, chunks, second = found
     longest = tl.max(end - begin, axis=0)
     is_row, begin, end = program < blocks, begin[:, None], end[:, None]
     total_squares = tl.zeros([ROWS], tl.float64)
@@ -130,48 +193,49 @@ def _sum(
         total = tl.where(begin < end, total, 0.0)
         total_squares += square_sum(total)
         place = target.to(tl.int64)[:, None] * DIM + column
-        tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < n))[:, None])
+        tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < count))[:, None])
         tl.store(partial + place, total, mask=(column < DIM) & (program >= blocks) & (begin < end))
-    tl.store(squares + target, total_squares, mask=is_row & (target < n))
+    # Each program leaves a sum of squares, and each window that of the row whose second chunk begins there.
+    if is_row:
+        tl.store(squares + program, tl.sum(tl.where(chunks < 2, total_squares, 0.0), axis=0))
+    else:
+        is_other = (target < size - blocks) & ((chunks < 2) | (second != target))
+        tl.store(squares + blocks + target, tl.zeros([ROWS], tl.float64), mask=is_other)
+    if tl.max(chunks, axis=0) > 1:
+        line = 0
+        while line < ROWS:
+            mine = tl.arange(0, ROWS) == line
+            pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
+            if pieces > 1:
+                window = tl.sum(tl.where(mine, second, 0), axis=0)
+                if _is_last(tickets + 1 + window, pieces - 1):
+                    whose = tl.sum(tl.where(mine, row, 0), axis=0)
+                    of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
+                    tl.store(squares + blocks + window + tl.arange(0, 1), of_row)
+            line += 1
+    _norm_by_the_last(squares, size, tickets, norms)
 
 
-@kernel()
-def _add_chunks(
-    starts,
-    order,
-    inverse,
-    skips,
-    partial,
-    values,
-    squares,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    window = tl.program_id(0) + tl.zeros([1], tl.int32)
-    row, begin, end, number = _window(window, window >= 0, starts, order, inverse, tl.load(skips))
-    is_second = (begin < end) & (number == 1)
-    if tl.sum(is_second.to(tl.int32), axis=0) == 1:
-        chunks = tl.sum(tl.cdiv(tl.load(starts + row + 1) - begin, _CHUNK), axis=0)
-        total_squares = tl.zeros([1], tl.float64)
-        for start in range(0, DIM, WIDTH):
-            column = start + tl.arange(0, WIDTH)[None, :]
-            inside = column < DIM
-            place = values + row.to(tl.int64)[:, None] * DIM + column
-            total = tl.load(place, mask=inside, other=0.0)
-            j = 0
-            while j < chunks:
-                line = j + tl.arange(0, ROWS)[:, None]
-                source = partial + (window + line).to(tl.int64) * DIM + column
-                total += tl.sum(tl.load(source, mask=(line < chunks) & inside, other=0.0), axis=0)[None, :]
-                j += ROWS
-            total_squares += square_sum(total)
-            tl.debug_barrier()  # what was read is overwritten
-            tl.store(place, total, mask=inside)
-        tl.store(squares + row, total_squares)
+class Scratch(NamedTuple):
+    """What sums over n positions need beside their results.
+
+    Attributes:
+        partial: float32 (partial_rows(n), dim).
+        squares: float64 (square_sums(n, dim),).
+        tickets: int32 (1 + partial_rows(n),), zeros; they are so again when the sums are there.
+    """
+
+    partial: Any
+    squares: Any
+    tickets: Any
 
 
-def sum_shares(what, grads, share, plan, skip, scratch, values, squares):
+def square_sums(n, dim):
+    """Return of how many sums of squares the norm is made."""
+    return -(-n // tile(dim)["ROWS"]) + (partial_rows(n) if n > CHUNK else 0)
+
+
+def sum_shares(what, grads, share, plan, skip, scratch, values, norms):
     """Sum what each position gives to its row.
 
     Args:
@@ -180,61 +244,55 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, squares):
         share: bags, weights, scale and argmax, or None for those that are not needed.
         plan: starts, order, inverse and count.
         skip: int32 (1,), a row whose sum is zero, -1: none.
-        scratch: float32 (partial_rows(n), dim).
-        values: float32 (n, dim) receives the sums; zeros beyond count.
-        squares: float64 (n,) receives their squared norms; zeros beyond count.
+        scratch: see `Scratch`.
+        values: float32 (n, dim) receives the sums; nothing beyond count.
+        norms: float32 (2,) receives the root of the sum of all squares twice, infinity where it is not finite.
     """
     starts, order, inverse, count = plan
     n, form = order.shape[0], tile(values.shape[1])
+    if n == 0:
+        norms.zero_()
+        return
     blocks = -(-n // form["ROWS"])
     later = -(-partial_rows(n) // form["ROWS"]) if n > CHUNK else 0
     weighted = share[1] is not None and share[1].shape[0] > 0
     known = (given if given is not None else inverse for given in share)
-    args = grads, grads.stride(0), *known, starts, order, inverse, count, skip, scratch, values, squares, n, blocks
-    launch(_sum, blocks + later, *args, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, **form)
-    if later:
-        args = starts, order, inverse, skip, scratch, values, squares
-        form["ROWS"] *= 4
-        launch(_add_chunks, partial_rows(n), *args, num_warps=WARPS, **form)
+    args = grads, grads.stride(0), *known, starts, order, inverse, count, skip, *scratch, values, norms
+    size = square_sums(n, values.shape[1])
+    constexprs = {"WHAT": what, "WEIGHTED": weighted, **form}
+    launch(_sum, blocks + later, *args, n, blocks, size, num_warps=WARPS, **constexprs)
 
 
-def sum_segments(grads, starts, order, inverse, count, skip, partial, values, squares):
+def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, norms):
     """Sum the gradients of equal ids.
 
     Args:
         grads: float32, bfloat16 or float16 (m, dim), of positions; any row stride, contiguous columns.
         starts, order, inverse, count: of the plan.
-        skip, partial, values, squares: as in `sum_shares`.
+        skip, scratch, values, norms: as in `sum_shares`.
     """
     nothing = None, None, None, None
-    sum_shares(PLAIN, grads, nothing, (starts, order, inverse, count), skip, partial, values, squares)
+    sum_shares(PLAIN, grads, nothing, (starts, order, inverse, count), skip, scratch, values, norms)
 
 
-@kernel("n")
-def _row_squares(values, counts, squares, n, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+@kernel("size")
+def _norm(values, counts, squares, tickets, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row, count = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(counts)
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
         place = values + row.to(tl.int64)[:, None] * DIM + column
         total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < DIM), other=0.0))
-    tl.store(squares + row, total, mask=row < n)
+    tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
+    _norm_by_the_last(squares, size, tickets, norms)
 
 
-def row_squares(values, count, squares):
-    """Write the sum of squares of each row, in float64; zeros beyond count."""
-    n, form = squares.shape[0], tile(values.shape[1])
-    launch(_row_squares, -(-n // form["ROWS"]), values, count, squares, n, num_warps=WARPS, **form)
-
-
-@kernel()
-def _norm(total, out):
-    norm = tl.sqrt(tl.load(total)).to(tl.float32)
-    norm = tl.where(norm == norm, norm, float("inf"))
-    tl.store(out, norm)
-    tl.store(out + 1, norm)
-
-
-def norm(total, out):
-    """Write the root of `total` float64 () twice to `out` float32 (2,), infinity where it is not finite."""
-    launch(_norm, 1, total, out, num_warps=1)
+def norm(values, count, squares, tickets, norms):
+    """Write the norm of the first `count` rows (n, dim), with scratch, as `sum_shares` does."""
+    n, form = values.shape[0], tile(values.shape[1])
+    if n == 0:
+        norms.zero_()
+        return
+    blocks = -(-n // form["ROWS"])
+    args = values, count, squares, tickets, norms, blocks
+    launch(_norm, blocks, *args, num_warps=WARPS, **form)

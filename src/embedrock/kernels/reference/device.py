@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.cache import BatchTime, RecordMemory, Search, Slots
+    from embedrock.kernels.gpu.cache import Search
+    from embedrock.kernels.gpu.homes import BatchTime, Homes, RecordMemory, Slots
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -28,7 +29,7 @@ LAST = 127  # the bin of slots that may not be taken
 NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
 OUT_OF_RANGE = 1
-CHANGED = 1 << 30  # of a word of `where`: see `settle`
+CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
 
 # ---------------------------------------------------------------- the plan
 
@@ -54,6 +55,7 @@ def collect(
     starts: Int32Array,
     inverse: Int32Array,
     count: Int32Array,
+    tickets: Int32Array,
 ) -> None:
     """Write the plan of sorted keys.
 
@@ -65,7 +67,9 @@ def collect(
         starts: int32 (n + 1,); segment k is ``order[starts[k] : starts[k + 1]]``.
         inverse: int32 (n,), for each position the index of its key.
         count: int32 (1,).
+        tickets: int32, of which nobody has drawn one yet.
     """
+    tickets[:] = 0
     values, first, index = np.unique(keys, return_index=True, return_inverse=True)
     count[0] = values.size
     unique[: values.size], unique[values.size :] = values, nobody
@@ -118,7 +122,7 @@ def touch(slots: Slots, search: Search, time: BatchTime, keys: Int64Array, count
         slots: what is known about records.
         search: ``counts`` receives how many rows to fetch there are; only the sum means anything.
         time: the batch's place in time.
-        keys, count: of the batch. Those outside ``[0, limit)`` are left alone.
+        keys, count: of the batch, no key twice. Those outside ``[0, limit)`` are left alone.
         limit: number of far slots.
     """
     stamp, span, fading = time.numbers()
@@ -212,11 +216,9 @@ def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) ->
             ctypes.memmove(target, source, record_bytes)
 
 
-def locate(
-    keys: Int64Array, count: Int32Array, where: Int32Array | None, limit: int, memory: RecordMemory, places: Int64Array
-) -> None:
-    """Write the address of each record, or ``-1 - u`` where there is none. Without `where` all are far."""
-    near, far, size = memory
+def locate(keys: Int64Array, count: Int32Array, homes: Homes, places: Int64Array) -> None:
+    """Write the address of each record, or ``-1 - u`` where there is none: `find` of ``kernels/gpu/cache.py``."""
+    where, _, _, limit, (near, far, size) = homes
     places[: count[0]] = -1 - np.arange(count[0])
     for u in _rows(keys, count, limit):
         word = -1 if where is None else int(where[keys[u]])
@@ -226,47 +228,33 @@ def locate(
             places[u] = far + keys[u] * size
 
 
-def settle(
-    keys: Int64Array,
-    count: Int32Array,
-    live: Int32Array,
-    where: Int32Array,
-    dirty: UInt8Array | None,
-    identity: bool,
-    limit: int,
-    memory: RecordMemory,
-    places: Int64Array,
-    new: UInt8Array,
+def settle_rows(
+    keys: Int64Array, count: Int32Array, live: Int32Array, homes: Homes, places: Int64Array, new: UInt8Array
 ) -> None:
     """Before rows are stepped: give those without a record a place, and note which near records will be newer.
 
     Args:
         keys, count: of the batch.
         live: int32 (1,); where it is 0 no row is stepped: all places are -1, and nothing else happens.
-        where: as in `Slots`.
-        dirty: as in `Slots`; None for a table without a cache.
-        identity: all records are near, in slot = key, and `CHANGED` is set where they are stepped; otherwise new ones
-            are far.
-        limit: keys outside ``[0, limit)`` are left alone: their places are -1.
-        memory: where records lie.
-        places: int64 (n,) receives addresses.
+        homes: where records are.
+        places: int64 (n,) receives addresses, -1 for keys of no row.
         new: uint8 (n,) receives 1 where the record is yet to be written.
     """
     places[: count[0]], new[: count[0]] = -1, 0
     if not live[0]:
         return
-    for u in _rows(keys, count, limit):
-        word = int(where[keys[u]])
+    for u in _rows(keys, count, homes.limit):
+        word = int(homes.where[keys[u]])
         new[u] = word < 0 and (-1 - word) & 1
-        if identity:
-            where[keys[u]] = keys[u] | CHANGED
+        if homes.is_identity:
+            homes.where[keys[u]] = keys[u] | CHANGED
         elif new[u]:
-            where[keys[u]] = word + 1
-    locate(keys, count, where, limit, memory, places)
+            homes.where[keys[u]] = word + 1
+    locate(keys, count, homes, places)
     places[: count[0]] = np.maximum(places[: count[0]], -1)
-    if dirty is not None:
-        words = where[keys[_rows(keys, count, limit)]]
-        dirty[words[words >= 0]] = 1
+    if homes.dirty is not None:
+        words = homes.where[keys[_rows(keys, count, homes.limit)]]
+        homes.dirty[words[words >= 0]] = 1
 
 
 def judge(
@@ -298,8 +286,8 @@ def judge(
         faults[faults[:, 3] == 0, 3] = number
 
 
-def norm(total: np.ndarray, out: np.ndarray) -> None:
-    """Write the root of `total` float64 () twice to `out` float32 (2,), infinity where it is not finite."""
+def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
+    """Write the norm of the first `count` rows twice to `norms` float32 (2,), infinity where it is not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        root = np.sqrt(total).astype(np.float32)
-    out[:] = np.inf if np.isnan(root) else root
+        root = np.sqrt(np.square(values[: count[0]], dtype=np.float64).sum()).astype(np.float32)
+    norms[:] = np.inf if np.isnan(root) else root

@@ -1,0 +1,43 @@
+"""Kernels that write what the functions of homes.py find and note, which other kernels are made of, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from embedrock.kernels.gpu.homes import Homes, find, settle
+from embedrock.kernels.gpu.runtime import inlined, launch
+
+
+@inlined
+def _locate(keys, count, where, dirty, limit, near, far, places, KIND: tl.constexpr, BYTES: tl.constexpr):
+    u = tl.program_id(0)
+    here = u < tl.load(count)
+    key = tl.load(keys + u, mask=here, other=-1)
+    place, _, has, _ = find(key, here, where, limit, near, far, KIND, BYTES)
+    tl.store(places + u, tl.where(has, place, -1 - u.to(tl.int64)), mask=here)
+
+
+def locate(keys: Any, count: Any, homes: Homes, places: Any) -> None:
+    """Write the address of each record, or ``-1 - u`` where there is none."""
+    args = keys, count, *homes.arguments(keys), places
+    launch(_locate, len(keys), *args, KIND=homes.kind, BYTES=homes.memory.record_bytes)
+
+
+@inlined
+def _settle(keys, count, live, where, dirty, limit, near, far, places, new, KIND: tl.constexpr, BYTES: tl.constexpr):
+    u = tl.program_id(0)
+    inside = u < tl.load(count)
+    here = inside & (tl.load(live) != 0)
+    key = tl.load(keys + u, mask=here, other=-1)
+    place, known, has, word = find(key, here, where, limit, near, far, KIND, BYTES)
+    settle(key, known, has, word, where, dirty, KIND)
+    tl.store(places + u, tl.where(known, place, -1), mask=inside)
+    tl.store(new + u, (known & (has == 0)).to(tl.uint8), mask=inside)
+
+
+def settle_rows(keys: Any, count: Any, live: Any, homes: Homes, places: Any, new: Any) -> None:
+    """Do what a step does before it steps: write the addresses of what it steps, -1: nothing, and what is new."""
+    args = keys, count, live, *homes.arguments(keys), places, new
+    launch(_settle, len(keys), *args, KIND=homes.kind_to_step, BYTES=homes.memory.record_bytes)
