@@ -555,6 +555,58 @@ def test_parts_are_shared_out_anew_as_they_are_opened(pair: Ranks, tmp_path: Pat
     assert sorted(os.listdir(path)) == ["SHARDED", "shard-0-of-2", "shard-1-of-2"]
 
 
+# ---------------------------------------------------------------- in RAM
+
+
+def in_ram() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    layers = [one_layer(kind) for kind in (True, "rank 1", False)]
+    model = nn.ModuleList(layers)
+    return model, ert.Adam(model, lr=0.05)
+
+
+def steps_in_ram(model: Any, optimizer: Any, steps: range, blocks: Sequence[int]) -> list[torch.Tensor]:
+    for step in steps:
+        for block in blocks:
+            ids = ids_of(step, block)[:, 0] % 100
+            (torch.stack([layer(ids).square().sum() for layer in model]).sum() / len(blocks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [layer(torch.arange(100)).detach() for layer in model]
+
+
+def saves_in_ram(rank: int, folder: str) -> list[torch.Tensor]:
+    """Train, save, and go on; a new model loads, and goes on the same way."""
+    model, optimizer = in_ram()
+    steps_in_ram(model, optimizer, range(1), [rank])
+    ert.save(model, folder, step=1, keep=1)
+    steps_in_ram(model, optimizer, range(1, 3), [rank])
+    ert.save(model, folder, step=3, keep=1)
+    model, optimizer = in_ram()
+    assert ert.load(model, folder) == 3
+    return steps_in_ram(model, optimizer, range(3, 5), [rank])
+
+
+def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_path: Path) -> None:
+    found = pair.run(saves_in_ram, str(tmp_path))
+    expected = steps_in_ram(*in_ram(), range(5), [0, 1])
+    for rows in found:
+        for ours, theirs in zip(rows, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    names = sorted(os.listdir(tmp_path))
+    assert [re.sub("[0-9a-f]{8}", "token", name) for name in names] == ["step-3-token.part-1-of-2", "step-3-token.pt"]
+
+    model, optimizer = in_ram()  # one process alone takes the rows of both
+    assert ert.load(model, tmp_path) == 3
+    for ours, theirs in zip(steps_in_ram(model, optimizer, range(3, 5), [0, 1]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with pytest.raises(er.ArgumentError, match=r"has the rows of rank 0 of 2 only, and this process has all rows"):
+        model.load_state_dict(torch.load(tmp_path / names[1])["model"])
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(er.CorruptTableError, match=r"part-1-of-2.*All ranks must save to.* one folder that all see"):
+        ert.load(model, tmp_path)
+
+
 # ---------------------------------------------------------------- what travels
 
 

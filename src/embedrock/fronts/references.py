@@ -69,6 +69,11 @@ def kept_by(checkpoint: str) -> Iterator[None]:
         _keeper.reset(token)
 
 
+def is_kept() -> bool:
+    """Return whether what is made of tables now goes to a checkpoint, which all processes make together."""
+    return _keeper.get() is not None
+
+
 def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now, whose commit nothing but a release drops.
 

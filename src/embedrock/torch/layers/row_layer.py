@@ -14,7 +14,7 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind, resolve_padding
-from embedrock.fronts.references import Remedies, check_state, go_to, is_reference
+from embedrock.fronts.references import Remedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
@@ -22,11 +22,13 @@ from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
 from embedrock.torch.layers.row_state import (
     META,
+    PART,
     RowKeys,
     averaged_tensors,
     part_tensors,
     row_tensors,
     take_rows,
+    tensors_of_part,
     weights_of,
 )
 from embedrock.torch.training.handle import Handle, handle_of
@@ -315,6 +317,7 @@ class RowLayer(nn.Module):
         self.handle.changed()
         if self.handle.is_elsewhere:
             return
+        self._check_part(state)
         check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
             self._import_weight(state["weight"])
@@ -323,6 +326,16 @@ class RowLayer(nn.Module):
             self.name_in_errors()  # the table may have had fewer rows then
         else:
             self._table.load_state(state)
+
+    def _check_part(self, state: dict[str, Any]) -> None:
+        """Raise `ArgumentError` for rows that are another part of the table than this process has."""
+        part, shard = state.pop(PART, None), self.handle.shard
+        if part is not None and (shard is None or list(part) != [shard.rank, shard.ranks]):
+            own = "this process has all rows" if shard is None else f"this is rank {shard.rank} of {shard.ranks}"
+            raise ArgumentError(
+                f"the state of {self.handle.label} has the rows of rank {part[0]} of {part[1]} only, and {own}. Load "
+                "the checkpoint by ert.load on all ranks, which takes each row from the part that has it."
+            )
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
@@ -365,7 +378,9 @@ class RowLayer(nn.Module):
         if shard is None:
             return row_tensors(self._table)
         if self.handle.shared_path is None:
-            self.handle.check_whole("put in a state dict")
+            if not is_kept():
+                self.handle.check_whole("put in a state dict")
+            return tensors_of_part(self._table, shard.rank, shard.ranks)
         return part_tensors(str(self.handle.shared_path), shard.ranks)
 
     def _load_from_state_dict(

@@ -29,6 +29,7 @@ from embedrock.torch.training.averages import RowAverage
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
 HOLDER = "state_dict"  # of commits that state dicts refer to
+PART = "part"  # in what is told of rows in RAM that several processes share: whose, of how many
 OLD = "_extra_state"  # where a dict was, before there were tensors
 
 
@@ -79,6 +80,30 @@ def row_tensors(table: Table) -> dict[str, Tensor]:
         tensors |= {ROWS + key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
     meta = _json_tensor({**state, "count": len(records)})
     return {META: meta, **{key: tensor for key, tensor in tensors.items() if tensor.numel()}}
+
+
+def tensors_of_part(table: Table, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Return what a checkpoint has of the rows in RAM that one of several processes has."""
+    tensors = row_tensors(table)
+    meta = _meta(tensors[META], table.subject)
+    return {**tensors, META: _json_tensor({**meta, PART: [rank, ranks]})}
+
+
+def part_of(meta: Tensor) -> tuple[int, int] | None:
+    """Return whose part of how many a state has, by its `rows.meta`; None: it has all rows, or a reference."""
+    found = _meta(meta, "a layer").get(PART)
+    return None if found is None else (int(found[0]), int(found[1]))
+
+
+def steps_in(meta: Tensor) -> int:
+    """Return how many steps a state's `rows.meta` tells."""
+    return int(_meta(meta, "a layer").get("steps", 0))
+
+
+def with_part(meta: Tensor, count: int, part: tuple[int, int] | None) -> Tensor:
+    """Return the `rows.meta` of so many rows that are a part, None: all rows, of a table."""
+    told = {key: value for key, value in _meta(meta, "a layer").items() if key != PART}
+    return _json_tensor({**told, "count": count, **({} if part is None else {PART: part})})
 
 
 def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:

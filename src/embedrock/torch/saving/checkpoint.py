@@ -28,6 +28,7 @@ from embedrock.machine.vfs import lacks_files, opened
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
 from embedrock.torch.saving.relocation import open_moved, references
+from embedrock.torch.saving.shared_rows import own_rows, remove_parts, write_part
 from embedrock.torch.saving.together import Together
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
@@ -92,6 +93,7 @@ def save(
             collect(folder, ENDINGS, tables)
         raise
     drop_older(before, made, keep, tables)
+    remove_parts(folder, checkpoints(folder, ENDINGS))  # where several processes saved before
     return made.file
 
 
@@ -109,11 +111,21 @@ def _save_together(
 
     all_ranks.do("ert.save", begin)
     all_ranks.do("ert.save, commits", lambda: _commit(made, tables))
+    all_ranks.do("ert.save, parts", lambda: None if first else _write_part(made, model, all_ranks))
     all_ranks.do("ert.save, the file", lambda: _write(made, model, parts) if first else None)
     all_ranks.do("ert.save, older ones", lambda: drop_older(before, made, keep, tables) if first else None)
     kept = all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made)
     all_ranks.let_go(kept, made, tables)
+    remove_parts(made.folder, kept)
     return made.file
+
+
+def _write_part(made: Checkpoint, model: nn.Module, all_ranks: Together) -> None:
+    """Write the rows in RAM that this process has and others have not."""
+    with kept_by(made.commit_name):
+        states = model.state_dict()
+    opened(made.folder.mkdir, parents=True, exist_ok=True)
+    write_part(made.file, states, all_ranks.rank, all_ranks.ranks)
 
 
 def _earlier(made: Checkpoint) -> list[Checkpoint]:
@@ -230,6 +242,7 @@ def _load(model: nn.Module, file: Path, parts: dict[str, Any], relocate: Relocat
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
         )
+    content["model"] = own_rows(model, content["model"], file, lambda part: _torch_read(part, mmap=True))
     if relocate is not None:
         open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
@@ -268,9 +281,17 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
     Raises:
         CorruptTableError: it is damaged, or not one of ours.
     """
+    content = _torch_read(file, **how)
+    if not isinstance(content, dict) or set(content) != set(KEYS) or content[KEYS[0]] != FORMAT:
+        raise CorruptTableError(f"{str(file)!r} must be a checkpoint of ert.save, of format {FORMAT}: it is not.")
+    return content
+
+
+def _torch_read(file: Path, **how: Any) -> Any:
+    """Return what `torch.save` has written to a file."""
     try:
         opened(_check_sums, file)
-        content = opened(torch.load, file, map_location="cpu", weights_only=True, **how)
+        return opened(torch.load, file, map_location="cpu", weights_only=True, **how)
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes make their readers raise anything
@@ -280,9 +301,6 @@ def _read(file: Path, **how: Any) -> dict[str, Any]:
             f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, remove it: ert.load then takes the "
             "one before."
         ) from error
-    if not isinstance(content, dict) or set(content) != set(KEYS) or content[KEYS[0]] != FORMAT:
-        raise CorruptTableError(f"{str(file)!r} must be a checkpoint of ert.save, of format {FORMAT}: it is not.")
-    return content
 
 
 def _check_sums(file: Path) -> None:

@@ -41,6 +41,16 @@ class Together:
         return self._exchange is None
 
     @property
+    def rank(self) -> int:
+        """Of this process."""
+        return 0 if self._exchange is None else self._exchange.transport.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+        return 1 if self._exchange is None else self._exchange.transport.ranks
+
+    @property
     def is_first(self) -> bool:
         """Whether this process has the files."""
         return self._exchange is None or self._exchange.transport.rank == 0
