@@ -313,13 +313,13 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
         raise
 
 
-def write_whole(system: System, path: str, data: Data, link_to: str | None = None) -> None:
+def write_whole(system: System, path: str, *parts: Data, link_to: str | None = None) -> None:
     """Write a small file that is there as a whole, after a crash too, or not at all.
 
     Args:
         system: where it goes.
         path: its name; with `link_to`, a temporary one in the same folder, which an older attempt may have left.
-        data: all its bytes.
+        parts: all its bytes, one after the other.
         link_to: the name that it gets once its bytes are safe.
 
     Raises:
@@ -330,7 +330,8 @@ def write_whole(system: System, path: str, data: Data, link_to: str | None = Non
         system.unlink(path)
     file = create(system, path)
     try:
-        file.append(data)
+        for data in parts:
+            file.append(data)
         file.sync()
         file.close()
         if link_to is None:

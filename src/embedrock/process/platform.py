@@ -222,6 +222,13 @@ def resident_pages(address: int, nbytes: int) -> np.ndarray:
     return np.bitwise_and(pages, 1, out=pages)
 
 
+def give_back_memory() -> None:
+    """Give the system the memory that was freed, which glibc keeps for each thread that there was."""
+    trim = _from_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
 def keep_from_children(address: int, nbytes: int) -> None:
     """Leave the whole pages of some memory out of processes that are forked from now on, where the system can."""
     _advise("MADV_DONTFORK", address, nbytes)

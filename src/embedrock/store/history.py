@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import EmbedrockError, MissingFileError
-from embedrock.machine.vfs import System, read_whole, write_whole
+from embedrock.machine.vfs import Data, System, read_whole, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import HEADER_BYTES, REMEDY, check_header, damaged, make_header
 
 MAX_BYTES = 1 << 32
+JOINED_BYTES = 1 << 20  # are copied, so that they are one call of the system; of more there is no copy
 DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # of the list of arrays
 
@@ -25,10 +26,15 @@ _SIZE = struct.Struct("<I")  # of the list of arrays
 def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, np.ndarray]) -> HistoryFile:
     """Write arrays to a new file, durably: a header page, a list of them in JSON, and their bytes."""
     listed = json.dumps([[key, array.dtype.str, array.shape] for key, array in arrays.items()]).encode("ascii")
-    content = [_SIZE.pack(len(listed)), listed, *(array.tobytes() for array in arrays.values())]
-    data = make_header(uuid, 0, name) + b"".join(content)
-    write_whole(system, folders.join(folder, name), data)
-    return HistoryFile(name, len(data), zlib.crc32(data), 0)
+    parts: list[Data] = [make_header(uuid, 0, name) + _SIZE.pack(len(listed)) + listed]
+    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values()]
+    if sum(map(len, parts)) < JOINED_BYTES:
+        parts = [b"".join(parts)]
+    write_whole(system, folders.join(folder, name), *parts)
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return HistoryFile(name, sum(map(len, parts)), crc, 0)
 
 
 def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> dict[str, np.ndarray]:

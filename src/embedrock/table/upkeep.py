@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from embedrock.process import platform
 from embedrock.store.compaction import Stopped, compact, compact_in_pieces, let_commits_pass
 from embedrock.store.folding import PIECE_BYTES, fold
 from embedrock.store.pieces import Goal
@@ -42,11 +43,14 @@ class Upkeep:
 
     def _compact(self, goals: Mapping[Store, Goal | None]) -> None:
         args = BYTES_PER_SECOND, self._stopping.is_set
-        for store, goal in goals.items():
-            if goal is None:
-                compact(store, *args)
-            else:
-                compact_in_pieces(store, goal, *args)
+        try:
+            for store, goal in goals.items():
+                if goal is None:
+                    compact(store, *args)
+                else:
+                    compact_in_pieces(store, goal, *args)
+        finally:
+            platform.give_back_memory()  # or each of the threads of commits and compactions leaves some behind
 
     def fold(self, stores: Sequence[Store]) -> None:
         """Make few logs of many, here and now where they are small."""

@@ -35,6 +35,7 @@ MIXED = np.uint64(0x9E3779B97F4A7C15)  # odd: ids that are neighbours in time en
 ROWS, LOOKUPS = 1_000_000, 100_000_000
 STEPS_A_COMMIT = 200
 WITHIN = 1000  # steps, of the admission
+LOOKED_AT = 10  # steps between two looks at the files
 MANY = 2  # times the median: a step that takes longer is counted
 MB = 1e6
 
@@ -75,7 +76,8 @@ class Stream:
             table.compact()
         self._before_bytes = peak_rss_bytes()
         options |= {"admission": admission, "eviction": er.Eviction(max_rows=rows)}
-        self._table = er.Table(None, workload.dim, path=folder / "table", memory=memory, **options)
+        self._folder = folder / "table"
+        self._table = er.Table(None, workload.dim, path=self._folder, memory=memory, **options)
 
     def run(self) -> dict[str, Any]:
         """Go through the stream, and return what was seen from the step on in which the first row left."""
@@ -85,11 +87,11 @@ class Stream:
             ids, begun[step] = ids_of(self._workload, step, self._steps), time.perf_counter()
             self._step(table, ids)
             times[step] = time.perf_counter() - begun[step]
+            if (step + 1) % LOOKED_AT == 0 and full_at:
+                worst = max(worst, self._files_over_live(table.stats()))
             if (step + 1) % STEPS_A_COMMIT == 0:
                 table.commit(step=step, wait=False)
-                stats = table.stats()
-                full_at = full_at or (step + 1 if stats["evicted"] else 0)
-                worst = max(worst, self._files_over_live(stats) if full_at else 0.0)
+                full_at = full_at or (step + 1 if table.stats()["evicted"] else 0)
                 say(f"{(step + 1) * self._workload.lookups:,} lookups", transient=True)
         begun[-1] = time.perf_counter()
         table.commit()
@@ -121,7 +123,9 @@ class Stream:
         }
 
     def _files_over_live(self, stats: dict[str, float]) -> float:
-        return stats["disk_bytes"] / (stats["rows_touched"] * stats["record_bytes"])
+        """Return the bytes of all files that there are, those that are about to go too, over those of the rows."""
+        sizes = [one.stat().st_size for one in self._folder.rglob("*") if one.is_file()]
+        return sum(sizes) / (stats["rows_touched"] * stats["record_bytes"])
 
 
 def measure(task: Task) -> Report:
