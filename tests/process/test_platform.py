@@ -120,6 +120,12 @@ def test_memory_that_cannot_be_resized_is_copied(monkeypatch: pytest.MonkeyPatch
         assert not any(memory[4096:])
 
 
+def test_memory_is_given_back_where_the_system_can(monkeypatch: pytest.MonkeyPatch):
+    platform.give_back_memory()
+    monkeypatch.setattr(platform, "_from_libc", lambda name: None)
+    platform.give_back_memory()
+
+
 def test_pages_count_as_resident_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch):
     memory = np.frombuffer(platform.private_memory(8 * mmap.PAGESIZE), np.uint8)
     assert platform.resident_pages(memory.ctypes.data, memory.nbytes).tolist() == [0] * 8
@@ -133,12 +139,6 @@ def test_pages_count_as_resident_where_the_system_does_not_say(monkeypatch: pyte
 @pytest.mark.parametrize(
     "word", [r"\bfcntl\b", r"import resource", r"sys\.platform", r"ctypes\.CDLL", r"getattr\(os,", r"hasattr\(os,"]
 )
-def test_memory_is_given_back_where_the_system_can(monkeypatch: pytest.MonkeyPatch):
-    platform.give_back_memory()
-    monkeypatch.setattr(platform, "_from_libc", lambda name: None)
-    platform.give_back_memory()
-
-
 def test_systems_are_told_apart_in_one_place(word: str):
     found = {str(file.relative_to(SOURCES)) for file in SOURCES.rglob("*.py") if re.search(word, file.read_text())}
     assert found - {"process/forks.py"} == {"process/platform.py"}

@@ -443,18 +443,24 @@ class Rows:
 
     def admit(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
-        return self._admit(self._prepared(plan))
+        ready = self._prepared(plan)
+        slots, left = self._admit(ready)
+        self._note(ready.ballot, left)
+        return slots
 
-    def _admit(self, ready: Prepared) -> np.ndarray:
+    def _admit(self, ready: Prepared) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots of a plan's rows, and the ids of those that left; the caller has yet to `_note` it."""
         slots, tier = ready.plan.slots, self.tier
         left = self._let_leave(ready.ballot)
         self._lease.prepared = None  # it does not know of the records that are made now
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
         tier.changing(slots)
-        if self.residents is not None and ready.ballot is not None:
-            self.residents.note(ready.ballot, left)
-        return slots
+        return slots, left
+
+    def _note(self, ballot: Ballot | None, left: np.ndarray) -> None:
+        if self.residents is not None and ballot is not None:
+            self.residents.note(ballot, left)
 
     def _let_leave(self, ballot: Ballot | None) -> np.ndarray:
         """Let the rows go that a batch drives out, and return their ids; slots of others stay as they are."""
@@ -496,13 +502,14 @@ class Rows:
         self._lease.is_stepped = True
         draft = self.draft(rule)
         gradient = self._shared_gradient(ready.ballot, grads.values)
-        slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
+        slots, left = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
         if self.shared is not None and gradient is not None:
             self.shared.step(gradient, numbers, self.steps)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
+        self._note(ready.ballot, left)  # while the rows are stepped
         if self.residents is not None:
             self.residents.tell()
 

@@ -25,12 +25,12 @@ COUNTED, COUNTED_AT_ONCE = 10_000_000, 1 << 20
 MB = 1 << 20
 
 
-def stream_step(workload: Workload, admits: bool, evicts: bool) -> Step:
-    """Step a table of open ids; in each round through the batches, some of their ids are new ones."""
+def stream_step(workload: Workload, admits: bool, evicts: bool, new_share: float = NEW_SHARE) -> Step:
+    """Step a table of open ids; in each round through the batches, a share of their ids are new ones."""
     import embedrock as er
 
     hot = [batch.reshape(-1) for batch in workload.ids()]
-    is_new = np.random.default_rng(workload.seed).random((len(hot), workload.lookups)) < NEW_SHARE
+    is_new = np.random.default_rng(workload.seed).random((len(hot), workload.lookups)) < new_share
     grads, rounds = workload.gradient().reshape(-1, workload.dim), [0] * len(hot)
     admission = er.Admission(2, within=4 * len(hot), sketch="8MiB") if admits else None
     known = len(np.unique(np.concatenate(hot)))
@@ -48,8 +48,9 @@ def stream_step(workload: Workload, admits: bool, evicts: bool) -> Step:
     return step
 
 
-def _contender(name: str, label: str, admits: bool, evicts: bool) -> StepContender:
-    return StepContender(name, label, partial(stream_step, admits=admits, evicts=evicts), 3, lazy=True)
+def _contender(name: str, label: str, admits: bool, evicts: bool, new_share: float = NEW_SHARE) -> StepContender:
+    step = partial(stream_step, admits=admits, evicts=evicts, new_share=new_share)
+    return StepContender(name, label, step, 3, lazy=True)
 
 
 CONTENDERS = (
@@ -57,6 +58,8 @@ CONTENDERS = (
     _contender("admission", "the same with an Admission, counted by a sketch", True, False),
     _contender("eviction", "the same with an Eviction, max_rows", False, True),
     _contender("both", "the same with both", True, True),
+    _contender("every-id-known", "the first without any id that is new", False, False, 0.0),
+    _contender("both-known", "the same rows, with both", True, True, 0.0),
 )
 
 
@@ -124,7 +127,11 @@ OPEN_IDS = Bench(
     measure,
     (*SIZES, *EFFORT),
     CONTENDERS,
-    (faster("both", "every-id", 1.15, at_most=True), faster("admission", "every-id", 1.15, at_most=True)),
+    (
+        faster("both", "every-id", 1.15, at_most=True),
+        faster("admission", "every-id", 1.15, at_most=True),
+        faster("both-known", "every-id-known", 1.15, at_most=True),
+    ),
     (Workload(rows=1_000_000),),
     texts={"contenders": "names or patterns (default: all); ratios are over the first one's time"},
     add_options=_add_ids,
