@@ -7,11 +7,9 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from embedrock.machine.sizes import parse_bytes
-from embedrock.shards.resharding import reshard
+from embedrock.shards.resharding import MEMORY, reshard
 from embedrock.terminal.arguments import count, place
 from embedrock.terminal.tables import format_count
-
-MEMORY = "256MiB"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -73,7 +73,8 @@ def _run(arguments: Namespace) -> int:
     cluster = Cluster(ranks=1, **own)
     if arguments.two_ms is not None and arguments.alone_ms is None:
         arguments.parser.error("--two-ms goes with --alone-ms: what it takes more is what ranks cost")
-    compute, machine = _compute(arguments, load), machines.load() or machines.EXAMPLE
+    compute = _compute(arguments, load)
+    machine = machines.EXAMPLE if compute is not None else machines.load() or machines.EXAMPLE
     found = {
         ranks: simulate(
             load,

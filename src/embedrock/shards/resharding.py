@@ -26,7 +26,8 @@ from embedrock.table.rows import EXPORT_BATCH_ROWS
 from embedrock.table.saved import Saved, load, saved_of
 from embedrock.table.table import Table, rows_of
 
-MEMORY = "256MiB"  # of the part that is written
+MEMORY = "64MiB"  # of the part that is written
+BATCH_BYTES = 8 << 20  # of records that are read at a time
 GONE = ".gone"  # parts that are being removed
 SOURCE_MEMORY = "32MiB"  # of the part that is read: its rows go by once
 
@@ -183,7 +184,7 @@ def _own_ids(layout: Layout, rank: int, common: Common, shard: Shard) -> Iterato
 
 def _own_records(layout: Layout, rank: int, common: Common, shard: Shard) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     with _source(layout, rank, common) as table:
-        for ids, records in rows_of(table).tier.record_batches(EXPORT_BATCH_ROWS):
+        for ids, records in rows_of(table).tier.record_batches(max(1, BATCH_BYTES // table.spec.record_bytes)):
             own = shard.owns(ids)
             yield ids[own], records[own]
 
