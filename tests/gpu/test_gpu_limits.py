@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,8 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, direct, pinned, placement, steps, timeline
+from embedrock.device import attach, direct, hosted, pinned, placement, steps, timeline
+from embedrock.device import side as device_side
 from embedrock.device.direct import DirectSide
 from embedrock.device.hosted import HostedSide
 from embedrock.device.side import DeviceSide
@@ -448,6 +450,23 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
     found = layer(torch.arange(498, 502))
     np.testing.assert_array_equal(found.detach().numpy()[2:], first[500:502])
     assert [shape for shape in uploaded if len(shape) == 2] == [(2, 64)]
+
+
+def counted(function: Any, calls: collections.Counter[str]) -> Any:
+    def called(*args: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*args)
+
+    return called
+
+
+def test_a_plan_of_the_host_is_one_upload(monkeypatch: pytest.MonkeyPatch):
+    model, ids, uploads = make(HOSTED[0]), torch.arange(5), collections.Counter[str]()
+    train(model, [ids])  # whose rows have records from then on
+    for module, name in ((device_side, "uploaded"), (hosted, "uploaded_together")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), uploads))
+    train(model, [ids])
+    assert uploads == {"uploaded_together": 1}
 
 
 def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.MonkeyPatch):
