@@ -15,7 +15,7 @@ from embedrock.process.interrupts import held_back
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
 # branches, which would keep loops from being vectorized.
-_FLAGS: Any = {"nogil": True, "error_model": "numpy"}
+_FLAGS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 # For parts of kernels whose loops must be vectorized together with those around them. LLVM's own choice leaves a call
 # in the generator's loop over blocks, which then runs 6 times slower.
