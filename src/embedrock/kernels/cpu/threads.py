@@ -11,7 +11,7 @@ import atexit
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -76,9 +76,15 @@ class Call:
         self._done.release()
 
 
+def _take(function: Callable[..., object], args: Sequence[Any], parts: Iterator[tuple[int, int]]) -> None:
+    """Do those parts of a call that no other thread has taken: a list's iterator gives each to one."""
+    for lo, hi in parts:
+        function(*args, lo, hi)
+
+
 class _Pool:
-    """Daemon threads that take calls from one queue. The calling thread does the first part itself, and every
-    other part that no worker has begun by then, so that a busy or closed pool delays a call but never blocks it."""
+    """Daemon threads that take calls from one queue. The calling thread does parts of a call itself, and all that no
+    worker has taken by then, so that a busy or closed pool delays a call but never blocks it."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -108,11 +114,12 @@ class _Pool:
             call.run_once()
 
     def run(self, function: Callable[..., object], bounds: list[int], args: Sequence[Any]) -> None:
-        calls = [Call(function, (*args, *part)) for part in itertools.pairwise(bounds[1:])]
+        parts = iter(list(itertools.pairwise(bounds)))
+        calls = [Call(_take, (function, args, parts)) for _ in range(min(self.threads, len(bounds) - 1) - 1)]
         for call in calls:
             self.put(call)
         try:
-            function(*args, bounds[0], bounds[1])
+            _take(function, args, parts)
         finally:
             errors = [error for call in calls if (error := call.wait())]
         if errors:
