@@ -170,15 +170,17 @@ class EmbeddingBag(RowLayer):
         bounds = None
         if host is not None:
             array, bounds = host
-        elif offsets is None and not is_jagged(ids) and getattr(ids, "ndim", None) == 2:  # each bag has as many ids
+        elif offsets is None and getattr(ids, "ndim", None) == 2 and not is_jagged(ids):  # each bag has as many ids
             array = host_ids(ids, handle.label)
         else:
             flat, cuts = self._flat(ids, offsets, handle)
             array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()
-        weights = self._flat_weights(ids, weights, array.size)
-        values = host_weights(weights)
+        values = None
+        if weights is not None:
+            weights = self._flat_weights(ids, weights, array.size)
+            values = host_weights(weights)
         feature = Feature(self.table, array, bounds, values, self.mode, self.padding_idx)
-        return Asked(handle, handle.side(), feature, weights, self.dtype, self._trains(handle))
+        return Asked(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
         """Return the error of a lookup of the arguments of `forward` with the place of the id in them."""

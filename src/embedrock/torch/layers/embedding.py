@@ -172,7 +172,7 @@ class Embedding(RowLayer):
         """Return what the layer asks of a lookup together with others: the rows of dense ids."""
         handle = self._usable_handle()
         feature = Feature(self.table, host_ids(ids, handle.label), padding=self.padding_idx)
-        return Asked(handle, handle.side(), feature, None, self.dtype, self._trains(handle))
+        return Asked(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
         """Return the error of a lookup of ids, dense or jagged, with the place of the id in them."""

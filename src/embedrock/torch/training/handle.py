@@ -130,7 +130,7 @@ class Handle(nn.Parameter):
         return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
 
     def _zero(self) -> Tensor:
-        if self._nothing.device != self.device:
+        if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
             self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         return self._nothing
 
@@ -272,7 +272,7 @@ class Handle(nn.Parameter):
         # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
         # on the CPU, because reading it from elsewhere waits for the device.
         is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (self.device.type != "cpu" or self._bits.item() == self._zero_bits)
+        return is_same and (not self.is_cpu or self._bits.item() == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits

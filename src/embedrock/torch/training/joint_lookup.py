@@ -16,15 +16,13 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostGradients, host_floats
 from embedrock.torch.training.lookup import refuse_second_derivative
-from embedrock.torch.training.side import RowSide
 
 
 class Asked(NamedTuple):
     """What a layer asks of a lookup for one feature.
 
     Attributes:
-        handle: of the rows.
-        side: where they are used: on the CPU.
+        handle: of the rows, which the CPU uses.
         feature: ids of the table, and what becomes of their rows.
         weights: of the positions of bags, (n,), to which gradients may come back; `feature` has their values.
         dtype: of the output.
@@ -32,7 +30,6 @@ class Asked(NamedTuple):
     """
 
     handle: Handle
-    side: RowSide
     feature: Feature
     weights: Tensor | None
     dtype: torch.dtype
@@ -74,8 +71,7 @@ class JointReading:
     def __init__(self, group: Group, asked: Sequence[Asked], side_by_side: bool) -> None:
         self._group, self.asked = group, asked
         self._batch = group.plan([one.feature for one in asked])
-        alike = len({(one.handle.device, one.dtype) for one in asked}) == 1 and not any(map(_weights_train, asked))
-        self.side_by_side = side_by_side and alike and may_be_side_by_side(self._batch)
+        self.side_by_side = side_by_side and _are_alike(asked) and may_be_side_by_side(self._batch)
         self._found: Any = None
 
     def read(self, for_weights: bool) -> list[Tensor]:
@@ -83,7 +79,8 @@ class JointReading:
         with span("read"):
             self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            return [self._delivered(self.asked[0], found.arrays[0].reshape(len(found.outputs[0]), -1))]
+            width = len(self.asked) * found.arrays[0].shape[1]
+            return [self._delivered(self.asked[0], found.arrays[0].reshape(-1, width))]
         return [self._delivered(one, out) for one, out in zip(self.asked, found.outputs, strict=True)]
 
     @staticmethod
@@ -147,12 +144,19 @@ class JointLookup(torch.autograd.Function):
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
         given = [None if grads is None else host_floats(grads.resolve_neg()) for grads in grad_outputs]
         found = reading.gradients(given) if any(needs[:count]) else {}
+        nodes = ctx.next_functions  # which makes a list of all, each time
         of_handles = [
-            handle.receive(found[handle], ctx.next_functions[place][0]) if needs[place] and handle in found else None
+            handle.receive(found[handle], nodes[place][0]) if needs[place] and handle in found else None
             for place, handle in enumerate(ctx.handles)
         ]
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
+
+
+def _are_alike(asked: Sequence[Asked]) -> bool:
+    """Return whether the outputs can be parts of one tensor to which one gradient comes back."""
+    device, dtype = asked[0].handle.device, asked[0].dtype
+    return all(one.handle.device == device and one.dtype is dtype and not _weights_train(one) for one in asked)
 
 
 def _weights_train(asked: Asked) -> bool:
