@@ -78,7 +78,7 @@ def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
     for table in np.flatnonzero(np.diff(bounds) > SMALL_BATCH).tolist():
         start, stop = bounds[table : table + 2].tolist()
         if not positions.flags.writeable:
-            positions = positions.copy()
+            positions = buffers.copy(positions)
         own = ids[start:stop].view()
         own.flags.writeable = False  # as other batches are: kernels are compiled once
         part = partition(own, kernels.cpu.threads.get_threads())

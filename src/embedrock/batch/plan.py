@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
+from embedrock.machine.buffers import buffers
 from embedrock.process.spans import spanned
 
 MAX_IDS = 2**31 - 1
@@ -245,12 +246,12 @@ def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, work
     size = table_size(int(np.diff(bounds).max(initial=1)))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + parts, np.int32)
-    counts, order = np.empty(parts, np.int64), np.empty(n, np.int32)
+    counts, order = np.empty(parts, np.int64), buffers.empty((n,), np.int32)
     launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
 
     bases = bounds_of(counts)
-    unique, inverse = np.empty(bases[-1], np.int64), np.empty(n, np.int32)
-    all_starts = np.empty(unique.size + 1, np.int32)
+    unique, inverse = buffers.empty((int(bases[-1]),), np.int64), buffers.empty((n,), np.int32)
+    all_starts = buffers.empty((unique.size + 1,), np.int32)
     all_starts[-1] = n
     grouped = (keys, positions, bounds, counts, bases, local, starts)
     launch(cpu.collect, *grouped, unique, inverse, all_starts)

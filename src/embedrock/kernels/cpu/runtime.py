@@ -14,8 +14,9 @@ from embedrock.kernels.cpu.threads import run
 from embedrock.process.interrupts import held_back
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": no ZeroDivisionError
-# branches, which would keep loops from being vectorized. No reference counts: kernels allocate nothing, and callers keep
-# their arrays. Each view of a row would cost an atomic increment and decrement, twice the time of adding 16 columns.
+# branches, which would keep loops from being vectorized. No reference counts: kernels allocate nothing, and their
+# callers keep the arrays. Each view of a row would cost an atomic increment and decrement, twice the time of adding 16
+# columns.
 _FLAGS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 # For parts of kernels whose loops must be vectorized together with those around them. LLVM's own choice leaves a call
