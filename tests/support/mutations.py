@@ -177,7 +177,7 @@ def _group() -> dict[str, bytes]:
         "b": {"rows": None, "dim": 2, "rule": er.AdamW(lr=0.1, dense=True)},
         "c": {"rows": 90, "dim": 3, "rule": er.Adam(lr=0.2)},
     }
-    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="48KiB") as group:
+    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="1MiB") as group:
         for step in range(12):
             if step in (0, 4):
                 for seed, name in enumerate(kinds if step else "ab"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
+from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
+from embedrock.tiers.part import Part
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
 from small_pieces import cut_small
@@ -394,3 +397,26 @@ def test_flipped_bits_are_noticed(tmp_path: Path) -> None:
         file.write_bytes(data)
     with er.open(tmp_path / "m", mode="r") as group:
         assert not group.verify().problems
+
+
+def test_a_commit_that_says_other_rows_of_a_member_than_its_pool_has_is_damaged(tmp_path: Path) -> None:
+    with made(tmp_path / "m.rock") as group:
+        step(group, 0)
+        group.commit()
+        part = rows_of(group["b"]).tier
+        assert isinstance(part, Part)
+        part.count += 1  # as a forged manifest says
+        with pytest.raises(
+            er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected 1\d rows of it, got"
+        ):
+            group["b"].export()
+        part.count -= 2
+        with pytest.raises(
+            er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected \d+ rows? of it, got"
+        ):
+            group["b"].export()
+        part.count += 1
+        part.spec = replace(part.spec, rows=3)  # as a forged log has keys that no id of the table has
+        with pytest.raises(er.CorruptTableError, match=r"expected ids in \[0, 3\), got \d+ to \d+\. Restore the file"):
+            group["b"].export()
+        assert len(group["a"].export()[0])  # others are whole

@@ -16,6 +16,7 @@ from embedrock.process.interrupts import held_back
 from embedrock.residents.residents import PREFIX, Residents
 from embedrock.rules import Rule, describe_rule
 from embedrock.spec import Spec
+from embedrock.store.runs import damaged
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.rows import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.rows import Rows
@@ -318,8 +319,12 @@ def export(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
     ids, weights = np.empty(count, np.int64), np.empty((count, rows.spec.dim), np.float32)
     done = 0
     for part in rows.tier.id_batches(size):
-        ids[done : done + len(part)], weights[done : done + len(part)] = part, rows.weights_of(part)
-        done += len(part)
+        end = done + len(part)
+        if end <= count:
+            ids[done:end], weights[done:end] = part, rows.weights_of(part)
+        done = end
+    if done != count:  # which only a group's commit says of a table
+        raise damaged(f"the pool of {rows.subject}", f"{counted(count, 'row')} of it", done)
     order = np.argsort(ids)
     return ids[order], weights[order]
 

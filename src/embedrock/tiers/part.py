@@ -10,6 +10,7 @@ import numpy as np
 from embedrock.machine.arena import Arena
 from embedrock.spec import Spec
 from embedrock.store.manifest import MAX_PARTS, PART_BITS
+from embedrock.store.runs import damaged
 from embedrock.store.store import keys_of_part
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Placement, Ticket, Tier
@@ -231,7 +232,12 @@ class Part(Tier):
         return self.pool.tier.id_batches(size)
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
-        return (keys - self.base for keys in self.key_batches(size))
+        for keys in self.key_batches(size):
+            ids, rows = keys - self.base, self.spec.rows
+            # A table alone is told by its commit's ranges; those of a pool are of all of its members.
+            if rows is not None and len(ids) and (ids.min() < 0 or ids.max() >= rows):
+                raise damaged(f"the pool of {self.subject}", f"ids in [0, {rows})", f"{ids.min()} to {ids.max()}")
+            yield ids
 
     @property
     def used_slots(self) -> int:
