@@ -7,6 +7,8 @@ import functools
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -711,10 +713,8 @@ def test_ids_go_ahead_in_three_messages_a_step_and_change_no_bit(pair: Ranks, tm
         for rank, (_, parts) in enumerate(found):
             own = [owners(expected, 2) == rank, np.full(len(expected), rank == 1), np.ones(len(expected), bool)][place]
             ids, rows = parts[place]
-            here = np.isin(ids, expected[own])  # each rank has a padding row
-            np.testing.assert_array_equal(ids[here], expected[own])
-            np.testing.assert_array_equal(rows[here], weights[own])
-            assert set(ids[~here].tolist()) <= {1}
+            np.testing.assert_array_equal(ids, expected[own])  # the row of padding_idx, too, is its owner's
+            np.testing.assert_array_equal(rows, weights[own])
 
 
 # ---------------------------------------------------------------- ranks that have no batches left
@@ -822,3 +822,73 @@ def test_what_goes_wrong_between_uneven_ranks_is_an_error_on_all(
     found = pair.run(fails_inside, which)
     assert tuple(kind for kind, _ in found) == kinds, found
     assert re.search(said, found[0][1]), found[0][1]
+
+
+# ---------------------------------------------------------------- trainers, as torchrun starts them
+
+SHARED = """
+import torch, embedrock.torch as ert
+torch.manual_seed(0)
+users, dense = ert.Embedding(10**6, 8, sharded=True), torch.nn.Linear(8, 1)
+model = torch.nn.Sequential(users, dense)
+loader = torch.utils.data.DataLoader(torch.arange(600) % 97, batch_size=20)
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for ids in ert.prefetch(loader, {users: lambda ids: ids}):
+    accelerator.backward(model(ids).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(), optimizer.zero_grad()
+with model.join(), ert.uneven(model):
+    for k in range(3 + 2 * accelerator.process_index):
+        accelerator.backward(model(torch.arange(9) + k).square().mean())
+        optimizer.step(), optimizer.zero_grad()
+"""
+FSDP = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+fully_shard(dense, mesh=init_device_mesh("cpu", (2,)))
+rows, weights = ert.Adam(users, lr=1e-2), torch.optim.Adam(dense.parameters(), lr=1e-2)
+for ids in loader:
+    model(ids + torch.distributed.get_rank()).square().mean().backward()
+    for optimizer in (rows, weights):
+        optimizer.step(), optimizer.zero_grad()
+"""
+LIGHTNING = """
+import lightning.pytorch as pl
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def training_step(self, ids):
+        return self.model(ids).square().mean()
+    def configure_optimizers(self):
+        return ert.optimizer(self, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-2)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, gradient_clip_val=1.0, **quiet)
+trainer.fit(Net(), loader)
+"""
+RESULT = """
+import os
+loss = float(model(torch.arange(97)).detach().square().mean())
+os.write(1, f"result {users.table.steps} {loss}\\n".encode())  # at once, or lines of two processes mix
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "steps"), [(ACCELERATE, 20), (FSDP, 30), (LIGHTNING, 15)])
+def test_trainers_train_rows_that_two_processes_share(tmp_path: Path, trainer: str, steps: int) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(SHARED + trainer + RESULT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(
+        launch, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    found = re.findall(r"result (\d+) (\S+)", done.stdout)
+    assert len(found) == 2, done.stderr[-2000:]
+    assert found[0] == found[1]
+    assert int(found[0][0]) == steps
+    assert float(found[0][1]) < 0.2

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import is_number, make_table, open_table, refuse
+from embedrock.fronts.arguments import is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.machine.paths import local_path
 from embedrock.shards.commits import KEEP
 from embedrock.shards.folders import layout_of
+from embedrock.shards.owners import Shard
 from embedrock.table.group import Group
 from embedrock.table.opening import FirstValues
 from embedrock.table.options import LayerOptions, Option, TableOptions, declared, filled
@@ -119,6 +120,15 @@ def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> An
     return part_here(path, group, label, how)
 
 
+def _is_here(sharded: Sharded, row_id: int | None) -> bool:
+    """Return whether this process may have a row, as far as it knows its rank."""
+    group = None if sharded is False or row_id is None else group_of(sharded)
+    if group is None:
+        return True
+    holder = holder_of(sharded) if isinstance(sharded, str) else None
+    return bool(Shard(group.rank(), group.size(), holder).owns(np.array([row_id]))[0])
+
+
 def _is_launched(layer: str) -> bool:
     """Return False; raise an error where torchrun has started several processes, which do not know each other."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -141,6 +151,8 @@ def table_of(
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
     first = None if isinstance(rows, Table) else first_values(stored["seed"])
+    if isinstance(rows, int | None) and not _is_here(sharded, resolve_padding(padding_idx, rows)):
+        padding_idx = None  # its owner has that row
     return _opened(
         layer,
         lambda kept: open_table(
