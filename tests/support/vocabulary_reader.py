@@ -109,7 +109,7 @@ def read_vocabulary(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     line, *rest = newest.read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{newest.name} is damaged"
     manifest, strings = json.loads(line), list[bytes]()
-    assert manifest["format"] == 1
+    assert manifest["format"] == (2 if "steps" in manifest else 1)
     for entry in manifest["runs"]:
         assert entry["first"] == len(strings)
         strings += read_file(folder, entry, manifest)
