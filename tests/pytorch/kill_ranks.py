@@ -1,6 +1,6 @@
 """Kill ranks that train and commit one table in parts, at random moments, and compare what is left with one table.
 
-``python kill_ranks.py LIVES SEED``: each life has 1, 2 or 4 ranks, which go on from what the one before left, so that
+``python kill_ranks.py LIVES SEED LATEST``: each life has 1, 2 or 4 ranks, which go on from what the one before left, so that
 rows are shared out anew as they open. Whatever their number, a step has the same two blocks.
 """
 
@@ -26,7 +26,6 @@ from embedrock.shards import stages
 from embedrock.shards.stages import Block
 
 DIM, IDS, SPREAD = 8, 200, 2000
-LATEST = 1.2  # seconds of a life: opening takes some tenths, and a commit some hundredths
 RANKS = (1, 2, 4)
 
 
@@ -105,8 +104,8 @@ def end(processes: list[int], draw: np.random.Generator) -> None:
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "a rank failed by itself"
 
 
-def main(lives: int, seed: int) -> None:
-    """Live so often."""
+def main(lives: int, seed: int, latest: float) -> None:
+    """Live so often, each life for up to `latest` seconds: opening takes some tenths, a commit some hundredths."""
     draw, oracle, steps = np.random.default_rng(seed), Oracle(), []
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "users.rock")
@@ -114,7 +113,7 @@ def main(lives: int, seed: int) -> None:
             for turn in range(lives):
                 ranks = int(draw.choice(RANKS))
                 processes = start(path, ranks, os.path.join(folder, f"store-{turn}"))
-                time.sleep(draw.uniform(0, LATEST))
+                time.sleep(draw.uniform(0, latest))
                 end(processes, draw)
                 if os.path.exists(os.path.join(path, "SHARDED")) or steps:
                     steps.append(oracle.check(path))
@@ -125,4 +124,4 @@ def main(lives: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
