@@ -40,6 +40,7 @@ class Case:
     small: bool = True  # many small pieces where there would be a large one
     admission: er.Admission | None = None
     eviction: er.Eviction | None = None
+    memory: str | None = None  # else what `slots` need
 
 
 # ---------------------------------------------------------------- traces
@@ -109,7 +110,7 @@ class Pair:
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
         largest = None if case.rows is None else self.most
-        self.options["memory"] = er.Table(largest, DIM, **arguments).memory_for(case.slots)
+        self.options["memory"] = case.memory or er.Table(largest, DIM, **arguments).memory_for(case.slots)
         self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
         self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
 

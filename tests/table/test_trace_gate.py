@@ -6,9 +6,12 @@ So have all commits that it keeps, each of which is opened and verified after ev
 from __future__ import annotations
 
 import inspect
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +19,7 @@ from typing import Any, cast
 import pytest
 
 import embedrock as er
-from disk_pair import AFTER, TOTAL, Act, Case
+from disk_pair import AFTER, BATCH, TOTAL, Act, Case
 from embedrock.errors import MissingFileError
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -26,6 +29,9 @@ from embedrock.store.store import Store
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
 from embedrock.table.growing import Growing
+from embedrock.tiers import auto_budget
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import memory_for
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
 
@@ -41,6 +47,48 @@ def test_many_long_traces(part: int, tmp_path: Path):
     for seed in seeds:
         play(drawn_case(seed), drawn_acts(seed, 250), tmp_path / f"table {seed}")
     print(f"traces: {len(seeds)}, of 250 operations each, bad: 0")
+
+
+def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
+    """Let what there is for tables with ``memory="auto"`` change with every batch; return the budgets."""
+    rng, begin, seen = random.Random(seed), Disk.begin_batch, Counter[int]()
+    pool = auto_budget.AutoPool()
+
+    def measure(self: auto_budget.AutoPool) -> None:
+        least = sum(share.claim.least for share in self.shares)
+        self.total = least + rng.choice((0, 0, 500, 2000, 8000, 32_000)) * len(self.shares)
+
+    def begin_batch(self: Disk) -> None:
+        pool.look()
+        begin(self)
+        seen[self.budget.nbytes] += 1
+
+    def wanted_bytes(self: Disk) -> int:
+        return memory_for(self.spec, rng.choice((1, BATCH, 3 * BATCH, TOTAL)))
+
+    patch.setattr(auto_budget, "AUTO_POOL", pool)
+    patch.setattr(auto_budget, "EVERY_S", 1e6)
+    patch.setattr(auto_budget.AutoPool, "_measure", measure)
+    patch.setattr(Disk, "begin_batch", begin_batch)
+    patch.setattr(Disk, "wanted_bytes", property(wanted_bytes))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_trace_in_memory_that_comes_and_goes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = resize_at_random(monkeypatch, seed)
+    play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 40), tmp_path / "table")
+    auto_budget.AUTO_POOL.stop()
+    assert len(seen) > 2
+
+
+@pytest.mark.slow
+def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = resize_at_random(monkeypatch, 0)
+    for seed in range(3000, 3040):
+        play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 120), tmp_path / f"table {seed}")
+    auto_budget.AUTO_POOL.stop()
+    assert len(seen) > 20
 
 
 # ---------------------------------------------------------------- a gate that stops nothing proves nothing

@@ -34,6 +34,21 @@ def available_bytes(root: Path = ROOT) -> int:
     return max(0, min([_machine_available(root), *_cgroups_available(root)]))
 
 
+def pressure(root: Path = ROOT) -> float:
+    """Return the share of the last ten seconds in which processes waited for RAM; 0 where the system does not tell.
+
+    On the machine, in this process's cgroup, or in any above it, whichever is most.
+    """
+    groups = (folder / "memory.pressure" for folder, _ in _cgroups(root))
+    return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))
+
+
+def _stalled(path: Path) -> float:
+    """Return what a line ``some avg10=1.23 ...`` says, in percent, as a share."""
+    words = read_text(path).split(maxsplit=2)
+    return float(words[1].removeprefix("avg10=")) / 100 if words[:1] == ["some"] else 0.0
+
+
 def rss_bytes() -> int:
     """Return the RAM that this process holds now (where the system does not tell: the most it ever held)."""
     text = read_text(ROOT / "proc/self/statm")

@@ -26,6 +26,7 @@ UNITS = {
     **dict.fromkeys(("G", "GIB"), 2**30),
     **dict.fromkeys(("T", "TIB"), 2**40),
 }
+AUTO = "auto"  # of tables on disk: found out while they train
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -48,6 +49,8 @@ def parse_bytes(size: Size, subject: str = "memory", whole: Callable[[], int] = 
     """
     if isinstance(size, bool) or not (isinstance(size, str | Real) or hasattr(size, "__index__")):
         raise ArgumentError(f"`{subject}` must be a number or a str, got {type(size).__name__}. {REMEDY}")
+    if size == AUTO:
+        raise ArgumentError(f'`{subject}="auto"` is for tables and groups on disk, with path=. {REMEDY}')
     number, unit = _parts(size, subject)
     if not number > 0:
         raise ArgumentError(f"`{subject}` must be positive: got {size!r}. {REMEDY}")

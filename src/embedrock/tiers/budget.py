@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from embedrock.machine.ram import memory_limit
-from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.machine.sizes import format_bytes
 from embedrock.process import forks
 from embedrock.process.interrupts import held_back
 from embedrock.tiers.turn import Turn
@@ -27,6 +27,20 @@ from embedrock.wording import counted
 
 DEFAULT_SHARE = 2  # of the machine's RAM, one part in so many is what tables without a budget have together
 GROWTH = 1.25  # a cache that will not be whole is made larger by this at least, as its rows move then
+
+
+class Setting(NamedTuple):
+    """Another budget.
+
+    Attributes:
+        more: bytes, over what is in force.
+        share: of that, how much more.
+        remedy: how to have it, a sentence.
+    """
+
+    more: int
+    share: float
+    remedy: str
 
 
 class Budget:
@@ -52,6 +66,10 @@ class Budget:
     def is_being_shared(self) -> bool:
         """Whether this thread is in the middle of sharing it with others."""
         return False
+
+    def setting(self, nbytes: int) -> Setting | None:
+        """Return how to have so many bytes instead; None where nobody can set it."""
+        return _setting(self.nbytes, nbytes, "Set")
 
     def offer(self, claim: Claim) -> int:
         """Return the budget of a tier that asks for so much, should it `join`."""
@@ -84,10 +102,25 @@ class Budget:
         """Give all of it back."""
 
 
+def _setting(now: int, then: int, verb: str) -> Setting:
+    asked = f'{verb} memory="{format_bytes(then)}" instead of {format_bytes(now)}.'
+    return Setting(then - now, then / now - 1, asked)
+
+
 class Resizable(Protocol):
     """A tier as budgets see it."""
 
     turn: Turn
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now."""
+        ...
+
+    @property
+    def wanted_bytes(self) -> int:
+        """A budget with which its cache would be as large as pays."""
+        ...
 
     def give_up_excess(self, waits: bool) -> None:
         """Give up what is over the budget that is due. The caller has the table.
@@ -140,6 +173,11 @@ class Pool:
         self._given, self.total = given, given or 0
         self.shares: list[Share] = []
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it is a number that a group was given."""
+        return self._given is not None
+
     def note(self, others: int) -> str:
         """Say of what a share is a part, which so many others have a part of."""
         if self._given is None:
@@ -154,13 +192,23 @@ class Pool:
             others = [each.claim for each in self.shares if each is not share]
             return dues([*others, Claim(share.claim.least, most)], self.total)[-1]
 
+    def share(self) -> Share:
+        """Return the part of a table that is to come."""
+        return Share(self)
+
+    def setting(self, now: int, then: int) -> Setting | None:
+        """Return how a table gets another share."""
+        if self._given is None:
+            return _setting(now, then, "Give it")
+        return _setting(self.total, self.total * then // now, "Give the group")
+
     def enter(self, share: Share) -> None:
         """Let a table take part, as its claim says."""
         with self.lock:
-            self._measure()
             if share not in self.shares:
                 share.nbytes = 0
                 self.shares.append(share)
+            self._measure()
             self.divide()
 
     def divide(self) -> None:
@@ -179,6 +227,7 @@ class Pool:
         return [share for share in list(self.shares) if share is not but and share.nbytes > share.due]
 
     def _measure(self) -> None:
+        """Find out how much there is. The caller has the lock."""
         self.total = memory_limit() // DEFAULT_SHARE if self._given is None else self._given
 
 
@@ -208,6 +257,9 @@ class Share(Budget):
     def note(self) -> str:
         others = len([each for each in self.pool.shares if each is not self])
         return self.pool.note(others)
+
+    def setting(self, nbytes: int) -> Setting | None:
+        return self.pool.setting(self.nbytes, nbytes)
 
     @property
     def is_being_shared(self) -> bool:
@@ -286,12 +338,18 @@ class Share(Budget):
 
     def _relieve(self, waits: bool) -> None:
         """Make others give up what is over their share."""
-        own = None if self._tier is None else self._tier()
+        own = self.tier
         for share in self.pool.excessive(self):
-            share._give_up_excess(waits, own)
+            share.give_up_excess(waits, own)
 
-    def _give_up_excess(self, waits: bool, asker: Resizable | None) -> None:
-        tier = None if self._tier is None else self._tier()
+    @property
+    def tier(self) -> Resizable | None:
+        """Whose it is, as long as somebody has that."""
+        return None if self._tier is None else self._tier()
+
+    def give_up_excess(self, waits: bool, asker: Resizable | None) -> None:
+        """Make its tier give up what is over its share, for another one that asks."""
+        tier = self.tier
         if tier is None:
             return
         if tier.turn.lock._is_owned():  # this thread is in the middle of a call of it, or of another pool of its group
@@ -312,17 +370,8 @@ class Share(Budget):
         # What goes wrong is raised by the table's own next call, and it keeps what it has.
         with suppress(Exception):
             tier.turn.settle()
-            if self._tier is not None and self._tier() is tier:  # it may have been replaced, or closed, meanwhile
+            if self.tier is tier:  # it may have been replaced, or closed, meanwhile
                 tier.give_up_excess(waits)
-
-
-def budget_of(memory: Size | None) -> Budget:
-    """Return the budget of a table that was given `memory`.
-
-    Raises:
-        ArgumentError: it is no size.
-    """
-    return Share(POOL) if memory is None else Budget(parse_bytes(memory))
 
 
 @forks.in_child

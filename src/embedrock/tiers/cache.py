@@ -53,6 +53,11 @@ class Policy:
     candidates: float = 0.0
     ghost_bytes: int = 0
 
+    @property
+    def settled(self) -> Policy:
+        """This policy with the first of its epochs only, so that none is tried."""
+        return replace(self, epochs=self.epochs[:1])
+
 
 def _same(score: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full(SCORES, score, np.uint8), np.zeros(SCORES, np.int64)
@@ -102,7 +107,7 @@ class Cache:
 
     def __init__(self, capacity: int, policy: str | Policy = "lfu") -> None:
         self.capacity, self.count = capacity, 0
-        self._policy = _policy(policy)
+        self._policy = policy_of(policy)
         subject = "the directory of a cache"
         self._most_entries = _entries_for(capacity)
         self._entries = new_entries(min(FIRST_ENTRIES, self._most_entries))
@@ -120,7 +125,7 @@ class Cache:
     @staticmethod
     def bytes_for(capacity: int, policy: str | Policy = "lfu") -> int:
         """Return the bytes that a cache of `capacity` slots takes once it is full, records not included."""
-        policy = _policy(policy)
+        policy = policy_of(policy)
         ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
         trials = sum(Cache.bytes_for(*trial) for trial in _trials(capacity, policy))
         return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
@@ -131,6 +136,15 @@ class Cache:
         ghosts = self._ghosts.nbytes if self._has_forgotten else 0
         own = self._entries.nbytes + self.used_slots * SLOT_BYTES + ghosts
         return own + sum(cache.bytes_used for cache in self._trials.caches)
+
+    @property
+    def epoch_uses(self) -> float:
+        """The epoch of the policy that is used: after so many uses for each slot, all scores fall by one."""
+        return self._trials.epoch
+
+    @epoch_uses.setter
+    def epoch_uses(self, uses: float) -> None:
+        self._trials.epoch = uses
 
     @property
     def used_slots(self) -> int:
@@ -366,6 +380,11 @@ class Whole:
         return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
 
     @property
+    def epoch_uses(self) -> float | None:
+        """None: nobody counts uses here."""
+        return None
+
+    @property
     def used_slots(self) -> int:
         """How many slots, from the first on, may have rows."""
         return self.capacity
@@ -439,7 +458,8 @@ class Whole:
         return self._rows.batches(size)
 
 
-def _policy(policy: str | Policy) -> Policy:
+def policy_of(policy: str | Policy) -> Policy:
+    """Return a policy by its name."""
     if isinstance(policy, Policy):
         return policy
     check_choice("policy", policy, POLICIES)

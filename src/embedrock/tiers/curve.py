@@ -74,7 +74,7 @@ class CurveSampler:
     """
 
     def __init__(self, sizes: Sequence[int], policy: str | Policy = "lfu", most: int = MOST_SLOTS) -> None:
-        self._sampled = [_Sampled(size, policy, most) for size in sorted(set(sizes))]
+        self._sampled = [Sampled(size, policy, most) for size in sorted(set(sizes))]
         self._seen = _Seen()
         self.forget_counts()
 
@@ -106,15 +106,13 @@ class CurveSampler:
     def curve(self) -> Curve:
         """Return what was found since the last `forget_counts`."""
         batches = max(self._batches, 1)
-        counts = np.array([sampled.misses for sampled in self._sampled], np.float64).reshape(-1, GROUPS)
-        shares = np.array([sampled.share for sampled in self._sampled], np.float64)
         slots, new = np.array([sampled.slots for sampled in self._sampled], np.int64), self._new / batches
-        spread = np.sqrt(GROUPS * counts.var(axis=1, ddof=1) * (1 - 1 / shares))
+        found = np.array([sampled.missed() for sampled in self._sampled]).reshape(-1, 2) / batches
         holds_all = slots >= self._seen.distinct  # then the ids need no sample to tell
         return Curve(
             slots,
-            np.where(holds_all, new, np.maximum(counts.sum(axis=1) * shares / batches, new)),
-            np.where(holds_all, 0.0, CONFIDENCE * spread * shares / batches),
+            np.where(holds_all, new, np.maximum(found[:, 0], new)),
+            np.where(holds_all, 0.0, found[:, 1]),
             self._rows / batches,
             new,
             self._seen.distinct,
@@ -122,20 +120,32 @@ class CurveSampler:
         )
 
 
-class _Sampled:
-    """A cache that stands for a larger one: of the ids it sees one in `share`, and has so many times fewer slots."""
+class Sampled:
+    """A cache that stands for a larger one: of the ids it sees one in `share`, and has so many times fewer slots.
+
+    Args:
+        slots: of the larger one.
+        policy: of both.
+        most: slots of its own, at most.
+    """
 
     def __init__(self, slots: int, policy: str | Policy, most: int) -> None:
         self.slots, self.share = slots, 1
         while slots > most * self.share:
             self.share *= 2
-        self.cache, self.misses = Cache(max(1, round(slots / self.share)), policy), np.zeros(GROUPS, np.int64)
+        self.cache, self.misses = Cache(max(1, round(slots / self.share)), policy), np.zeros(GROUPS, np.float64)
 
     def see(self, ids: np.ndarray) -> None:
+        """Take a sample of the ids of a batch, ascending, without repeats."""
         for part in _parts(ids, self.cache.capacity):
             missing = feed(self.cache, part)
             groups = (missing.view(np.uint64) * GOLDEN) >> np.uint64(60)
             self.misses += np.bincount(groups.astype(np.int64), minlength=GROUPS)
+
+    def missed(self) -> tuple[float, float]:
+        """Return how many rows the larger one missed, and so far off that may be, 19 of 20 times."""
+        spread = np.sqrt(GROUPS * self.misses.var(ddof=1) * (1 - 1 / self.share))
+        return float(self.misses.sum() * self.share), float(CONFIDENCE * spread * self.share)
 
 
 class _Seen:

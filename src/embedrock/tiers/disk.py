@@ -22,12 +22,14 @@ from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
 from embedrock.store.store import Located, Store
+from embedrock.tiers.advice import consider
 from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
+from embedrock.tiers.watch import FULL, Counted, Watch
 from embedrock.wording import counted
 
 LEAST_OVERLAY_BYTES = 1 << 20  # of the index of rows in logs: it may always take so much
@@ -70,6 +72,7 @@ class Disk(Tier):
     """
 
     evicts = True
+    _is_made = False  # others may ask about it before
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ class Disk(Tier):
         self._tickets = weakref.WeakSet[_Pins]()
         self._count = store.content.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
-        self._hits = self._misses = self._evictions = self._spilled = 0
+        self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
+        self.watch, self._is_made = Watch(policy), True
 
     def _claim_of(self, spec: Spec) -> Claim:
         return claim_of(spec, self._is_pool)
@@ -122,6 +126,8 @@ class Disk(Tier):
 
     @property
     def bytes_used(self) -> int:
+        if not self._is_made:
+            return 0
         cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
         return cache + self.store.overlay.nbytes + self.store.base.nbytes
 
@@ -150,13 +156,18 @@ class Disk(Tier):
                 slots = self.cache.find(ids)
             self.cache.touch(brought[brought >= 0])
             self.budget.let_go()
-            self._count_batch(len(ids) - missing, missing)
+            self._count_batch(ids, missing)
             return brought
 
-    def _count_batch(self, hits: int, misses: int) -> None:
-        if not self._is_known:
-            self._is_known = True
-            self._hits, self._misses = self._hits + hits, self._misses + misses
+    def _count_batch(self, ids: np.ndarray, misses: int) -> None:
+        if self._is_known:
+            return
+        self._is_known = True
+        self._hits, self._misses = self._hits + len(ids) - misses, self._misses + misses
+        if self.watch.see(ids):
+            counted = Counted(self._changes, self._misses, self.store.counts["reads"])
+            self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
+            consider(self)
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if others had the table, and `slots` may be old."""
@@ -239,6 +250,7 @@ class Disk(Tier):
             self.commit.save(slots)
 
     def changing(self, slots: np.ndarray) -> None:
+        self._changes += 1
         self.cache.flags[slots] |= DIRTY
         self.budget.let_go()
 
@@ -340,6 +352,7 @@ class Disk(Tier):
             "disk_bytes": store.disk_bytes,
             "collections_failed": store.volume.collections_failed,
             **store.counts,
+            **self.watch.told(self.placement.slots),
         }
 
     # ---------------------------------------------------------------- the cache
@@ -419,6 +432,20 @@ class Disk(Tier):
             if placement != self.placement:
                 self._move_to(placement)
         return self.epoch != epoch
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a row was, since it was opened."""
+        return self._changes > 0
+
+    @property
+    def wanted_bytes(self) -> int:
+        """A budget with which its cache would be as large as pays: at most twice, at least half of what it is."""
+        if not self._is_made:
+            return self.budget.nbytes
+        slots, cache = self.placement.slots, self.cache
+        wanted = self.watch.worthwhile(slots, cache.count >= FULL * cache.capacity and isinstance(cache, Cache))
+        return self.budget.nbytes if wanted == slots else memory_for(self.spec, wanted)
 
     def give_up_excess(self, waits: bool) -> None:
         """Give up what is over the budget that is due. The caller has the table.

@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from embedrock.initializers import Zeros
-from embedrock.machine.sizes import Size, parse_bytes
+from embedrock.machine.sizes import Size
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS, Content, Member
 from embedrock.store.store import keys_of_part
 from embedrock.store.volume import Volume
-from embedrock.tiers import budget as budgets
-from embedrock.tiers.budget import Share
+from embedrock.tiers.auto_budget import pool_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.part import NewRows, Part, Pool, may_share
 from embedrock.tiers.placing import check_budget
@@ -47,7 +46,8 @@ class DiskPools:
 
     Args:
         volume: the files.
-        memory: the most RAM that all of them may take together; None: a share of the default of tables on disk.
+        memory: the most RAM that all of them may take together; None: a share of the default of tables on disk;
+            "auto": what pays of what the machine has left.
         policy: of eviction.
         turn: who has the group.
         subject: the group, for error messages.
@@ -55,8 +55,7 @@ class DiskPools:
 
     def __init__(self, volume: Volume, memory: Size | None, policy: str, turn: Turn, subject: str) -> None:
         self._volume, self._policy, self._turn, self._subject = volume, policy, turn, subject
-        self._memory = memory
-        self._budgets = budgets.POOL if memory is None else budgets.Pool(parse_bytes(memory))
+        self._budgets = pool_of(memory)
         self._pools: list[Pool[PoolTier]] = []
 
     def open(self, members: Sequence[tuple[Member, Spec]]) -> list[Part]:
@@ -80,7 +79,7 @@ class DiskPools:
 
     def _pool(self, layout: Spec, content: Content, number: int) -> Pool[PoolTier]:
         store = self._volume.stores[number]
-        tier = PoolTier(layout, store, Share(self._budgets), self._policy, self._turn, self._subject)
+        tier = PoolTier(layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
         pool = Pool(layout, tier, is_shared=content.parts is not None)
         tier.parts = pool.parts
         return pool
@@ -96,7 +95,7 @@ class DiskPools:
 
     def _new_pool(self, spec: Spec, subject: str) -> Pool[PoolTier]:
         layout, is_shared = _layout(spec), may_share(spec)
-        check_budget(layout, Share(self._budgets), subject, is_shared)
+        check_budget(layout, self._budgets.share(), subject, is_shared)
         last = self._volume.manifest
         parts = 0 if is_shared else None
         content = Content(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
@@ -167,7 +166,7 @@ class DiskPools:
     @property
     def budget_bytes(self) -> int:
         """The most RAM that they may take now."""
-        return sum(tier.budget_bytes for tier in self.tiers) if self._memory is None else self._budgets.total
+        return self._budgets.total if self._budgets.is_given else sum(tier.budget_bytes for tier in self.tiers)
 
     def stats(self) -> dict[str, float]:
         """Return numbers about all pools together: what a tier's `stats` counts, added up."""

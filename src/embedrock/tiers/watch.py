@@ -1,0 +1,255 @@
+"""`Watch`: the curve of a table that trains: what caches of other sizes would miss of the batches that it is used for.
+
+It is that of `embedrock.tiers.curve`, but for what may cost a hundredth of a step of 2 ms. Caches are small ones that
+see a sample of the ids, each half as many of them as the one before it, so all of them together take twice the time of
+the first. They look at half as many ids at a time as they have slots, which belong to many batches: a row that comes
+again among those would be a hit anyway. So a cache must hold some batches, or there is nothing to be told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from embedrock.tiers.cache import Policy, policy_of
+from embedrock.tiers.curve import Curve, Sampled, sample
+
+MOST_SLOTS = 512  # of a small cache
+LEAST_BATCHES = 32  # that a cache holds of which something is told
+AT_ONCE = 8  # batches that are sampled together
+AT_ONCE_ROWS = 1 << 16
+SMALLER, LARGER = 3, 12  # sizes: so often half, and twice, the one there is; each begins once the one before is full
+WARM = 4  # times its slots, of ids that a cache has seen once it is not filled any more: nothing more comes
+LEAST_WINDOWS = 8  # looks at ids that tell something
+HORIZON = 1024  # batches, and the uses of `WARM` times the slots: what is twice as long ago counts half
+RECENT = 512  # batches: as long ago counts half of what the table itself has done
+WORTH = 0.01  # of the rows of a batch: so many misses fewer make twice the memory worth it
+FULL = 0.95  # of the slots: the cache may be in need of more
+FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # sizes that are told, over the one there is
+
+
+class Counted(NamedTuple):
+    """What a table has done: numbers that only grow.
+
+    Attributes:
+        changes: of its rows: steps.
+        misses: rows that were not in the cache.
+        reads: of them, those that had a record.
+    """
+
+    changes: int
+    misses: int
+    reads: int
+
+
+class Watch:
+    """Sees the ids of batches while a table is used.
+
+    Args:
+        policy: of the cache.
+
+    Attributes:
+        looks: calls of `look`.
+
+    Example:
+        >>> watch = Watch("lfu")
+        >>> watch.see(np.arange(4))
+        False
+    """
+
+    def __init__(self, policy: str | Policy) -> None:
+        self._policy, self._first = policy_of(policy).settled, cast(_Level | None, None)
+        self._waiting, self._rows = list[np.ndarray](), 0
+        self._is_begun, self._before, self._epoch = False, Counted(0, 0, 0), np.nan
+        self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM that it takes now."""
+        return sum(level.sampled.cache.bytes_used for level in self._levels)
+
+    @property
+    def _levels(self) -> list[_Level]:
+        return [] if self._first is None else self._first.levels()
+
+    def see(self, ids: np.ndarray) -> bool:
+        """Take the ids of the next batch, int64 (n,) without repeats, which stay as they are.
+
+        Returns:
+            Whether it is time for `look`.
+        """
+        self._waiting.append(ids)
+        self._rows += len(ids)
+        return len(self._waiting) == AT_ONCE or self._rows > AT_ONCE_ROWS
+
+    def look(self, slots: int, most: int | None, counted: Counted, epoch: float | None) -> None:
+        """Look at the batches that were seen.
+
+        Args:
+            slots: of the cache that there is.
+            most: rows of the table.
+            counted: what it has done.
+            epoch: of the cache's policy, as it found out which one is best; None: it has none.
+        """
+        count, more = len(self._waiting), np.subtract(counted, self._before)
+        self.looks += 1
+        if not self._is_begun:
+            self._begin(_sizes(slots, most, self._rows / count))
+        if epoch is not None and epoch != self._epoch:
+            self._follow(epoch)
+        if self._seen[0] >= 2 * RECENT:
+            self._seen /= 2
+        self._seen += (count, self._rows, *more)
+        self._before = counted
+        if self._first is not None:
+            self._first.take(sample(np.concatenate(self._waiting), self._first.share), count, self._rows)
+        self._waiting.clear()
+        self._rows = 0
+
+    def _begin(self, sizes: list[int]) -> None:
+        self._is_begun = True
+        if sizes:
+            self._first = _Level(sizes, self._policy)
+
+    def _follow(self, epoch: float) -> None:
+        self._epoch = epoch
+        for level in self._levels:
+            level.sampled.cache.epoch_uses = epoch
+
+    def curve(self) -> Curve | None:
+        """Return what is known by now, of a step, or of a batch where none is stepped; None: nothing yet.
+
+        ``new`` are rows that have no record, so that nothing is read for them.
+        """
+        levels = [level for level in self._levels if level.is_known]
+        batches, rows, changes, misses, reads = self._seen.tolist()
+        if not levels or not batches:
+            return None
+        steps = changes or batches
+        new = max(0.0, misses - reads) / steps
+        found = np.array([level.missed_of_batch() for level in levels]) * batches / steps
+        slots = np.array([level.sampled.slots for level in levels], np.int64)
+        return Curve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
+
+    @property
+    def missed(self) -> float:
+        """Rows a step that the cache that there is misses, as counted; NaN where nothing is known."""
+        batches, _, changes, misses, _ = self._seen.tolist()
+        return misses / (changes or batches) if batches else np.nan
+
+    def told(self, slots: int) -> dict[str, float]:
+        """Return rows missed by caches so much larger or smaller than one of `slots`, by name, as far as known."""
+        curve = self.curve()
+        if curve is None:
+            return {}
+        told = {f"missed_x{factor:g}": self.missed_by(curve, factor * slots, slots) for factor in FACTORS}
+        return {**{name: missed for name, missed in told.items() if missed is not None}, "missed_new": curve.new}
+
+    def missed_by(self, curve: Curve, slots: float, here: int) -> float | None:
+        """Return the rows that a cache of so many slots misses; None: nobody knows."""
+        if curve.slots[0] * 0.99 <= slots <= curve.slots[-1] * 1.01:
+            return curve.missed(round(slots))
+        return self.missed if slots == here else None
+
+    def worthwhile(self, slots: int, is_full: bool) -> int:
+        """Return how many slots a cache of `slots` should have instead: half, as many, or twice."""
+        curve = self.curve()
+        here, rows = self.missed, self._seen[1] / max(1, self._seen[2] or self._seen[0])
+        twice = half = None
+        if curve is not None:
+            here = self.missed_by(curve, slots, slots) or here
+            twice, half = (self.missed_by(curve, factor * slots, slots) for factor in (2, 0.5))
+        if is_full and (twice is None or here - twice > WORTH * rows):
+            return 2 * slots
+        return slots // 2 if half is not None and half - here < WORTH / 2 * rows else slots
+
+
+class _Level:
+    """A small cache of a watch.
+
+    Args:
+        sizes: what it stands for; of the next level, which sees a sample of what this one sees; and so on.
+        policy: of all.
+    """
+
+    def __init__(self, sizes: list[int], policy: Policy) -> None:
+        self.sampled, self._sizes, self._policy = Sampled(sizes[0], policy, MOST_SLOTS), sizes, policy
+        self.share, self._after = self.sampled.share, cast(_Level | None, None)
+        self._waiting, self._count, self._batches_waiting, self._rows_waiting = list[np.ndarray](), 0, 0, 0
+        self._is_warm, self._windows, self._batches, self._rows, self._ids = False, 0, 0.0, 0.0, 0
+
+    def take(self, ids: np.ndarray, batches: int, rows: int) -> None:
+        """Take the sample of so many batches; ids may repeat.
+
+        Args:
+            ids: one in `share` of those of the batches.
+            batches: how many.
+            rows: of them.
+        """
+        self._waiting.append(ids)
+        self._count += len(ids)
+        self._batches_waiting += batches
+        self._rows_waiting += rows
+        if 2 * self._count >= self.sampled.cache.capacity:
+            self._look()
+
+    def _look(self) -> None:
+        ids, batches, rows = np.concatenate(self._waiting), self._batches_waiting, self._rows_waiting
+        self._waiting, self._count, self._batches_waiting, self._rows_waiting = [], 0, 0, 0
+        _use(self.sampled, np.sort(ids))
+        self._ids += len(ids)
+        if self._is_warm:
+            self._count_in(batches, rows)
+        elif not self.sampled.cache.free or self._ids > WARM * self.sampled.cache.capacity:
+            self._begin_to_count()
+        if self._after is not None:
+            self._after.take(sample(ids, self._after.share), batches, rows)
+
+    def _begin_to_count(self) -> None:
+        self._is_warm = True
+        self.sampled.misses[:] = 0
+        if len(self._sizes) > 1:
+            self._after = _Level(self._sizes[1:], self._policy)
+            self._after.sampled.cache.epoch_uses = self.sampled.cache.epoch_uses
+
+    def levels(self) -> list[_Level]:
+        """Return this one, and those after it."""
+        return [self, *([] if self._after is None else self._after.levels())]
+
+    def _count_in(self, batches: int, rows: int) -> None:
+        self._windows, self._batches, self._rows = self._windows + 1, self._batches + batches, self._rows + rows
+        if self._batches > 2 * HORIZON and self._rows > 2 * WARM * self.sampled.slots:
+            self.sampled.misses /= 2
+            self._batches, self._rows = self._batches / 2, self._rows / 2
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was looked at."""
+        return self._windows >= LEAST_WINDOWS
+
+    def missed_of_batch(self) -> tuple[float, float]:
+        """Return the rows of a batch that are missed, and so far off that may be, 19 of 20 times."""
+        missed, error = self.sampled.missed()
+        return missed / self._batches, error / self._batches
+
+
+def _use(sampled: Sampled, ids: np.ndarray) -> None:
+    """Use ids (ascending) in a cache, each as often as it is there."""
+    comes_again = np.zeros(len(ids), bool)
+    comes_again[1:] = ids[1:] == ids[:-1]
+    sampled.see(ids[~comes_again])
+    slots = sampled.cache.find(ids[comes_again])
+    sampled.cache.touch(slots[slots >= 0])
+
+
+def _sizes(slots: int, most: int | None, rows: float) -> list[int]:
+    """Return sizes of caches, ascending: that of a table's, halves and doubles of it."""
+    return [*_within([round(slots * 2.0**power) for power in range(-SMALLER, LARGER + 1)], LEAST_BATCHES * rows, most)]
+
+
+def _within(sizes: list[int], least: float, most: int | None) -> Iterator[int]:
+    for size in sizes:
+        if size >= least and (most is None or size < most):
+            yield size
