@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +16,21 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from embedrock.cli.watching import changes, page
+from embedrock.cli.watching import best_split, changes, page
 from embedrock.process.spans import span
 from embedrock.table import numbers
-from embedrock.table.numbers import FIELDS, HEADER, PHASES, RECORD, SAMPLES, Clock, History, Ring, files_in
+from embedrock.table.numbers import (
+    FIELDS,
+    HEADER,
+    PHASES,
+    RECORD,
+    SAMPLES,
+    Clock,
+    History,
+    Ring,
+    files_in,
+    runtime_folder,
+)
 
 
 @pytest.fixture
@@ -82,7 +96,7 @@ def test_a_ring_goes_round_and_on(table: er.Table, monkeypatch: pytest.MonkeyPat
             ring.add({"steps": first + k})
         ring.close()
     assert History.read(ring.path).samples["steps"].tolist() == [6, 7, 8, 9]
-    assert SAMPLES * RECORD + HEADER < 1 << 20
+    assert SAMPLES * RECORD + HEADER < 1.2e6
 
 
 def test_half_a_sample_is_none(kept: er.Table):
@@ -186,6 +200,136 @@ def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "prefers-color-scheme: dark" in read.text
 
 
+CURVE = [[1 << 20, 40.0, 1.0], [2 << 20, 20.0, 0.0], [4 << 20, 5.0, 1.0]]
+POOL = {"record_bytes": 48, "budget_bytes": 2 << 20, "curve": CURVE, "rows": 100.0, "new": 2.0, "missed": 20.0}
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """A file about a group of two pools, one of which gains more by memory than the other one."""
+    flat = [[point[0], 10.0 - point[0] / (1 << 22), 0.0] for point in CURVE]
+    with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
+        ring = Ring(group)
+        members = [{"name": "table 'a<b'", "rows": 1234, "steps": 5}]
+        pools = [POOL, {**POOL, "curve": flat, "missed": 9.5}]
+        ring.add(
+            {"time": time.time(), "steps": 5, "committed": 1.0}, {"kind": "group", "pools": pools, "members": members}
+        )
+    return Path(ring.path)
+
+
+def test_a_curve_says_where_one_is(told: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["top", str(told.with_suffix("")), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "rows missed a step, of 100, by memory=, pool 1 of 2; 2 of them are new" in shown
+    assert f"  >    2.0 MiB {'#' * 15}{' ' * 15} 20 you are here\n" in shown
+    assert f"       4.0 MiB {'#' * 4} " in shown
+    assert "best split of the memory over pools: 2.0 MiB, 2.0 MiB" in shown
+    assert "members: table 'a<b' 1,234 rows 5 steps" in shown
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    read = Page()
+    read.feed((tmp_path / "r.html").read_text())
+    assert not read.fetched
+    assert read.tags.count("circle") == 2
+    assert "you are here: 2.0 MiB, 20 of 100 rows" in read.text
+    assert "table 'a<b'1,2345" in read.text
+
+
+def test_the_best_split_takes_from_who_gains_less():
+    flat = [[point[0], 10.0, 0.0] for point in CURVE]
+    pools = [{**POOL, "budget_bytes": 3 << 20}, {**POOL, "curve": flat, "budget_bytes": 2 << 20}]
+    assert best_split({"pools": pools}) == {"memory": [4 << 20, 1 << 20], "missed": 15.0}
+    assert best_split({"pools": pools[:1]}) is None
+    assert best_split({"pools": [POOL, {**POOL, "curve": []}]}) is None
+
+
+def test_what_is_half_written_is_read_again(told: Path, monkeypatch: pytest.MonkeyPatch):
+    data, tries = told.read_bytes(), []
+    half = data[:40] + b"?" + data[41:]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: tries.append(path) or (half if len(tries) < 3 else data))
+    assert History.read(told).told["kind"] == "group"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: half)
+    with pytest.raises(ValueError, match="has no numbers of a table"):
+        History.read(told)
+
+
+def test_of_very_many_members_none_is_listed(tmp_path: Path):
+    with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
+        ring = Ring(group)
+        ring.add({}, {"members": [{"name": "x" * 1000}] * 100})
+    assert History.read(ring.path).told["members"] == []
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers._Recorder]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    made = numbers._Recorder(1e6)
+    yield made
+    made.stop()
+
+
+def test_tables_and_groups_in_ram_and_on_disk(
+    keeper: numbers._Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    table, group = er.Table(100, 4, rule=er.SGD(), name="seen", seed=0), er.Group()
+    kept = er.Group(path=tmp_path / "g.rock", memory="1MiB")
+    for each in (group, kept):
+        each.table("users", 100, 4, rule=er.SGD())
+        each.table("items", 100, 8, rule=er.SGD())
+        each.update({"users": [1, 2]}, {"users": np.ones((2, 4))})
+    table.update([3], np.ones((1, 4)))
+    keeper.sample()
+    assert main(["top", str(runtime_folder()), "--json"]) == 0
+    lines = {line["table"].partition(",")[0]: line for line in json.loads(capsys.readouterr().out)["tables"]}
+    assert (lines["seen in RAM"]["rows"], lines["seen in RAM"]["steps"]) == (1, 1)
+    assert lines["seen in RAM"]["hit_rate"] is None
+    found = lines["group in RAM"]
+    assert [(one["name"], one["rows"]) for one in found["members"]] == [("table 'users'", 2), ("table 'items'", 0)]
+    assert main(["top", kept.path or "", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["tables"]
+    assert (line["kind"], line["rows"], line["budget_bytes"], len(line["pools"])) == ("group", 2, 1 << 20, 2)
+    assert main(["report", str(runtime_folder()), "--out", str(tmp_path / "r.html")]) == 0
+    kept.commit()
+    for each in (table, group, kept):
+        each.close()
+    keeper.sample()  # of none of them
+
+
+def test_old_files_in_the_runtime_directory_go(keeper: numbers._Recorder):
+    runtime_folder().mkdir(parents=True)
+    old, new = (runtime_folder() / name for name in ("1-1.stats", "2-1.stats"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1.0, 1.0))
+    with er.Table(100, 4):
+        keeper.sample()
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_the_runtime_directory_is_of_one_user(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert runtime_folder().name == f"embedrock-{os.getuid()}"
+
+
+def test_prometheus(kept: er.Table, tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    out = tmp_path / "embedrock.prom"
+    assert main(["top", kept.path or "", "--once", "--prometheus", str(out)]) == 0
+    lines = out.read_text().splitlines()
+    pid = History.read(f"{kept.path}.stats").told["pid"]
+    assert f'embedrock_steps{{pid="{pid}",table="u&v.rock"}} 2.0' in lines
+    assert f'embedrock_share_disk{{pid="{pid}",table="u&v.rock"}} 0.5' in lines
+
+
+def test_without_prometheus(
+    kept: er.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["top", kept.path or "", "--once", "--prometheus", str(tmp_path / "x")]) == 1
+    assert "needs prometheus_client, which does not import: " in (told := capsys.readouterr().err)
+    assert 'pip install "embedrock[metrics]"' in told
+
+
 def test_a_report_without_samples(table: er.Table):
     ring = Ring(table)
     ring.close()
@@ -195,6 +339,6 @@ def test_a_report_without_samples(table: er.Table):
 def test_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["top", str(tmp_path)]) == 1
     assert "Call er.keep_stats() in the program that trains them." in capsys.readouterr().err
-    (tmp_path / "x.stats").write_text("something else")
+    (tmp_path / "x.stats").write_text("1 something else")
     assert main(["top", str(tmp_path)]) == 1
     assert "has no numbers of a table, as er.keep_stats writes them" in capsys.readouterr().err

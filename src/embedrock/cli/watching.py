@@ -1,4 +1,4 @@
-"""``embedrock top | report``: what tables that a process trains do, from the numbers that it keeps beside them."""
+"""``embedrock top | report``: what tables that processes train do, from the numbers that these keep in files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.cli.metrics import Metrics
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes
-from embedrock.table.numbers import COUNTS, PHASES, TIMED, History, files_in
+from embedrock.planner.split import Option, split
+from embedrock.table.numbers import COUNTS, PHASES, TIMED, History, files_in, runtime_folder
 from embedrock.terminal.arguments import number, place, writable_file
 from embedrock.terminal.tables import Field, format_count, format_lines, format_number, format_whole
 
 STALE_S = 10.0  # since the last sample, after which no process seems to train
 CLEAR = "\x1b[H\x1b[J"
 POINTS = 400  # of a plot
+BAR = 30  # letters of the longest bar
 FIELDS = (
     Field("table", "table"),
     Field("steps", "steps", format_whole),
     Field("steps/s", "steps_per_s", format_number),
     Field("hits", "hit_rate", lambda rate: f"{rate:.1%}"),
     Field("reads/s", "reads_per_s", format_whole),
+    Field("missed a step", "missed", format_number),
     Field("RAM", "ram_bytes", format_bytes),
     Field("of", "budget_bytes", format_bytes),
     Field("disk", "disk_bytes", format_bytes),
@@ -42,13 +46,16 @@ def add_parsers(subparsers: Any) -> None:
     parser.add_argument("--once", action="store_true", help="print it once (default: again and again)")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--every", type=number, default=2.0, metavar="S", help="seconds (default: 2)")
+    text = "write them for Prometheus again and again, or --once, as node_exporter reads them (needs prometheus_client)"
+    parser.add_argument("--prometheus", type=writable_file, metavar="FILE", help=text)
     parser = _add(subparsers, "report", _report, "one HTML file, which needs no network, with plots of what tables did")
     parser.add_argument("--out", type=writable_file, default=Path("report.html"), metavar="FILE", help="to write")
 
 
 def _add(subparsers: Any, name: str, run: Any, text: str) -> ArgumentParser:
     parser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("folder", type=place, metavar="FOLDER", help="of a table, or one that has tables")
+    text = "of a table or group, or one that has some (default: those in RAM of this user's processes)"
+    parser.add_argument("folder", type=place, nargs="?", default=str(runtime_folder()), metavar="FOLDER", help=text)
     parser.set_defaults(run=run)
     return parser
 
@@ -58,11 +65,13 @@ def _histories(folder: str) -> list[History]:
     for path in files_in(folder):
         try:
             found.append(History.read(path))
+        except FileNotFoundError:  # it has ended meanwhile
+            continue
         except ValueError as error:
             raise ArgumentError(str(error)) from None
     if not found:
         raise ArgumentError(
-            f"beside the tables in {folder!r} are no numbers. Call er.keep_stats() in the program that trains them."
+            f"in or beside {folder!r} are no numbers of tables. Call er.keep_stats() in the program that trains them."
         )
     return found
 
@@ -71,12 +80,24 @@ def _histories(folder: str) -> list[History]:
 
 
 def _top(arguments: Namespace) -> int:
+    if arguments.prometheus is not None:
+        return _publish(arguments)
     lines = _lines(arguments.folder)
     if arguments.json or arguments.once or not sys.stdout.isatty():
         print(json.dumps({"tables": lines}, indent=1) if arguments.json else _text(lines))
         return 0
     while True:
         print(CLEAR + _text(_lines(arguments.folder)), flush=True)
+        time.sleep(max(arguments.every, 0.1))
+
+
+def _publish(arguments: Namespace) -> int:
+    """Write a text file for Prometheus, until somebody ends it."""
+    metrics = Metrics()
+    while True:
+        metrics.write(_lines(arguments.folder), arguments.prometheus)
+        if arguments.once:
+            return 0
         time.sleep(max(arguments.every, 0.1))
 
 
@@ -94,6 +115,9 @@ def now(history: History) -> dict[str, Any] | None:
     line: dict[str, Any] = {name: last[name] for name in (*COUNTS, "rows", "cache_rows", "cache_slots")}
     line |= {name: last[name] for name in ("ram_bytes", "budget_bytes", "disk_bytes")}
     age = max(0.0, time.time() - last["time"])
+    line |= {name: told.get(name, []) for name in ("pools", "members")}
+    known = [pool["missed"] for pool in line["pools"] if pool.get("curve")]
+    line |= {"kind": told.get("kind"), "missed": sum(known) if known else None, "split": best_split(line)}
     line |= {"table": Path(told["table"]).name, "pid": told["pid"], "age_s": age, "is_live": age < STALE_S}
     line["commit_age_s"] = max(0.0, time.time() - last["committed"])
     for name in ("steps_per_s", "hit_rate", "reads_per_s"):
@@ -101,6 +125,18 @@ def now(history: History) -> dict[str, Any] | None:
         line[name] = float(values[-1]) if len(values) and np.isfinite(values[-1]) else None
     line["shares"] = {name: float(change[name][-1]) for name in PHASES if len(change[name])}
     return line
+
+
+def best_split(line: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how the memory of a group's pools would be split best, by their curves; None where nobody knows."""
+    pools = line["pools"]
+    if len(pools) < 2 or not all(pool.get("curve") for pool in pools):
+        return None
+    options = [[Option(point[0], point[1]) for point in pool["curve"]] for pool in pools]
+    found = split(options, sum(pool["budget_bytes"] for pool in pools))
+    if found is None:
+        return None
+    return {"memory": [one.nbytes for one in found], "missed": sum(one.cost for one in found)}
 
 
 def changes(samples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -124,8 +160,44 @@ def _text(lines: Sequence[dict[str, Any]]) -> str:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in one["shares"].items() if share >= 0.005)
         state = "" if one["is_live"] else f" (no sample for {one['age_s']:.0f} s: does process {one['pid']} run?)"
         parts.append(f"{one['table']}, of the time: {shares or 'nothing'}{state}")
+        parts += [line for number, pool in enumerate(one["pools"]) for line in _bars(one, number, pool)]
+        parts += _of_split(one)
+        if one["members"]:
+            told = (f"{each['name']} {each['rows']:,} rows {each['steps']:,} steps" for each in one["members"])
+            parts.append("  members: " + "; ".join(told))
     parts.append("Phases are those of all tables of the process; some run beside others.")
     return "\n".join(parts)
+
+
+def _bars(line: dict[str, Any], number: int, pool: dict[str, Any]) -> list[str]:
+    """Return the curve of a pool, a bar for each size."""
+    if not pool.get("curve"):
+        return []
+    which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
+    head = (
+        f"  rows missed a step, of {pool['rows']:,.0f}, by memory={which}; {format_number(pool['new'])} of them are new"
+    )
+    most = max(missed for _, missed, _ in pool["curve"]) or 1.0
+    here = _here(pool)
+    return [head] + [
+        f"  {'>' if at == here else ' '} {format_bytes(nbytes):>10} {'#' * round(BAR * missed / most):{BAR}} "
+        f"{format_number(missed)}{' you are here' if at == here else ''}"
+        for at, (nbytes, missed, _) in enumerate(pool["curve"])
+    ]
+
+
+def _here(pool: dict[str, Any]) -> int:
+    """Return which point of a curve is the size that a pool has."""
+    return min(range(len(pool["curve"])), key=lambda at: abs(pool["curve"][at][0] - pool["budget_bytes"]))
+
+
+def _of_split(line: dict[str, Any]) -> list[str]:
+    found = line["split"]
+    if found is None:
+        return []
+    sizes = ", ".join(map(format_bytes, found["memory"]))
+    missed = f"{format_number(found['missed'])} instead of {format_number(line['missed'])}"
+    return [f"  best split of the memory over pools: {sizes}, for {missed} rows missed a step"]
 
 
 # ---------------------------------------------------------------- a page
@@ -145,6 +217,7 @@ body { font: 15px/1.4 system-ui, sans-serif; color: var(--ink); background: var(
 body { max-width: 70em; margin: 2em auto }
 figure { display: inline-block; margin: 0 1em 1em 0 } figcaption { font-size: 13px }
 svg { border: 1px solid var(--line); width: 32em; height: 9em } polyline { fill: none; stroke: var(--plot) }
+circle { fill: var(--plot) } figure { max-width: 32em }
 td, th { padding: 0 1em 0 0; text-align: right } th:first-child, td:first-child { text-align: left }
 """
 PLOTS = (
@@ -173,6 +246,9 @@ def page(histories: Sequence[History]) -> str:
         plots = [(text, change["time"], change[key]) for key, text in PLOTS]
         plots += [(text, samples["time"], samples[key]) for key, text in SIZES]
         parts += [_plot(*one) for one in plots if np.nanmax(np.append(one[2], 0.0)) > 0]
+        parts += [_curve(line, number, pool) for number, pool in enumerate(line["pools"]) if pool.get("curve")]
+        parts += [f"<p>{html.escape(text.strip())}</p>" for text in _of_split(line)]
+        parts.append(_members(line["members"]))
     return "\n".join([*parts, "</body></html>"])
 
 
@@ -188,3 +264,31 @@ def _plot(text: str, times: np.ndarray, values: np.ndarray) -> str:
         f'<figure><svg viewBox="0 0 500 120" preserveAspectRatio="none" role="img" aria-label="{shown}">'
         f'<polyline points="{points}"/></svg><figcaption>{shown}</figcaption></figure>'
     )
+
+
+def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
+    """Return a plot of what caches would miss by their size, which doubles from one line to the next."""
+    points, at = pool["curve"], _here(pool)
+    xs = np.log2([max(1, nbytes) for nbytes, _, _ in points])
+    xs = 20 + 460 * (xs - xs[0]) / max(xs[-1] - xs[0], 1e-9)
+    most = max(missed for _, missed, _ in points) or 1.0
+    ys = [104 - 94 * missed / most for _, missed, _ in points]
+    drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+    which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
+    told = "; ".join(f"{format_bytes(nbytes)}: {format_number(missed)}" for nbytes, missed, _ in points)
+    here = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {pool['rows']:,.0f} rows"
+    shown = html.escape(f"rows missed a step, by memory={which}: {told}; {here}")
+    return (
+        f'<figure><svg viewBox="0 0 500 120" role="img" aria-label="{shown}"><polyline points="{drawn}"/>'
+        f'<circle cx="{xs[at]:.1f}" cy="{ys[at]:.1f}" r="5"/></svg><figcaption>{shown}</figcaption></figure>'
+    )
+
+
+def _members(members: Sequence[dict[str, Any]]) -> str:
+    if not members:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(one['name'])}</td><td>{one['rows']:,}</td><td>{one['steps']:,}</td></tr>"
+        for one in members
+    )
+    return f"<table><tr><th>member</th><th>rows with records</th><th>steps</th></tr>{rows}</table>"

@@ -171,6 +171,11 @@ def find_sync_file_range() -> Callable[[int, int, int, int], None] | None:
     return sync_file_range
 
 
+def user() -> str:
+    """Return what tells this user from others of the machine, as part of a file's name."""
+    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+
+
 def user_cache_folder() -> Path:
     """Return the user's folder for what programs may make anew."""
     if NAME == "Windows":

@@ -58,8 +58,9 @@ class Group:
     place, so that a call for all of them costs hardly more than one for a single table with as many rows.
 
     Args:
-        memory: the most RAM that all members may take together, in bytes, "512MiB" or "25%". None: all of it; on disk
-            a share of half of it, which all is that tables on disk of this process were not told, together.
+        memory: the most RAM that all members may take together, in bytes, "512MiB" or "25%"; "auto", on disk: what
+            pays of what is left. None: all of it; on disk a share of half of it, which all is that tables on disk of
+            this process were not told, together.
         on_nonfinite: of members that do not say it: what a step with NaN or Inf in its gradients does, "raise" or
             "skip".
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
@@ -106,6 +107,7 @@ class Group:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
             self._begin(memory, on_nonfinite)
             self._pools = Pools(memory, "the group")
+            opened.note(self)
             return
         opening = opening_of(options)
         with held_back():  # or Ctrl-C may leave files open that no group has
@@ -134,8 +136,7 @@ class Group:
             volume.close()
             raise
         weakref.finalize(self, abandon, self.files)
-        if self.files.writes:
-            opened.note(self)
+        opened.note(self)
 
     # ---------------------------------------------------------------- members
 

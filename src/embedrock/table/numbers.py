@@ -1,8 +1,9 @@
-"""`keep_stats`: what tables on disk do, written once a second to a file beside each, for other programs to read.
+"""`keep_stats`: what tables and groups do, written once a second to a file of each, for other programs to read.
 
-The file is a ring of samples, of a fixed size. Each is written by one call, with its number at both ends, so that who
-reads it can tell one that is half written; nobody takes a lock. What a sample needs of a table is read while others use
-it: counts that only grow, which may be some microseconds apart.
+It lies beside a table's folder or, for what lives in RAM, in the user's runtime directory. It begins with what is known
+now, with a checksum, and has a ring of samples, of a fixed size, each with its number at both ends. So who reads it can
+tell what is half written, and nobody takes a lock. What a sample needs of a table is read while others use it: counts
+that only grow, which may be some microseconds apart.
 """
 
 from __future__ import annotations
@@ -11,29 +12,41 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
+import tempfile
 import threading
 import time
 import warnings
 import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.process import platform
 from embedrock.process.spans import forget, trace_by
 from embedrock.table import opened
+from embedrock.table.group import Group
+from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk import Disk
+from embedrock.tiers.placing import memory_for
+from embedrock.tiers.tier import Tier
 
-SUFFIX = ".stats"  # of the file beside a table's folder
-FORMAT = 1
-HEADER = 1024  # bytes: JSON, and spaces
+SUFFIX = ".stats"  # of a file
+FORMAT = 2
+HEADER = 1 << 16  # bytes: what is known now, JSON
 SAMPLES = 4096  # in a ring
+SAMPLES_IN_RAM = 512  # of a file in the runtime directory, which is in RAM on most machines
+FORGOTTEN_S = 86_400.0  # after which a file in the runtime directory goes that nobody writes any more
+TRIES = 5  # to read what somebody is writing
+Thing: TypeAlias = Table | Group
 PHASES = ("plan", "disk", "gather", "wait", "sum", "rule", "spill", "commit", "compaction")
 COUNTS = ("steps", "hits", "misses", "evictions", "spilled", "reads", "bytes_read", "bytes_written", "commit")
 SIZES = ("rows", "cache_rows", "cache_slots", "ram_bytes", "budget_bytes", "disk_bytes", "committed")
@@ -78,30 +91,48 @@ class _Timed:
 
 
 class Ring:
-    """The file of a table's samples, which is written anew from its beginning where it is another's.
+    """The file of the samples of a table or group, which is written anew from its beginning where it is another's.
 
     Args:
         table: whose numbers.
+        path: of the file; None: beside its folder.
+        samples: that it keeps.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Thing, path: str | None = None, samples: int | None = None) -> None:
+        uuid = table.uuid if table.path else secrets.token_hex(16)
         self._told = {
-            "format": FORMAT, "fields": FIELDS, "samples": SAMPLES, "table": table.path, "pid": os.getpid(),
-            "uuid": table.uuid, "record_bytes": table.spec.record_bytes,
-        }  # fmt: skip
-        self.path = f"{table.path}{SUFFIX}"
-        self.number = _last_number(self.path, table.uuid)
+            "format": FORMAT,
+            "fields": FIELDS,
+            "samples": samples or SAMPLES,
+            "pid": os.getpid(),
+            "uuid": uuid,
+        }
+        self.path = path or f"{table.path}{SUFFIX}"
+        self._told["table"] = table.path or _name_in_ram(table, self.path)
+        self.number = _last_number(self.path, uuid)
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
         weakref.finalize(table, self._file.close)
-        self._file.write(json.dumps(self._told).encode().ljust(HEADER))
+        if not self.number:
+            self._file.truncate(HEADER)
+        self._tell({})
 
-    def add(self, values: dict[str, float]) -> None:
-        """Write a sample."""
+    def add(self, values: Mapping[str, float], told: Mapping[str, Any] | None = None) -> None:
+        """Write a sample, and what is known now."""
         self.number += 1
         record = [float(values.get(name, 0.0)) for name in FIELDS]
         record[0] = record[-1] = self.number
-        self._file.seek(HEADER + (self.number - 1) % SAMPLES * RECORD)
+        self._file.seek(HEADER + (self.number - 1) % self._told["samples"] * RECORD)
         self._file.write(np.array(record).tobytes())
+        if told:
+            self._tell(told)
+
+    def _tell(self, told: Mapping[str, Any]) -> None:
+        text = json.dumps({**self._told, **told}).encode()
+        if len(text) > HEADER - 16:  # a group of very many tables
+            text = json.dumps({**self._told, **told, "members": []}).encode()
+        self._file.seek(0)
+        self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
 
     def close(self) -> None:
         """Close the file."""
@@ -118,10 +149,10 @@ def _last_number(path: str, uuid: str) -> int:
 
 
 class History(NamedTuple):
-    """What a file has of a table.
+    """What a file has of a table or group.
 
     Attributes:
-        told: of the table and the process.
+        told: of it and the process, as of the last sample: see `facts`.
         samples: by name, one array each, in order; ``time`` is in seconds since 1970.
     """
 
@@ -135,11 +166,12 @@ class History(NamedTuple):
         Raises:
             ValueError: it is something else.
         """
-        data = Path(path).read_bytes()
-        told: dict[str, Any] = {}
-        with contextlib.suppress(ValueError, TypeError):
-            told = dict(json.loads(data[:HEADER]))
-        if (told.get("format"), told.get("fields")) != (FORMAT, list(FIELDS)):
+        for _ in range(TRIES):
+            data = Path(path).read_bytes()
+            if (told := _read_told(data)) is not None:
+                break
+            time.sleep(0.01)
+        else:
             raise ValueError(f"{os.fspath(path)!r} has no numbers of a table, as er.keep_stats writes them.")
         whole = (len(data) - HEADER) // RECORD
         records = np.frombuffer(data, np.float64, whole * len(FIELDS), HEADER).reshape(whole, len(FIELDS))
@@ -148,14 +180,24 @@ class History(NamedTuple):
         return cls(told, {name: records[:, k] for k, name in enumerate(FIELDS)})
 
 
+def _read_told(data: bytes) -> dict[str, Any] | None:
+    """Return what a file begins with; None where it is half written, or something else."""
+    crc, _, rest = data[:HEADER].partition(b"\n")[0].partition(b" ")
+    with contextlib.suppress(ValueError, TypeError):
+        if int(crc, 16) == zlib.crc32(rest):
+            told = dict(json.loads(rest))
+            return told if (told.get("format"), told.get("fields")) == (FORMAT, list(FIELDS)) else None
+    return None
+
+
 class _Recorder:
-    """The thread that writes, once in so many seconds, for all tables on disk that this process writes."""
+    """The thread that writes, once in so many seconds, for all tables and groups that this process writes."""
 
     def __init__(self, every: float) -> None:
         self.every, self._clock, self._stops = every, Clock(), threading.Event()
-        self._rings: weakref.WeakKeyDictionary[Table, Ring] = weakref.WeakKeyDictionary()
-        self._lost: weakref.WeakSet[Table] = weakref.WeakSet()
-        self._timed, self.pid = 0.0, os.getpid()
+        self._rings: weakref.WeakKeyDictionary[Thing, Ring] = weakref.WeakKeyDictionary()
+        self._lost: weakref.WeakSet[Thing] = weakref.WeakSet()
+        self._timed, self.pid, self._in_ram = 0.0, os.getpid(), 0
         trace_by(self._clock)
         self._thread = threading.Thread(target=self._run, name="embedrock-stats", daemon=True)
         self._thread.start()
@@ -179,29 +221,90 @@ class _Recorder:
             self.sample()
 
     def sample(self) -> None:
-        """Write a sample of each table."""
-        for table in opened.all_opened():
-            if table in self._lost or not isinstance(table, Table):  # groups have no file of their own yet
+        """Write a sample of each table and group."""
+        for thing in (*opened.all_opened(), *opened.all_in_ram()):
+            if thing in self._lost:
                 continue
             try:
-                ring = self._rings.get(table)
+                ring = self._rings.get(thing)
                 if ring is None:
-                    ring = self._rings[table] = Ring(table)
-                ring.add(self._numbers(table))
+                    ring = self._rings[thing] = self._ring(thing)
+                ring.add(self._numbers(thing), facts(thing))
             except EmbedrockError:  # it was closed meanwhile
                 continue
             except OSError as error:
-                self._lost.add(table)
-                warnings.warn(f"numbers of {table.subject} are written no more: {error}", StatsWarning, stacklevel=1)
+                self._lost.add(thing)
+                told = f"numbers of {thing.subject} are written no more: {error}"
+                warnings.warn(told, StatsWarning, stacklevel=1)
 
-    def _numbers(self, table: Table) -> dict[str, float]:
-        rows = rows_of(table)
-        tier = rows.tier
-        assert isinstance(tier, Disk)
-        sizes = {"rows": tier.count, "ram_bytes": tier.bytes_used, "budget_bytes": tier.budget_bytes}
+    def _ring(self, thing: Thing) -> Ring:
+        if thing.path is not None:
+            return Ring(thing)
+        self._in_ram += 1
+        folder = runtime_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _forget_old(folder)
+        return Ring(thing, str(folder / f"{self.pid}-{self._in_ram}{SUFFIX}"), SAMPLES_IN_RAM)
+
+    def _numbers(self, thing: Thing) -> dict[str, float]:
         phases = {f"{name}_s": self._clock.seconds.get(name, 0.0) for name in PHASES}
-        now = {"time": time.time(), "steps": rows.steps, "committed": _seconds(tier.store.volume.manifest.time)}
-        return {**tier.counters(), **sizes, **phases, **now, TIMED: self._timed}
+        return {**numbers(thing), **phases, "time": time.time(), TIMED: self._timed}
+
+
+def numbers(thing: Thing) -> dict[str, float]:
+    """Return what a sample has of a table or group, but for the time."""
+    tiers = _tiers(thing)
+    counted = [tier.counters() for tier in tiers if isinstance(tier, Disk)]
+    found = {name: sum(each.get(name, 0.0) for each in counted) for name in (*COUNTS, *SIZES)}
+    found |= {
+        "rows": sum(tier.count for tier in tiers),
+        "ram_bytes": sum(tier.bytes_used for tier in tiers),
+        "budget_bytes": _budget_bytes(thing, tiers),
+        "steps": thing.steps if isinstance(thing, Table) else max((row.steps for row in _members(thing)), default=0),
+    }
+    if counted:
+        volume = next(tier.store.volume for tier in tiers if isinstance(tier, Disk))
+        found |= {"commit": volume.manifest.commit, "committed": _seconds(volume.manifest.time)}
+    return found
+
+
+def facts(thing: Thing) -> dict[str, Any]:
+    """Return what is known of a table or group now: its pools with their curves, and its members.
+
+    A pool has ``curve``, lists of ``memory=``, rows a step that are missed with it, and so far off that may be;
+    ``rows`` of a step; of these, ``new`` ones that have no record, so that nothing is read for them.
+    """
+    if isinstance(thing, Table):
+        return {"kind": "table", "pools": [_pool(tier) for tier in _tiers(thing)]}
+    rows = [row for row in _members(thing) if not row.is_closed]
+    members = [{"name": row.subject, "rows": row.tier.count, "steps": row.steps} for row in rows]
+    return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
+
+
+def _pool(tier: Tier) -> dict[str, Any]:
+    told = {"record_bytes": tier.spec.record_bytes, "budget_bytes": tier.budget_bytes, "curve": []}
+    curve = tier.watch.curve() if isinstance(tier, Disk) else None
+    if curve is None or not isinstance(tier, Disk):
+        return told
+    points = [
+        list(point) for point in zip(curve.slots.tolist(), curve.misses.tolist(), curve.errors.tolist(), strict=True)
+    ]
+    here, missed = tier.placement.slots, tier.watch.missed
+    points = sorted([*(point for point in points if point[0] != here), [here, missed, 0.0]])
+    told["curve"] = [[memory_for(tier.spec, round(slots)), *rest] for slots, *rest in points]
+    return {**told, "rows": curve.rows, "new": curve.new, "missed": missed}
+
+
+def _tiers(thing: Thing) -> list[Tier]:
+    return [rows_of(thing).tier] if isinstance(thing, Table) else list(thing.pools.tiers)
+
+
+def _budget_bytes(thing: Thing, tiers: Sequence[Tier]) -> int:
+    return tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes
+
+
+def _members(group: Group) -> list[Rows]:
+    return [rows_of(table) for table in group.open_tables()]
 
 
 def _seconds(told: str) -> float:
@@ -213,10 +316,12 @@ _recorder: _Recorder | None = None
 
 
 def keep_stats(every: float | None = 1.0) -> None:
-    """Write numbers about each table on disk that this process writes to a file beside its folder, ``<folder>.stats``.
+    """Write numbers about each table and group that this process writes to a file.
 
-    ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread does it, for
-    tables that are open already and those to come; no step waits for it. A file keeps the last 4096 samples, 0.9 MB.
+    It is ``<folder>.stats`` beside the folder of what is on disk; what lives in RAM has it in the user's runtime
+    directory. ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread
+    does it, for tables that are there already and those to come; no step waits for it. A file keeps the last 4096
+    samples, 1.1 MB; in the runtime directory 512.
 
     Args:
         every: seconds from one sample to the next; None: no longer.
@@ -244,6 +349,27 @@ def keep_stats(every: float | None = 1.0) -> None:
 def _stop() -> None:
     """End the thread before Python does."""
     keep_stats(None)
+
+
+def runtime_folder() -> Path:
+    """Return the folder of files about tables in RAM: one of this user, on this machine."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    if given:
+        return Path(given) / "embedrock"
+    return Path(tempfile.gettempdir()) / f"embedrock-{platform.user()}"
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove files that nobody has written for a day."""
+    for path in folder.glob("*" + SUFFIX):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > FORGOTTEN_S:
+                path.unlink()
+
+
+def _name_in_ram(thing: Thing, path: str) -> str:
+    own = thing.name if isinstance(thing, Table) else None
+    return f"{own or ('table' if isinstance(thing, Table) else 'group')} in RAM, {Path(path).stem}"
 
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:

@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_in_ram: weakref.WeakSet[Table | Group] = weakref.WeakSet()
 _writers: weakref.WeakValueDictionary[str, Table | Group] = weakref.WeakValueDictionary()
 _since: weakref.WeakKeyDictionary[Table | Group, str] = weakref.WeakKeyDictionary()  # where they were opened
 
 
 def note(table: Table | Group) -> None:
-    """Take note of a table or group on disk that was opened for writing."""
-    _writers[os.path.realpath(table.path or "")], _since[table] = table, caller()
+    """Take note of a table or group that was made, or opened for writing; others and members are left out."""
+    if getattr(table, "group", None) is not None or table.mode != "w":
+        return
+    if table.path is None:
+        _in_ram.add(table)
+    else:
+        _writers[os.path.realpath(table.path)], _since[table] = table, caller()
 
 
 def opened(path: str | os.PathLike[str]) -> Any:
@@ -54,6 +60,15 @@ def opened(path: str | os.PathLike[str]) -> Any:
 def all_opened() -> list[Table | Group]:
     """Return the tables and groups on disk that this process has open for writing."""
     return [table for table in list(_writers.values()) if table.is_open_here]
+
+
+def all_in_ram() -> list[Table | Group]:
+    """Return the tables and groups in RAM that are open."""
+    while True:
+        try:
+            return [table for table in list(_in_ram) if table.is_open_here]
+        except RuntimeError:  # another thread has made one meanwhile
+            continue
 
 
 def close(path: str | os.PathLike[str]) -> None:

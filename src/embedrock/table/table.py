@@ -43,8 +43,8 @@ class Table(Growing):
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
             (seed, id, column, step). Optimizer state is always float32.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
-        memory: the most RAM that records and directory may take, in bytes, "512MiB" or "25%". None: all of it; half
-            of it for all tables on disk of this process that were not told, together.
+        memory: the most RAM that records and directory may take, in bytes, "512MiB" or "25%"; "auto", on disk: what
+            pays of what is left. None: all of it; half of it for all tables on disk that were not told, together.
         directory: of a table in RAM: "direct" (slot = id; RAM follows `rows`), "hashed" (RAM follows the ids touched,
             and hot rows lie together), or "auto": direct for tables of up to 32 MiB, and for those that fit `memory`
             only so.
@@ -94,8 +94,7 @@ class Table(Growing):
         self._placing = {name: options[name] for name in ("memory", "directory")}
         if files is not None and rows.home.group is None:
             weakref.finalize(self, files.abandon, [rows.version])
-            if files.writes:
-                opened.note(self)
+        opened.note(self)
         if self.name:
             named.register(self.name, self)
 

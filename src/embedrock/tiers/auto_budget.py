@@ -2,7 +2,7 @@
 
 Tables that were told so share what is left as others share the default (`Pool`). What each asks for is what its curve
 says: it grows while its cache is full and a larger one would miss less, and shrinks where half of it does as well. A
-thread looks twice a second, so that a table which nobody uses gives back, too. A table that trains follows with its
+thread looks four times a second, so that a table which nobody uses gives back, too. One that trains follows with its
 next batch. Nothing of that changes a bit of any result.
 """
 
@@ -19,7 +19,7 @@ from embedrock.tiers import budget as budgets
 from embedrock.tiers.budget import Budget, Claim, Pool, Resizable, Setting, Share
 
 FIRST_BYTES = 64 << 20  # that a table asks for before anything is known
-EVERY_S = 0.5
+EVERY_S = 0.25
 RESERVE = 8  # one part in so many of the RAM of this process is left to others
 STALLED = 0.1  # of the time that processes wait for RAM: then there is too little, whatever is said to be free
 KEPT = 7 / 8  # then, each time somebody looks
@@ -106,6 +106,10 @@ class AutoShare(Share):
         self._wanted = max(self._wanted, claim.least)
         super().join(tier, claim)
         self.nbytes = max(self.nbytes, claim.least)
+
+    @property
+    def may_double(self) -> bool:
+        return available_bytes() - memory_limit() // RESERVE > self.nbytes
 
     def offer(self, claim: Claim) -> int:
         return max(claim.least, super().offer(claim))

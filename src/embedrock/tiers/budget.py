@@ -67,6 +67,11 @@ class Budget:
         """Whether this thread is in the middle of sharing it with others."""
         return False
 
+    @property
+    def may_double(self) -> bool:
+        """Whether it may take as much again for the moment in which rows move to where slots are ids."""
+        return True
+
     def setting(self, nbytes: int) -> Setting | None:
         """Return how to have so many bytes instead; None where nobody can set it."""
         return _setting(self.nbytes, nbytes, "Set")

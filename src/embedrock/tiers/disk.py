@@ -429,6 +429,8 @@ class Disk(Tier):
         budget.shrink_to(least)
         if least <= budget.nbytes:
             placement = self._placed(self.spec, budget.nbytes)
+            if placement.direct and not self.placement.direct and not budget.may_double:
+                placement = place(self.spec, budget.nbytes, self.subject, budget.note, is_pool=True)
             if placement != self.placement:
                 self._move_to(placement)
         return self.epoch != epoch
@@ -502,7 +504,10 @@ class Disk(Tier):
             self._move_to(placement)
 
     def _move_to(self, placement: Placement) -> None:
-        """Move all rows to another cache. RAM is given back on the way, so both together take little more than one."""
+        """Move all rows to another cache.
+
+        RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
+        """
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
         self.new_epoch()
         done = 0

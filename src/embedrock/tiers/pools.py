@@ -57,6 +57,11 @@ class Pools:
             part.pool.remove(part)
             self._pools = [pool for pool in self._pools if not pool.is_empty]
 
+    @property
+    def tiers(self) -> list[Memory]:
+        """The tier of each pool."""
+        return [pool.tier for pool in self._pools]
+
     def __len__(self) -> int:
         return len(self._pools)
 
