@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock import kernels
 from embedrock.tiers.cache import POLICIES, Cache, feed
 from embedrock.tiers.curve import CurveSampler, sample
 
@@ -102,3 +103,15 @@ def test_a_batch_larger_than_the_cache():
     sampler.see(np.arange(10))
     sampler.see(np.arange(10))
     assert sampler.curve().misses.tolist() == [10.0]
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 64, 1 << 20])
+def test_a_sample_is_that_of_the_reference(share: int):
+    ids = np.random.default_rng(share).integers(-(2**63), 2**63 - 1, 3000)
+    found, expected = (np.full(len(ids) + 1, -7) for _ in range(2))
+    count = kernels.cpu.launch(kernels.cpu.cache.thin_out, ids, share, found)
+    assert count == kernels.reference.cache.thin_out(ids, share, expected)
+    assert np.array_equal(found[:count], expected[:count])
+    assert found[-1] == -7
+    assert kernels.reference.cache.sample(ids, np.arange(len(ids)), share, expected)[1] == count
+    assert np.array_equal(found[:count], expected[:count])

@@ -13,6 +13,7 @@ from typing import Any
 from embedrock.bench.disk.commits import COMMIT
 from embedrock.bench.disk.compaction import COMPACTION
 from embedrock.bench.disk.groups import GROUPS_DISK
+from embedrock.bench.disk.live import LIVE
 from embedrock.bench.disk.stream import STREAM
 from embedrock.bench.disk.training import DISK
 from embedrock.bench.disk.vocabulary import VOCABULARY
@@ -53,6 +54,7 @@ BENCHES = (
     COMPACTION,
     STREAM,
     GROUPS_DISK,
+    LIVE,
     VOCABULARY,
     KERAS,
     TF_DATA,

@@ -191,8 +191,7 @@ def sample(ids: np.ndarray, share: int) -> np.ndarray:
     if share == 1 or not len(ids):
         return ids
     some = np.empty(len(ids), np.int64)
-    _, count = kernels.cpu.launch(kernels.cpu.cache.sample, ids, np.arange(len(ids)), share, some)
-    return some[:count]
+    return some[: kernels.cpu.launch(kernels.cpu.cache.thin_out, ids, share, some)]
 
 
 def _parts(ids: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -223,3 +223,12 @@ def sample(slot_ids, slots, share, ids):
 def erase_direct(present, ids):
     for i in range(ids.shape[0]):
         present[ids[i] >> 3] &= ~(np.uint8(1) << np.uint8(ids[i] & 7))
+
+
+@kernel(reads=("ids",))
+def thin_out(ids, share, kept):
+    found, most = 0, np.uint64(0xFFFFFFFF) // np.uint64(share)
+    for i in range(ids.shape[0]):
+        kept[found] = ids[i]  # without a branch, which would be guessed wrong
+        found += np.int64((mix(ids[i]) & np.uint64(0xFFFFFFFF)) <= most)
+    return found

@@ -193,3 +193,10 @@ def sample(slot_ids: np.ndarray, slots: np.ndarray, share: int, ids: np.ndarray)
 def erase_direct(present: np.ndarray, ids: np.ndarray) -> None:
     """Clear the bits of ids."""
     np.bitwise_and.at(present, ids >> 3, ~(np.uint8(1) << (ids & 7).astype(np.uint8)))
+
+
+def thin_out(ids: np.ndarray, share: int, kept: np.ndarray) -> int:
+    """Write those of ``ids`` that `sample` would take to ``kept``, which has room for all; return how many."""
+    taken = [key for key in ids.tolist() if (mix(key) & 0xFFFFFFFF) * share < 1 << 32]
+    kept[: len(taken)] = taken
+    return len(taken)
