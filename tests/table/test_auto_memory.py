@@ -16,7 +16,7 @@ from embedrock.bench.harness import cgroups
 from embedrock.bench.harness.cgroups import confined
 from embedrock.machine import ram
 from embedrock.table.table import rows_of
-from embedrock.tiers import advice, auto_budget
+from embedrock.tiers import advice, auto_budget, watch
 from embedrock.tiers.auto_budget import AutoPool
 from embedrock.tiers.disk import Disk
 
@@ -154,7 +154,7 @@ class Trainer:
     def take(self, mebibytes: int) -> dict[str, float]:
         for _ in range(mebibytes // 8):
             self.taken.append(np.ones(MIB))  # 8 MiB
-            time.sleep(0.05)
+            time.sleep(0.2)
         return self.table.stats()
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ def test_others_get_their_memory_in_a_cgroup(tmp_path: Path):
         group,
     ):
         assert group is not None
-        before = child.call("train", 30.0)
+        before = child.call("train", 20.0)
         assert before["bytes_used"] > 128 * MIB  # of 300 that the rows take
         child.call("take", 200)  # or the process is killed
         after = child.call("train", 10.0)
@@ -189,6 +189,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(advice.LOGGER, "warning", lambda form, text: found.append(text))
     for name, value in {"LOOKS": 20, "FIRST": 20, "SETTLED": 1.0, "_lines": 0}.items():
         monkeypatch.setattr(advice, name, value)
+    monkeypatch.setattr(watch, "AT_ONCE", 8)
+    monkeypatch.setattr(watch, "LEAST_BATCHES", 16)
     monkeypatch.setattr(advice, "available_bytes", lambda: 1 << 40)
     monkeypatch.delenv(advice.QUIET, raising=False)
     return found
@@ -238,7 +240,7 @@ def test_half_of_the_memory_is_told(lines: list[str], tmp_path: Path, monkeypatc
     monkeypatch.setattr(advice, "LARGE_BYTES", 0)
     monkeypatch.setattr(Disk, "wanted_bytes", 0)
     with er.Table(800, 4, rule=er.SGD(), path=tmp_path / "t", memory="1MiB") as table:
-        for number in range(600):
+        for number in range(900):
             table.update(np.arange(number % 3, 24, 3), np.ones((8, 4), np.float32))
         table.commit()
     for thread in threading.enumerate():

@@ -13,8 +13,8 @@ from embedrock.tiers.cache import POLICIES, Cache, feed
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.watch import AT_ONCE, Counted, Watch
 
-FEWER = {"lfu": 0.95, "lru": 0.85, "clock": 0.8}  # a window of ids is used at once: then recency is known better
-ROWS, BATCH, BATCHES, WARM_UP = 30_000, 60, 2400, 1600
+FEWER = {"lfu": 0.9, "lru": 0.85, "clock": 0.8}  # a window of ids is used at once: then recency is known better
+ROWS, BATCH, BATCHES, WARM_UP = 30_000, 30, 3200, 1600
 
 
 def batches(seed: int) -> list[np.ndarray]:
@@ -42,7 +42,7 @@ def test_it_tells_what_caches_miss(policy: str):
         cache = Cache(slots, policy)
         missed = [len(feed(cache, ids)) for ids in drawn]
         at = curve.slots.tolist().index(slots)
-        assert FEWER[policy] < curve.misses[at] / np.mean(missed[WARM_UP:]) < 1.06
+        assert FEWER[policy] < curve.misses[at] / np.mean(missed[WARM_UP:]) < 1.08
     assert (np.diff(curve.misses) < 0).all()
     assert curve.rows == pytest.approx(np.mean([len(ids) for ids in drawn]), rel=0.02)
 
@@ -63,7 +63,7 @@ def test_little_is_kept():
 def test_of_a_cache_that_holds_few_batches_nothing_is_told_but_of_larger_ones():
     curve = watched(batches(3)[:1600], 10 * BATCH).curve()
     assert curve is not None
-    assert curve.slots[0] >= 32 * 40
+    assert curve.slots[0] >= 64 * 25
 
 
 def test_a_table_that_fits_is_told_what_less_would_do():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -170,9 +171,9 @@ class DiskPools:
 
     def stats(self) -> dict[str, float]:
         """Return numbers about all pools together: what a tier's `stats` counts, added up."""
-        found: dict[str, float] = {}
-        for tier in self.tiers:
-            for name, value in tier.stats().items():
+        found, told = dict[str, float](), [tier.stats() for tier in self.tiers]
+        for name, value in itertools.chain.from_iterable(each.items() for each in told):
+            if all(name in each for each in told):  # what is known of some pools only is no sum
                 found[name] = value + (found.get(name, 0) if name not in OF_VOLUME else 0)
         return found
 

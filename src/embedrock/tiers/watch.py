@@ -17,8 +17,8 @@ from embedrock.tiers.cache import Policy, policy_of
 from embedrock.tiers.curve import Curve, Sampled, sample
 
 MOST_SLOTS = 512  # of a small cache
-LEAST_BATCHES = 32  # that a cache holds of which something is told
-AT_ONCE = 16  # batches that are sampled together
+LEAST_BATCHES = 64  # that a cache holds of which something is told
+AT_ONCE = 32  # batches that are sampled together
 AT_ONCE_ROWS = 1 << 16
 SMALLER, LARGER = 3, 12  # sizes: so often half, and twice, the one there is; each begins once the one before is full
 WARM = 4  # times its slots, of ids that a cache has seen once it is not filled any more: nothing more comes
