@@ -17,7 +17,7 @@ from embedrock.bench.harness.bench import Bench, Task
 from embedrock.bench.harness.contenders import LEARNING_RATE
 from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.report import Report
-from embedrock.bench.harness.targets import Target, each
+from embedrock.bench.harness.targets import Line, Target, each
 from embedrock.bench.harness.workload import Workload
 from embedrock.terminal.tables import Field, format_lines, format_number
 
@@ -188,7 +188,7 @@ def _lines(found: dict[str, float]) -> list[dict[str, Any]]:
     return [{"name": name, "status": "ok", "seconds": value, **found} for name, value in seconds.items()]
 
 
-def _share(line: dict[str, Any]) -> float:
+def _share(line: Line) -> float:
     return line["seconds"] / STEP_S
 
 
