@@ -231,11 +231,6 @@ def test_many_tables_are_not_many_lines(lines: list[str], tmp_path: Path, monkey
     assert lines[1].endswith("(Of other tables nothing is said: see `embedrock top`.)")
 
 
-def test_advice_is_no_warning_and_is_printed_without_any_logging(capfd: pytest.CaptureFixture[str]):
-    assert advice.LOGGER.name == "embedrock.advice"
-    assert advice.LOGGER.isEnabledFor(30)
-
-
 def test_half_of_the_memory_is_told(lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice, "LARGE_BYTES", 0)
     monkeypatch.setattr(Disk, "wanted_bytes", 0)

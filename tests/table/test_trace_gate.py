@@ -77,7 +77,7 @@ def resize_at_random(patch: pytest.MonkeyPatch, seed: int) -> Counter[int]:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_trace_in_memory_that_comes_and_goes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = resize_at_random(monkeypatch, seed)
-    play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 40), tmp_path / "table")
+    play(replace(drawn_case(seed), memory="auto"), drawn_acts(seed, 20), tmp_path / "table")
     auto_budget.AUTO_POOL.stop()
     assert len(seen) > 2
 
