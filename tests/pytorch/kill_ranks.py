@@ -1,7 +1,7 @@
 """Kill ranks that train and commit one table in parts, at random moments, and compare what is left with one table.
 
-``python kill_ranks.py LIVES SEED LATEST``: each life has 1, 2 or 4 ranks, which go on from what the one before left, so that
-rows are shared out anew as they open. Whatever their number, a step has the same two blocks.
+``python kill_ranks.py LIVES SEED LATEST``: each life has 1, 2 or 4 ranks, which go on from what the one before left, so
+that rows are shared out anew as they open. Whatever their number, a step has the same two blocks.
 """
 
 from __future__ import annotations
