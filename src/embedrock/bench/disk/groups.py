@@ -317,7 +317,7 @@ def _over_best_split(lines: Sequence[Line]) -> list[Found]:
     if GROUP not in found or len(found) < 2:
         return []
     best = min((name for name in found if name != GROUP), key=lambda name: found[name])
-    return [(found[GROUP] / found[best], {"best": best})]
+    return [(found[GROUP] / found[best], {"best": best})] if found[best] else []  # all rows may fit the RAM
 
 
 def _full(what: str, key: str, wanted: float, unit: str = "x") -> Target:
