@@ -31,12 +31,12 @@ class BlockReader:
         self._random = np.random.default_rng()
         self._memory = np.frombuffer(mmap.mmap(-1, REQUESTS * BLOCK), np.uint8)
 
-    def rate(self, seconds: float, at_once: int = REQUESTS) -> float:
-        """Return the reads/s of calls of so many reads that take about `seconds` together."""
-        self._read(at_once)  # compiles, starts threads
+    def rate(self, seconds: float, at_once: int = REQUESTS, size: int = BLOCK) -> float:
+        """Return the reads/s of calls of so many reads, of `size` bytes each, that take about `seconds` together."""
+        self._read(at_once, size)  # compiles, starts threads
         start, count = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - start) < seconds or not count:
-            count += self._read(at_once)
+            count += self._read(at_once, size)
         return count / elapsed
 
     def close(self) -> None:
@@ -45,11 +45,12 @@ class BlockReader:
             OS_SYSTEM.close(fd)
         self._fds = []
 
-    def _read(self, count: int) -> int:
+    def _read(self, count: int, size: int) -> int:
         chosen = self._random.integers(len(self._fds), size=count)
-        offsets = (self._random.random(count) * np.array(self._blocks)[chosen]).astype(np.int64) * BLOCK
-        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(count, BLOCK)
-        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(count) * BLOCK)
+        starts = np.array(self._blocks)[chosen] - size // BLOCK + 1
+        offsets = (self._random.random(count) * starts).astype(np.int64) * BLOCK
+        fds, sizes = np.array(self._fds, np.int64)[chosen], np.full(count, size)
+        OS_SYSTEM.read_many(fds, offsets, sizes, self._memory, np.arange(count) * size)
         return count
 
 

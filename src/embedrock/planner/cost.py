@@ -6,19 +6,28 @@ times a constant of the machine, which `embedrock machine` finds by running step
     call              1                          Python, checks, threads
     position          n                          hashing ids, positions by row
     position_byte     n * dim * 4                rows copied to where they are wanted, gradients summed
-    row               u                          directory, first values, a row's share of the rule
+    row               u                          directory, a row's share of the rule
     row_byte          u * record bytes           records read and written at random
+    new               w                          directory, first state
+    new_number        w * dim                    first values
+    grown_byte        (w + m - s) * record bytes memory that is written for the first time
     disk_call         1, on disk
-    disk_read         seconds that the disk needs for m reads at once, as it was measured for 4 KiB
-    miss              m + new                    room in the cache: who leaves, who comes
-    miss_byte         (m + new) * record bytes   checksums, and rows that leave, appended to a log
+    miss              m + w, on disk             room in the cache: who leaves, who comes
+    spill_call        1, if rows leave           appending them to a log
+    spill             s                          its index
+    spill_byte        s * record bytes           checksums, and writing
+    read_call         1, if there are reads
+    read              m                          finding and checking them
+    read_byte         m * record bytes           checksums, and copying to the cache
+    cached_request    requests                   of files so small that the system keeps them in its page cache
+    disk_read         seconds                    of other files: that the disk needs, as it was measured
 
-where u are the different ids of the batch, m those of them that are read from disk, and new those that have no record
-yet. m comes from a curve (`embedrock.tiers.curve`), by the policy in use. A step that waits for nothing else is the sum
-over tables. With prefetch, reading overlaps with the rest and with the dense model: a step is the larger of both.
+where u are the different ids of the batch, w those of them that have no record yet, m those that are read from files
+and s the rows that leave a cache to make room. They come from a curve (`embedrock.tiers.curve`), by the policy in use.
+Records that lie close to each other in a file are one request. A step that waits for nothing else is the sum over
+tables. With prefetch, reading overlaps with the rest and with the dense model: a step is the larger of both.
 
-Bytes need no constants but one, what the process takes without tables: a table's records and directory are told by
-the code that places them, and never take more than `memory=`.
+Bytes need no constants but one, what the process takes without tables: see `embedrock.planner.peak`.
 """
 
 from __future__ import annotations
@@ -28,18 +37,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-TERMS: tuple[str, ...] = (
+from embedrock.machine.vfs import BLOCK, DIRECT_BYTES
+from embedrock.store.reading import CACHED_GAP, GAP
+
+REST: tuple[str, ...] = (
     "call",
     "position",
     "position_byte",
     "row",
     "row_byte",
+    "new",
+    "new_number",
+    "grown_byte",
     "disk_call",
-    "disk_read",
     "miss",
-    "miss_byte",
 )
-OF_DISK = TERMS.index("disk_call")  # from here on
+SPILLING = "spill_call", "spill", "spill_byte"
+READING = "read_call", "read", "read_byte", "cached_request", "disk_read"
+TERMS = (*REST, *SPILLING, *READING)
+
+
+class Taken(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        total: all of it.
+        reading: of that, reading files.
+        spilling: and writing rows that leave a cache.
+    """
+
+    total: float
+    reading: float = 0.0
+    spilling: float = 0.0
 
 
 class Work(NamedTuple):
@@ -50,18 +79,44 @@ class Work(NamedTuple):
         rows: different ones.
         dim: weights in a row.
         record_bytes: of a row, optimizer state included.
+        new: rows that get a record.
         on_disk: whether the table is there.
         reads: rows read from files.
-        new: rows on disk that get a record.
+        spilled: rows that leave the cache.
+        file_bytes: of the files that they are read from.
     """
 
     positions: float
     rows: float
     dim: int
     record_bytes: int
+    new: float = 0.0
     on_disk: bool = False
     reads: float = 0.0
-    new: float = 0.0
+    spilled: float = 0.0
+    file_bytes: float = float("inf")
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the system's page cache has the files."""
+        return self.file_bytes < DIRECT_BYTES
+
+    @property
+    def requests(self) -> float:
+        """The reads that are asked for: of records at random places, those further apart than a gap."""
+        if self.reads <= 1:
+            return self.reads
+        gap = CACHED_GAP if self.is_cached else GAP
+        return 1 + (self.reads - 1) * float(np.exp(-self.reads * gap / self.file_bytes))
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes of all requests: whole blocks, and what lies between records that are read together."""
+        requests, apart = self.requests, self.file_bytes / max(self.reads, 1.0)
+        if requests >= self.reads:
+            return requests * (self.record_bytes + BLOCK)
+        gap = min(GAP, apart)  # on average between those that are less than a gap apart: less than half of it
+        return requests * (self.record_bytes + BLOCK) + (self.reads - requests) * max(self.record_bytes, gap / 2)
 
 
 class Disk(NamedTuple):
@@ -71,11 +126,13 @@ class Disk(NamedTuple):
         at_once: numbers of random reads of 4 KiB that are asked for together, ascending.
         seconds: that each of those takes, all reads together.
         append: bytes/s of a long write.
+        stream: bytes/s of long reads.
     """
 
     at_once: tuple[int, ...]
     seconds: tuple[float, ...]
     append: float
+    stream: float = float("inf")
 
     def read_seconds(self, reads: float) -> float:
         """Return the seconds of so many reads at once; beyond those measured, at the same rate.
@@ -96,47 +153,61 @@ class Disk(NamedTuple):
 NO_DISK = Disk((1,), (0.0,), float("inf"))
 
 
-def terms(work: Work, disk: Disk) -> np.ndarray:
-    """Return the amounts of work of a step, in the order of `TERMS`."""
-    moved = work.reads + work.new
-    amounts = (
-        1.0,
-        work.positions,
-        work.positions * work.dim * 4,
-        work.rows,
-        work.rows * work.record_bytes,
-        *((1.0, disk.read_seconds(work.reads), moved, moved * work.record_bytes) if work.on_disk else (0.0,) * 4),
-    )
-    return np.array(amounts)
+def terms(work: Work, disk: Disk) -> dict[str, float]:
+    """Return the amounts of work of a step."""
+    record, waits = work.record_bytes, work.on_disk and not work.is_cached
+    return {
+        "call": 1.0,
+        "position": work.positions,
+        "position_byte": work.positions * work.dim * 4,
+        "row": work.rows,
+        "row_byte": work.rows * record,
+        "new": work.new,
+        "new_number": work.new * work.dim,
+        "grown_byte": max(0.0, work.new + work.reads - work.spilled) * record,
+        "disk_call": float(work.on_disk),
+        "miss": work.reads + work.new if work.on_disk else 0.0,
+        "spill_call": min(1.0, work.spilled),
+        "spill": work.spilled,
+        "spill_byte": work.spilled * record,
+        "read_call": min(1.0, work.reads),
+        "read": work.reads,
+        "read_byte": work.reads * record,
+        "cached_request": 0.0 if waits else work.requests,
+        "disk_read": max(disk.read_seconds(work.requests), work.bytes_read / disk.stream) if waits else 0.0,
+    }
 
 
 def seconds_of(work: Work, disk: Disk, constants: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each term of a step."""
-    amounts = terms(work, disk)
-    return {name: float(amount * constants[name]) for name, amount in zip(TERMS, amounts, strict=True)}
+    return {name: amount * constants[name] for name, amount in terms(work, disk).items()}
 
 
-def fit(runs: Sequence[tuple[Work, float]], disk: Disk) -> dict[str, float]:
+def fit(runs: Sequence[tuple[Work, Taken]], disk: Disk) -> dict[str, float]:
     """Return the constants by which steps took the seconds that were measured: least squares of relative errors.
 
-    None is negative. Those of tables in RAM are found first, and do not change by what tables on disk took.
+    None is negative. Those of reading and of spilling are found from the seconds of these.
     """
-    in_ram = [run for run in runs if not run[0].on_disk]
-    on_disk = [run for run in runs if run[0].on_disk]
-    first = _fitted(np.array([terms(work, disk)[:OF_DISK] for work, _ in in_ram]), np.array([s for _, s in in_ram]))
-    constants = np.concatenate([first, np.zeros(len(TERMS) - OF_DISK)])
-    if on_disk:
-        amounts, taken = np.array([terms(work, disk) for work, _ in on_disk]), np.array([s for _, s in on_disk])
-        rest = taken - amounts @ constants
-        constants[OF_DISK:] = _fitted(amounts[:, OF_DISK:], rest, taken)
-    return dict(zip(TERMS, constants.tolist(), strict=True))
+    amounts = [terms(work, disk) for work, _ in runs]
+    stages = (
+        (REST, [taken.total - taken.reading - taken.spilling for _, taken in runs]),
+        (SPILLING, [taken.spilling for _, taken in runs]),
+        (READING, [taken.reading for _, taken in runs]),
+    )
+    constants: dict[str, float] = {}
+    for names, seconds in stages:
+        rows = [([each[name] for name in names], s, taken.total) for each, s, (_, taken) in zip(amounts, seconds, runs, strict=True)]
+        rows = [row for row in rows if any(row[0])]
+        found = _fitted(*map(np.array, zip(*rows, strict=True))) if rows else np.zeros(len(names))
+        constants |= dict(zip(names, found.tolist(), strict=True))
+    return constants
 
 
-def _fitted(amounts: np.ndarray, seconds: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
+def _fitted(amounts: np.ndarray, seconds: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return numbers that are not negative, by which amounts (n, terms) add up to seconds; each error over `scale`."""
-    per = (seconds if scale is None else scale)[:, None]
-    sizes = np.maximum((amounts / per).max(axis=0), 1e-300)  # so that all columns count alike
-    columns, wanted = amounts / per / sizes, seconds / per[:, 0]
+    columns, wanted = amounts / scale[:, None], seconds / scale
+    sizes = np.maximum(columns.max(axis=0), 1e-300)  # so that all columns count alike
+    columns = columns / sizes
     found, used = np.zeros(columns.shape[1]), np.ones(columns.shape[1], bool)
     while used.any():
         part = np.linalg.lstsq(columns[:, used], wanted, rcond=1e-9)[0]

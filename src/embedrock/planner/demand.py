@@ -10,7 +10,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
-from embedrock.planner.zipf import bounded_zipf, expected_misses
+from embedrock.planner.zipf import bounded_zipf, expected_misses, scattered
 from embedrock.rules import RULES, Rule
 from embedrock.spec import Spec
 from embedrock.tiers.curve import Curve, CurveSampler
@@ -22,7 +22,6 @@ FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column")
 DIM = 64
 ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
 OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
-SCATTER = 2_654_435_761  # Knuth's multiplicative hash: ids of popular rows lie far apart
 MOST_IDS = 2_000_000  # that are looked at, of one table
 WINDOW = 400  # batches before those that count, where a table is trained for longer
 FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
@@ -53,15 +52,15 @@ class Demand:
 
     def batches(self, count: int) -> Iterator[np.ndarray]:
         """Go through `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
-        source = self._drawn(count) if self.log is None else _cut(self.log, self.positions)
+        source = self.drawn(np.random.default_rng(0)) if self.log is None else _cut(self.log, self.positions)
         for _, ids in zip(range(count), source, strict=False):
             yield np.unique(ids)
 
-    def _drawn(self, count: int) -> Iterator[np.ndarray]:
-        random, rows = np.random.default_rng(0), self.spec.rows or OPEN_ROWS
-        for _ in range(count):
-            ranks = bounded_zipf(random.random(self.positions), rows, self.zipf)
-            yield (ranks * np.int64(SCATTER % rows or 1) % rows) if rows < SCATTER else ranks
+    def drawn(self, random: np.random.Generator) -> Iterator[np.ndarray]:
+        """Go through batches of ids of this popularity, endlessly."""
+        rows = self.spec.rows or OPEN_ROWS
+        while True:
+            yield scattered(bounded_zipf(random.random(self.positions), rows, self.zipf), rows)
 
 
 def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:

@@ -8,35 +8,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from embedrock.errors import EmbedrockError
 from embedrock.machine import probe
 from embedrock.machine.ram import memory_limit, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.threads import get_threads, set_threads
-from embedrock.planner.cost import TERMS, Disk, Work, fit
+from embedrock.planner.calibration import Say, calibrate
+from embedrock.planner.cost import TERMS, Disk, fit
 from embedrock.process import platform
-from embedrock.rules import Adam
-from embedrock.table.table import Table
+from embedrock.store.reading import LONGEST_REQUEST
 
-FORMAT = 1
+FORMAT = 2
 FILE = "machine.json"
 READ_BYTES = 192 << 20  # of the file that is read at random
 AT_ONCE = (1, 4, 16, 64, 256, 1024, 4096)
 PROBE_S = 0.25  # for each measurement of the disk
+STREAMS = 32  # long reads at once
 ROW_BYTES = (64, 256, 1024)
-ROUNDS = 10  # of steps, of which the fastest counts
-RAM_RUNS = ((16, 512), (16, 8192), (16, 65_536), (128, 1024), (128, 16_384))  # dim, batch
-DISK_RUNS = ((16, 1024), (16, 16_384), (128, 1024), (128, 8192))
-TABLE_BYTES = 96 << 20  # of records of the tables that are stepped
-
-Say = Callable[[str], None]
 
 
 class MachineFileError(EmbedrockError, ValueError):
@@ -86,8 +78,8 @@ class Machine:
         """
         if told.pop("format") != FORMAT:
             raise ValueError("another format")
-        at_once, seconds, append = (told["disk"][name] for name in Disk._fields)
-        told["disk"] = Disk(tuple(map(int, at_once)), tuple(map(float, seconds)), float(append))
+        at_once, seconds, append, stream = (told["disk"][name] for name in Disk._fields)
+        told["disk"] = Disk(tuple(map(int, at_once)), tuple(map(float, seconds)), float(append), float(stream))
         for name, kind in (("rows", int), ("scaling", int), ("constants", str)):
             told[name] = {kind(key): float(value) for key, value in told[name].items()}
         return cls(**told)
@@ -142,8 +134,7 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
     with tempfile.TemporaryDirectory(prefix="embedrock-machine-", dir=folder) as scratch:
         say("disk")
         disk = _disk(Path(scratch) / "probe")
-        runs = [_ram_run(dim, batch, say) for dim, batch in RAM_RUNS]
-        runs += [_disk_run(dim, batch, Path(scratch) / f"{dim}-{batch}.rock", say) for dim, batch in DISK_RUNS]
+        runs = calibrate(Path(scratch), say)
     cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
     return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk))
 
@@ -186,72 +177,11 @@ def _disk(path: Path) -> Disk:
     reader = probe.BlockReader([path])
     try:
         seconds = tuple(count / reader.rate(PROBE_S, count) for count in AT_ONCE)
+        stream = reader.rate(PROBE_S, STREAMS, LONGEST_REQUEST) * LONGEST_REQUEST
     finally:
         reader.close()
         path.unlink()
-    return Disk(AT_ONCE, seconds, append)
-
-
-def _ram_run(dim: int, batch: int, say: Say) -> tuple[Work, float]:
-    say(f"steps in RAM, {batch} ids of {dim}")
-    with Table(_rows_of(dim), dim, rule=Adam(), seed=0, directory="hashed") as table:
-        return _run(table, batch)
-
-
-def _disk_run(dim: int, batch: int, path: Path, say: Say) -> tuple[Work, float]:
-    say(f"steps on disk, {batch} ids of {dim}")
-    rows = _rows_of(dim)
-    made = Table(rows, dim, rule=Adam(), seed=0, path=path, memory="64MiB")
-    memory = max(made.memory_for(2 * batch), made.memory_for(rows // 8))
-    with made:
-        _fill(made)
-        made.commit()
-    with Table(rows, dim, path=path, memory=memory) as table:
-        found = _run(table, batch)
-        table.commit()
-    return found
-
-
-def _rows_of(dim: int) -> int:
-    return TABLE_BYTES // (3 * 4 * dim)
-
-
-def _fill(table: Table) -> None:
-    ids = np.arange(table.rows or 0)
-    for part in np.array_split(ids, max(1, len(ids) * table.spec.record_bytes // (4 << 20))):
-        table.update(part, np.ones((len(part), table.dim), np.float32))
-
-
-def _run(table: Table, batch: int) -> tuple[Work, float]:
-    """Step a table by uniform ids until its cache is full, and measure some steps more."""
-    random, rows = np.random.default_rng(0), table.rows or 0
-    if not table.is_on_disk:
-        _fill(table)
-    steps = max(2, min(20, 40_000 // batch))
-    grads = np.ones((batch, table.dim), np.float32)
-    unique = 0
-
-    def step() -> None:
-        nonlocal unique
-        ids = random.integers(rows, size=batch)
-        plan = table.plan(ids)
-        unique += len(plan.ids)
-        table.read(plan)
-        table.apply(plan, grads)
-
-    for _ in range(steps * 2 if table.is_on_disk else 2):
-        step()
-    times, unique, before = [], 0, table.stats()
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        table.stats()  # waits for the last one
-        times.append((time.perf_counter() - start) / steps)
-    after, count = table.stats(), steps * ROUNDS
-    reads = (after.get("misses", 0) - before.get("misses", 0)) / count
-    work = Work(batch, unique / count, table.dim, table.spec.record_bytes, table.is_on_disk, reads)
-    return work, min(times)
+    return Disk(AT_ONCE, seconds, append, stream)
 
 
 # A laptop of some years: for examples and tests that should not depend on where they run.
@@ -265,8 +195,11 @@ EXAMPLE = Machine(
     rows={64: 8e7, 256: 4e7, 1024: 1e7},
     scaling={1: 1.0, 2: 1.8, 4: 2.5},
     folder=".",
-    disk=Disk((1, 16, 256, 4096), (1e-4, 3e-4, 3e-3, 4.5e-2), 1e9),
-    constants=dict(zip(TERMS, (1.5e-4, 2e-8, 4e-10, 5e-8, 2e-10, 5e-4, 1.2, 2e-6, 1e-9), strict=True)),
+    disk=Disk((1, 16, 256, 4096), (1e-4, 3e-4, 3e-3, 4.5e-2), 1e9, 1e9),
+    constants=dict.fromkeys(TERMS, 0.0)
+    | {"call": 1.5e-4, "position": 1e-8, "position_byte": 4e-10, "row": 8e-8, "row_byte": 2e-10, "new": 2e-7}
+    | {"new_number": 1e-8, "grown_byte": 3e-10, "disk_call": 3e-4, "miss": 1e-6, "spill_call": 1e-4, "spill": 4e-7}
+    | {"spill_byte": 2e-9, "read_call": 2e-4, "read": 1e-6, "read_byte": 1e-9, "cached_request": 3e-6, "disk_read": 1.0},
 )
 
 

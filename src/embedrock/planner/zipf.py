@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 EXACT_RANKS = 1 << 15  # whose chances are computed each; those after them in groups ...
 GROUPS = 1 << 12  # ... of so small a part of the ranks before them
+SCATTER = 2_654_435_761  # Knuth's multiplicative hash: ids of popular rows lie far apart
 
 
 def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> float:
@@ -36,6 +37,11 @@ def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) 
         power = 1 - exponent
         value = ((float(ranks) ** power - 1) * uniform + 1) ** (1 / power)
     return np.minimum(value.astype(np.int64) - 1, ranks - 1)
+
+
+def scattered(ranks: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
+    """Return ids in [0, rows) for ranks, one for each: those of popular ranks lie far apart."""
+    return ranks * np.int64(SCATTER % rows or 1) % rows if rows < SCATTER else ranks
 
 
 def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:

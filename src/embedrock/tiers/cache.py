@@ -249,6 +249,12 @@ class Cache:
         self.release_current()
         self._use(slots)
 
+    def hold(self, slots: np.ndarray) -> None:
+        """Note where the rows are that the current batch uses, which was noted before: it is no other use of them."""
+        self.release_current()
+        self.pin(slots)
+        self._current = slots
+
     def release_current(self) -> None:
         """Let the rows of the current batch go when others need their slots."""
         current, self._current = self._current, NO_SLOTS
@@ -442,7 +448,10 @@ class Whole:
         return np.flatnonzero(self.flags & flag)
 
     def touch(self, slots: np.ndarray) -> None:
-        """Do nothing, as the next three: there is nothing to choose."""
+        """Do nothing, as the next four: there is nothing to choose."""
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Do nothing."""
 
     def release_current(self) -> None:
         """Do nothing."""

@@ -154,7 +154,8 @@ class Disk(Tier):
                 self.cache.release_current()
             while (brought := self._bring(ids, slots)) is None:
                 slots = self.cache.find(ids)
-            self.cache.touch(brought[brought >= 0])
+            use = self.cache.hold if self._is_known else self.cache.touch  # a batch uses a row once, read and step
+            use(brought[brought >= 0])
             self.budget.let_go()
             self._count_batch(ids, missing)
             return brought

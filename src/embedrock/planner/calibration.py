@@ -1,0 +1,159 @@
+"""Steps of small tables: by what they take, the constants of the model of cost are found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.planner.cost import Taken, Work
+from embedrock.planner.trial import Batch, Trial
+from embedrock.planner.zipf import bounded_zipf, scattered
+from embedrock.rules import Adam
+from embedrock.table.table import Table
+
+Say = Callable[[str], None]
+
+ROUNDS, SECONDS = 12, 0.6  # of a run, at most
+TRIES, QUIET = 3, 0.15  # of a run; cores that others may use meanwhile
+TOGETHER_IDS = 30_000  # of a round, about
+FILL_BYTES = 8 << 20  # of records that are made at once
+CACHED_BYTES, DIRECT_BYTES = 20 << 20, 80 << 20  # of tables whose files are in the page cache, and are not
+MANY_ROWS = 10**9  # of a table none of whose rows comes twice
+
+
+class Run(NamedTuple):
+    """Tables to step.
+
+    Attributes:
+        kind: where they are: "RAM"; "direct" and "cached", on disk, all of them trained before; "new": on disk, where
+            each row is a new one; "new in RAM".
+        dim: of rows.
+        batch: ids.
+        zipf: exponent of their popularity.
+        tables: alike.
+    """
+
+    kind: str
+    dim: int
+    batch: int
+    zipf: float = 0.0
+    tables: int = 1
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        return f"steps of {self.tables} x {self.batch} ids of {self.dim}, {self.kind}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of each table."""
+        if self.kind.startswith("new"):
+            return MANY_ROWS
+        nbytes = CACHED_BYTES if self.kind == "cached" else DIRECT_BYTES
+        return nbytes // (3 * 4 * self.dim * self.tables)
+
+
+RUNS = (
+    Run("RAM", 16, 512, 1.05),
+    Run("RAM", 16, 8192, 1.05),
+    Run("RAM", 16, 65_536, 0.9),
+    Run("RAM", 64, 4096),
+    Run("RAM", 64, 32_768, 1.2),
+    Run("RAM", 256, 512, 1.05),
+    Run("RAM", 256, 8192, 0.9),
+    Run("RAM", 16, 1024, 1.05, tables=26),
+    Run("new in RAM", 16, 8192),
+    Run("new in RAM", 128, 2048),
+    Run("direct", 16, 1024, 1.05),
+    Run("direct", 16, 16_384, 0.9),
+    Run("direct", 128, 1024),
+    Run("direct", 128, 8192, 0.9),
+    Run("cached", 16, 1024, 1.05),
+    Run("cached", 16, 16_384, 0.9),
+    Run("cached", 64, 2048, 1.05),
+    Run("cached", 16, 512, 1.05, tables=26),
+    Run("new", 16, 4096),
+    Run("new", 128, 2048),
+)
+
+
+def calibrate(folder: Path, say: Say) -> list[tuple[Work, Taken]]:
+    """Return what steps had to do, and the seconds that they took."""
+    found = []
+    for number, run in enumerate(RUNS):
+        say(run.text)
+        found.append(_quietest(run, folder / str(number)))
+    return found
+
+
+def _quietest(run: Run, folder: Path) -> tuple[Work, Taken]:
+    """Measure again where other programs used the machine meanwhile, and return the run with the fewest of them."""
+    tries = []
+    while len(tries) < TRIES and (not tries or tries[-1][0] > QUIET):
+        tries.append(measure(run, folder / str(len(tries))))
+    return min(tries)[1:]
+
+
+def measure(run: Run, folder: Path) -> tuple[float, Work, Taken]:
+    """Return the cores that others used, the mean work of a step for a table, and the seconds of that for one table."""
+    folder.mkdir(parents=True)
+    together = max(2, min(16, TOGETHER_IDS // (run.batch * run.tables)))
+    with ExitStack() as stack:
+        tables = [stack.enter_context(_table(run, folder / f"{k}.rock", k)) for k in range(run.tables)]
+        trial = Trial(tables, _batches(run))
+        trial.train(2 * together if tables[0].is_on_disk else max(2, together // 4))
+        timing = trial.timed(ROUNDS, together, SECONDS)
+        for table in tables:
+            if table.is_on_disk:
+                table.commit()
+    counts = {name: float(np.mean([each[name] for each in timing.counts])) for name in timing.counts[0]}
+    some = [ids for _, batch in zip(range(4), _batches(run), strict=False) for ids in batch]
+    rows, spec = float(np.mean([len(np.unique(ids)) for ids in some])), tables[0].spec
+    work = Work(
+        positions=run.batch,
+        rows=rows,
+        dim=spec.dim,
+        record_bytes=spec.record_bytes,
+        new=rows if run.kind.startswith("new") else 0.0,
+        on_disk=tables[0].is_on_disk,
+        reads=counts.get("reads", 0.0),
+        spilled=counts.get("spilled", 0.0),
+        file_bytes=float(run.rows * (spec.record_bytes + 4)),
+    )
+    return timing.others, work, Taken(*(part / run.tables for part in timing.taken))
+
+
+def _table(run: Run, path: Path, seed: int) -> Table:
+    rule, rows = Adam(), run.rows
+    if not run.kind.startswith("new"):
+        table = Table(rows, run.dim, rule=rule, seed=seed, **({} if run.kind == "RAM" else {"path": path}))
+        _fill(table)
+        if run.kind == "RAM":
+            return table
+        least = max(table.memory_for(3 * run.batch), table.memory_for(rows // 8))
+        table.commit()
+        table.compact()
+        table.close()
+        return Table(rows, run.dim, path=path, memory=least)
+    if run.kind == "new in RAM":
+        return Table(rows, run.dim, rule=rule, seed=seed)
+    return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory="24MiB")
+
+
+def _fill(table: Table) -> None:
+    ids = np.arange(table.rows or 0)
+    for part in np.array_split(ids, max(1, len(ids) * table.spec.record_bytes // FILL_BYTES)):
+        table.update(part, np.ones((len(part), table.dim), np.float32))
+
+
+def _batches(run: Run) -> Iterator[Batch]:
+    random = np.random.default_rng(0)
+    while True:
+        yield [
+            scattered(bounded_zipf(random.random(run.batch), run.rows, run.zipf), run.rows) for _ in range(run.tables)
+        ]
