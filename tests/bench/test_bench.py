@@ -607,7 +607,7 @@ def test_contenders_have_unique_names_and_targets_name_them():
     for bench in cli.BENCHES:
         names = [contender.name for contender in bench.contenders]
         assert len(set(names)) == len(names)
-    for bench in (benches.STEP, benches.LOOKUP, benches.PLAN):
+    for bench in (benches.STEP, benches.LOOKUP, benches.UNIQUE):
         names = [contender.name for contender in bench.contenders]
         races = [target.measure for target in bench.targets]
         assert races
@@ -690,10 +690,10 @@ def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["lookup", "plan"])
+@pytest.mark.parametrize("bench", ["lookup", "unique"])
 def test_in_processes_of_their_own(bench, tmp_path):
     pytest.importorskip("torch")
-    names = [contender.name for contender in (contenders.LOOKUP if bench == "lookup" else contenders.PLAN)]
+    names = [contender.name for contender in (contenders.LOOKUP if bench == "lookup" else contenders.UNIQUE)]
     check_lines(run_json(tmp_path, bench, *TINY_OPTIONS), names)
 
 
@@ -705,14 +705,14 @@ def test_lookup(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_plan(tmp_path):
+def test_unique(tmp_path):
     pytest.importorskip("torch")
-    names = [contender.name for contender in contenders.PLAN]
-    check_lines(run_json(tmp_path, "plan", *TINY_OPTIONS), names)
+    names = [contender.name for contender in contenders.UNIQUE]
+    check_lines(run_json(tmp_path, "unique", *TINY_OPTIONS), names)
 
 
-def test_plan_measures_both_sizes_unless_told():
-    workloads = Task(benches.PLAN, cli._parser().parse_args(["plan", "--rows=1000"])).workloads
+def test_unique_measures_both_sizes_unless_told():
+    workloads = Task(benches.UNIQUE, cli._parser().parse_args(["unique", "--rows=1000"])).workloads
     assert [(one.rows, one.lookups) for one in workloads] == [(1000, 26 * 65_536), (1000, 16_384)]
 
 

@@ -11,44 +11,62 @@ import pytest
 from embedrock.cli import machines as command
 from embedrock.cli.main import main
 from embedrock.planner import machine as machines
-from embedrock.planner.cost import NO_DISK, TERMS, Disk, Work, fit, seconds_of, terms
+from embedrock.planner.cost import NO_DISK, READING, SPILLING, TERMS, Disk, Taken, Work, fit, seconds_of, terms
 from embedrock.planner.machine import Machine, MachineFileError, load, save
 
-DISK = Disk((1, 100), (1e-4, 1e-3), 1e9)
-CONSTANTS = dict(zip(TERMS, (1e-4, 3e-8, 2e-10, 5e-8, 1e-10, 2e-3, 1.2, 3e-6, 2e-9), strict=True))
-MACHINE = Machine(1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS)
+DISK = Disk((1, 100), (1e-4, 1e-3), 1e9, 1e9)
+CONSTANTS = {name: 10.0 ** -(3 + number % 5) for number, name in enumerate(TERMS)} | {"disk_read": 1.2}
+MACHINE = Machine(
+    1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS, 3e-4
+)
 
 
 def works() -> list[Work]:
     random = np.random.default_rng(0)
     made = []
-    for k in range(40):
-        n, dim = int(random.integers(512, 65_536)), int(random.integers(4, 256))
-        u = n * random.random()
-        made.append(Work(n, u, dim, 12 * dim, k % 2 == 1, u * random.random() * (k % 2), u * 0.1 * (k % 2)))
+    for k in range(120):
+        n, dim, on_disk = int(random.integers(512, 65_536)), int(random.integers(4, 256)), k % 4 > 0
+        u, nbytes = n * random.random(), 1e7 * 10 ** (random.random() * (k % 4))
+        new, reads, spilled = u * np.sort(random.random(3))[::-1] * (k % 5 > 0, on_disk and k % 3 > 0, on_disk)
+        made.append(Work(n, u, dim, 12 * dim, new * random.random(), on_disk, reads, spilled, nbytes))
     return made
 
 
+def taken_by(work: Work) -> Taken:
+    seconds = seconds_of(work, DISK, CONSTANTS)
+    return Taken(sum(seconds.values()), *(sum(seconds[name] for name in part) for part in (READING, SPILLING)))
+
+
 def test_constants_are_found_again_from_what_steps_took():
-    runs = [(work, sum(seconds_of(work, DISK, CONSTANTS).values())) for work in works()]
-    found = fit(runs, DISK)
-    assert found == pytest.approx(CONSTANTS, rel=1e-6)
+    found = fit([(work, taken_by(work)) for work in works()], DISK)
+    assert found == pytest.approx(CONSTANTS, rel=1e-4)
 
 
 def test_no_constant_is_negative():
     random = np.random.default_rng(1)
-    found = fit([(work, random.random()) for work in works()], DISK)
+    found = fit([(work, Taken(random.random())) for work in works()], DISK)
     assert all(value >= 0 for value in found.values())
     assert any(found.values())
 
 
 def test_terms_of_a_step():
     work = Work(100, 60, 8, 96)
-    assert dict(zip(TERMS, terms(work, NO_DISK), strict=True)) == {
-        "call": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760,
-        "disk_call": 0, "disk_read": 0, "miss": 0, "miss_byte": 0}  # fmt: skip
-    on_disk = terms(work._replace(on_disk=True, reads=100, new=20), DISK)
-    assert on_disk[5:].tolist() == pytest.approx([1, 1e-3, 120, 120 * 96])
+    told = terms(work, NO_DISK)
+    assert {name: amount for name, amount in told.items() if amount} == {
+        "call": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760}  # fmt: skip
+    on_disk = terms(work._replace(on_disk=True, reads=100, new=20, spilled=30, file_bytes=1e12), DISK)
+    assert {name: on_disk[name] for name in ("disk_call", "miss", "spill", "spill_byte", "grown_byte", "disk_read")} == {
+        "disk_call": 1, "miss": 120, "spill": 30, "spill_byte": 2880, "grown_byte": 90 * 96,
+        "disk_read": pytest.approx(1e-3, rel=1e-3)}  # fmt: skip
+    small = terms(work._replace(on_disk=True, reads=100, file_bytes=1e7), DISK)
+    assert small["disk_read"] == 0 < small["cached_request"] < 100  # in the page cache
+
+
+def test_records_close_to_each_other_are_one_request():
+    far, close = (Work(1, 1, 8, 96, on_disk=True, reads=1000, file_bytes=size) for size in (1e12, 5e7))
+    assert far.requests == pytest.approx(1000, rel=1e-3)
+    assert 700 < close.requests < 730  # of 1000 gaps of 50 KB on average, those of more than 16 KiB
+    assert close.bytes_read > far.bytes_read * 0.7
 
 
 def test_seconds_of_reads():

@@ -25,8 +25,9 @@ from embedrock.bench.harness.report import Report, write_json
 from embedrock.bench.harness.targets import format_verdicts
 from embedrock.bench.keras.fit import KERAS
 from embedrock.bench.keras.tf_data import TF_DATA
+from embedrock.bench.planner.benches import PLANNER
 from embedrock.bench.shards.benches import SHARDS
-from embedrock.bench.step.benches import LOOKUP, PLAN, STEP, TABLE_SIZES
+from embedrock.bench.step.benches import LOOKUP, STEP, TABLE_SIZES, UNIQUE
 from embedrock.bench.step.create import CREATE
 from embedrock.bench.step.open_ids import OPEN_IDS
 from embedrock.bench.tables.benches import DLRM, GROUPS
@@ -42,13 +43,14 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 BENCHES = (
     STEP,
     LOOKUP,
-    PLAN,
+    UNIQUE,
     TABLE_SIZES,
     CREATE,
     OPEN_IDS,
     DLRM,
     GROUPS,
     SHARDS,
+    PLANNER,
     DISK,
     COMMIT,
     COMPACTION,
@@ -66,7 +68,7 @@ LINES = (
     ("step",),
     ("step", "--rows=10M", "--contenders=ours-adam,torch-dense-adam"),
     ("lookup",),
-    ("plan",),
+    ("unique",),
     ("rows",),
     ("create",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,17 +10,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.initializers import Zeros
 from embedrock.planner.cost import Taken, Work
-from embedrock.planner.trial import Batch, Trial
+from embedrock.planner.trial import QUIET, Batch, Pace, Trial
 from embedrock.planner.zipf import bounded_zipf, scattered
 from embedrock.rules import Adam
+from embedrock.spec import Spec
+from embedrock.store.runs import CRC_BYTES
 from embedrock.table.table import Table
+from embedrock.tiers.placing import memory_for
 
 Say = Callable[[str], None]
 
 ROUNDS, SECONDS = 12, 0.6  # of a run, at most
-TRIES, QUIET = 3, 0.15  # of a run; cores that others may use meanwhile
+TRIES, PATIENCE_S = 3, 20  # of a run, while other programs use the machine; for so long in all
 TOGETHER_IDS = 30_000  # of a round, about
+FILLING = 300  # steps until a cache is full, at most
 FILL_BYTES = 8 << 20  # of records that are made at once
 CACHED_BYTES, DIRECT_BYTES = 20 << 20, 80 << 20  # of tables whose files are in the page cache, and are not
 MANY_ROWS = 10**9  # of a table none of whose rows comes twice
@@ -30,8 +35,8 @@ class Run(NamedTuple):
     """Tables to step.
 
     Attributes:
-        kind: where they are: "RAM"; "direct" and "cached", on disk, all of them trained before; "new": on disk, where
-            each row is a new one; "new in RAM".
+        kind: where they are: "RAM"; "direct" and "cached", on disk, all rows trained before; "mixed": on disk, some
+            new; "new": on disk, all new, as "new in RAM".
         dim: of rows.
         batch: ids.
         zipf: exponent of their popularity.
@@ -77,24 +82,29 @@ RUNS = (
     Run("cached", 16, 16_384, 0.9),
     Run("cached", 64, 2048, 1.05),
     Run("cached", 16, 512, 1.05, tables=26),
+    Run("mixed", 16, 1024, 1.05),
+    Run("mixed", 64, 4096, 1.1),
+    Run("mixed", 128, 8192, 1.0),
+    Run("mixed", 16, 1024, 1.1, tables=26),
     Run("new", 16, 4096),
     Run("new", 128, 2048),
 )
 
 
-def calibrate(folder: Path, say: Say) -> list[tuple[Work, Taken]]:
-    """Return what steps had to do, and the seconds that they took."""
-    found = []
+def calibrate(folder: Path, say: Say) -> tuple[list[tuple[Work, Taken]], float]:
+    """Return what steps had to do, with the seconds that they took, and the machine's `Pace` meanwhile."""
+    found, pace, paces, end = [], Pace(), [], time.perf_counter() + PATIENCE_S
     for number, run in enumerate(RUNS):
         say(run.text)
-        found.append(_quietest(run, folder / str(number)))
-    return found
+        found.append(_quietest(run, folder / str(number), TRIES if time.perf_counter() < end else 1))
+        paces.append(pace.seconds())
+    return found, float(np.median(paces))
 
 
-def _quietest(run: Run, folder: Path) -> tuple[Work, Taken]:
+def _quietest(run: Run, folder: Path, most: int) -> tuple[Work, Taken]:
     """Measure again where other programs used the machine meanwhile, and return the run with the fewest of them."""
     tries = []
-    while len(tries) < TRIES and (not tries or tries[-1][0] > QUIET):
+    while len(tries) < most and (not tries or tries[-1][0] > QUIET):
         tries.append(measure(run, folder / str(len(tries))))
     return min(tries)[1:]
 
@@ -106,7 +116,8 @@ def measure(run: Run, folder: Path) -> tuple[float, Work, Taken]:
     with ExitStack() as stack:
         tables = [stack.enter_context(_table(run, folder / f"{k}.rock", k)) for k in range(run.tables)]
         trial = Trial(tables, _batches(run))
-        trial.train(2 * together if tables[0].is_on_disk else max(2, together // 4))
+        trial.train(2 * together)
+        trial.fill(FILLING)
         timing = trial.timed(ROUNDS, together, SECONDS)
         for table in tables:
             if table.is_on_disk:
@@ -119,18 +130,23 @@ def measure(run: Run, folder: Path) -> tuple[float, Work, Taken]:
         rows=rows,
         dim=spec.dim,
         record_bytes=spec.record_bytes,
-        new=rows if run.kind.startswith("new") else 0.0,
+        new=counts["rows_touched"],
         on_disk=tables[0].is_on_disk,
         reads=counts.get("reads", 0.0),
         spilled=counts.get("spilled", 0.0),
-        file_bytes=float(run.rows * (spec.record_bytes + 4)),
+        file_bytes=_file_bytes(run, counts.get("spilled", 0.0), timing.steps, spec.record_bytes + CRC_BYTES),
     )
     return timing.others, work, Taken(*(part / run.tables for part in timing.taken))
 
 
+def _file_bytes(run: Run, spilled: float, steps: int, stride: int) -> float:
+    """Return the bytes of the files that rows are read from: half of a log that grows, or the whole table."""
+    return max(1.0, spilled * steps / 2 * stride) if run.kind in ("mixed", "new") else float(run.rows * stride)
+
+
 def _table(run: Run, path: Path, seed: int) -> Table:
     rule, rows = Adam(), run.rows
-    if not run.kind.startswith("new"):
+    if run.kind in ("RAM", "direct", "cached"):
         table = Table(rows, run.dim, rule=rule, seed=seed, **({} if run.kind == "RAM" else {"path": path}))
         _fill(table)
         if run.kind == "RAM":
@@ -140,6 +156,9 @@ def _table(run: Run, path: Path, seed: int) -> Table:
         table.compact()
         table.close()
         return Table(rows, run.dim, path=path, memory=least)
+    if run.kind == "mixed":
+        memory = memory_for(Spec(rows, run.dim, "float32", rule, Zeros(), 0), int(2.5 * run.batch))
+        return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory=memory)
     if run.kind == "new in RAM":
         return Table(rows, run.dim, rule=rule, seed=seed)
     return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory="24MiB")

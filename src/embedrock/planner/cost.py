@@ -12,6 +12,7 @@ times a constant of the machine, which `embedrock machine` finds by running step
     new_number        w * dim                    first values
     grown_byte        (w + m - s) * record bytes memory that is written for the first time
     disk_call         1, on disk
+    new_call          1, on disk, if there are new rows
     miss              m + w, on disk             room in the cache: who leaves, who comes
     spill_call        1, if rows leave           appending them to a log
     spill             s                          its index
@@ -50,6 +51,7 @@ REST: tuple[str, ...] = (
     "new_number",
     "grown_byte",
     "disk_call",
+    "new_call",
     "miss",
 )
 SPILLING = "spill_call", "spill", "spill_byte"
@@ -166,6 +168,7 @@ def terms(work: Work, disk: Disk) -> dict[str, float]:
         "new_number": work.new * work.dim,
         "grown_byte": max(0.0, work.new + work.reads - work.spilled) * record,
         "disk_call": float(work.on_disk),
+        "new_call": min(1.0, work.new) if work.on_disk else 0.0,
         "miss": work.reads + work.new if work.on_disk else 0.0,
         "spill_call": min(1.0, work.spilled),
         "spill": work.spilled,
@@ -196,9 +199,10 @@ def fit(runs: Sequence[tuple[Work, Taken]], disk: Disk) -> dict[str, float]:
     )
     constants: dict[str, float] = {}
     for names, seconds in stages:
-        rows = [([each[name] for name in names], s, taken.total) for each, s, (_, taken) in zip(amounts, seconds, runs, strict=True)]
-        rows = [row for row in rows if any(row[0])]
-        found = _fitted(*map(np.array, zip(*rows, strict=True))) if rows else np.zeros(len(names))
+        matrix = np.array([[each[name] for name in names] for each in amounts])
+        has = matrix.any(axis=1)
+        totals = np.array([taken.total for _, taken in runs])
+        found = _fitted(matrix[has], np.array(seconds)[has], totals[has]) if has.any() else np.zeros(len(names))
         constants |= dict(zip(names, found.tolist(), strict=True))
     return constants
 

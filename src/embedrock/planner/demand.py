@@ -10,6 +10,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
+from embedrock.machine.sizes import parse_bytes
 from embedrock.planner.zipf import bounded_zipf, expected_misses, scattered
 from embedrock.rules import RULES, Rule
 from embedrock.spec import Spec
@@ -18,8 +19,9 @@ from embedrock.tiers.placing import memory_for, most_for, place
 from embedrock.wording import check_choice, did_you_mean
 
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
-FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column")
+FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column", "memory")
 DIM = 64
+IN_RAM = "RAM"  # as the memory of a table
 ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
 OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
 MOST_IDS = 2_000_000  # that are looked at, of one table
@@ -41,6 +43,7 @@ class Demand:
         zipf: exponent of the popularity of ids, where `log` is None.
         log: goes through the ids of past batches, int64 arrays of any size.
         column: of a log that has them.
+        memory: bytes of RAM that it is told to have, on disk; 0: it is told to be in RAM; None: a plan says.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Demand:
     zipf: float = ZIPF
     log: Iterable[np.ndarray] | None = None
     column: str | None = None
+    memory: int | None = None
 
     def batches(self, count: int) -> Iterator[np.ndarray]:
         """Go through `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
@@ -172,7 +176,19 @@ def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any)
     if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= 4):
         raise ArgumentError(f"`zipf` of table {name!r} must be an exponent from 0 to 4: got {own!r}.")
     positions = max(1, round(batch_size * per_sample))
-    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"))
+    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"), _memory(name, told))
+
+
+def _memory(name: str, told: Mapping[str, Any]) -> int | None:
+    memory = told.get("memory")
+    if memory is None or memory == IN_RAM:
+        return None if memory is None else 0
+    try:
+        return parse_bytes(memory)
+    except ArgumentError:
+        raise ArgumentError(
+            f'`memory` of table {name!r} must be "{IN_RAM}", or what it has on disk, such as "512MiB": got {memory!r}.'
+        ) from None
 
 
 def _rule(told: Mapping[str, Any]) -> Rule | None:

@@ -51,6 +51,7 @@ class Machine:
         folder: whose disk was measured.
         disk: what it gives.
         constants: of `embedrock.planner.cost`.
+        pace_s: seconds of a step that is always the same, meanwhile: see `embedrock.planner.trial.Pace`.
     """
 
     time: float
@@ -64,6 +65,7 @@ class Machine:
     folder: str
     disk: Disk
     constants: dict[str, float]
+    pace_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -134,9 +136,9 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
     with tempfile.TemporaryDirectory(prefix="embedrock-machine-", dir=folder) as scratch:
         say("disk")
         disk = _disk(Path(scratch) / "probe")
-        runs = calibrate(Path(scratch), say)
+        runs, pace = calibrate(Path(scratch), say)
     cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
-    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk))
+    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk), pace)
 
 
 def _scaling() -> dict[int, float]:
@@ -199,7 +201,9 @@ EXAMPLE = Machine(
     constants=dict.fromkeys(TERMS, 0.0)
     | {"call": 1.5e-4, "position": 1e-8, "position_byte": 4e-10, "row": 8e-8, "row_byte": 2e-10, "new": 2e-7}
     | {"new_number": 1e-8, "grown_byte": 3e-10, "disk_call": 3e-4, "miss": 1e-6, "spill_call": 1e-4, "spill": 4e-7}
-    | {"spill_byte": 2e-9, "read_call": 2e-4, "read": 1e-6, "read_byte": 1e-9, "cached_request": 3e-6, "disk_read": 1.0},
+    | {"spill_byte": 2e-9, "read_call": 2e-4, "read": 1e-6, "read_byte": 1e-9, "cached_request": 3e-6}
+    | {"disk_read": 1.0},
+    pace_s=3e-4,
 )
 
 

@@ -11,17 +11,16 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
-from embedrock.planner import cost
+from embedrock.planner import cost, peak
 from embedrock.planner.cost import Work
 from embedrock.planner.demand import FINER, Demand, curve_of, lasting, memories, read_demands, slots_of
 from embedrock.planner.machine import Machine, load, measure, save
 from embedrock.planner.split import Option, split
+from embedrock.store.runs import CRC_BYTES
 from embedrock.tiers.curve import Curve
-from embedrock.tiers.directory import ID_BYTES, Direct, Hashed
 
-FITS_BYTES = 32 << 20  # up to which a table is direct, and never worth a file
 DISK_TIMES = 2.6  # bytes of files for those of all records: a table while it is compacted, and its log
-BUFFER_TIMES = 4  # bytes of a batch's rows that are held at once: rows, gradients, sums and what autograd keeps
+LOGGED = 1.5  # bytes of logs and base that rows are read from, for those of all records
 DEPTH = 2  # batches that prefetch looks ahead
 FEW = 16  # batches that tell how many rows one has
 OVERLAPS = 0.05  # of the time, at least, that waiting for the disk takes where it pays to prefetch
@@ -49,6 +48,7 @@ class TablePlan:
         tier: "RAM" or "disk".
         memory: what to pass as ``memory=``; None for a table in RAM.
         ram_bytes: that it will take, at most.
+        ram_then: that it takes after the steps asked for.
         disk_bytes: of files, at most.
         rows_used: different rows of a batch.
         misses: of them, those that are not in the cache.
@@ -61,6 +61,7 @@ class TablePlan:
     tier: str
     memory: int | None
     ram_bytes: int
+    ram_then: int
     disk_bytes: int
     rows_used: float
     misses: float
@@ -91,6 +92,7 @@ class Proposal:
         depth: batches to look ahead by prefetch; 0: it does not pay.
         bound: what takes most of the time.
         peak_bytes: RAM of the process, at most.
+        peak_then: its RAM at most up to the steps asked for.
         faster: what would make a step twice as fast; None: no amount of RAM.
         machine_time: when the machine was measured, seconds since 1970.
     """
@@ -101,8 +103,14 @@ class Proposal:
     depth: int
     bound: str
     peak_bytes: int
+    peak_then: int
     faster: str | None
     machine_time: float
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of a step without prefetch."""
+        return sum(sum(one.seconds.values()) for one in self.tables) + self.dense_s
 
     @property
     def code(self) -> str:
@@ -196,75 +204,90 @@ def _measured() -> Machine:
     return known
 
 
-def fixed_bytes(demands: Sequence[Demand], machine: Machine) -> int:
-    """Return the RAM that a process takes besides its tables: Python, libraries, and what a batch needs."""
-    batch = sum(one.positions * (one.spec.dim * 4 * BUFFER_TIMES + 64) for one in demands)
-    return machine.base_bytes + batch
+def fixed_bytes(demands: Sequence[Demand], machine: Machine, used: Sequence[float], any_on_disk: bool) -> int:
+    """Return the RAM that a process takes besides its tables: Python, libraries, and what a batch needs.
+
+    Args:
+        demands: of the tables.
+        machine: what a process takes without tables.
+        used: different rows of a batch, for each.
+        any_on_disk: whether one of the tables is.
+    """
+    batches = [peak.Batch(one.spec, one.positions, rows) for one, rows in zip(demands, used, strict=True)]
+    return peak.besides(machine.base_bytes, batches, any_on_disk)
 
 
 # ---------------------------------------------------------------- one table
 
 
-def ram_bytes_of(demand: Demand, distinct: float = math.inf) -> int:
-    """Return the RAM of a table that is there wholly, with a record of each of so many rows."""
-    spec = demand.spec
-    touched = int(min(distinct, spec.rows or math.inf))
-    if spec.rows is not None and spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows) <= FITS_BYTES:
-        return spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows)
-    return touched * (spec.record_bytes + ID_BYTES) + Hashed.bytes_for(touched)
-
-
 def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: int | None) -> list[list[TablePlan]]:
     """Return the ways for each table to be. Only where tables do not fit together is any of them looked at on disk."""
-    is_open = any(one.spec.rows is None for one in demands)
-    all_fit = not is_open and fixed_bytes(demands, machine) + sum(map(ram_bytes_of, demands)) <= limit
     curves: dict[Any, tuple[dict[int, int], Curve]] = {}
+    in_ram = [_in_ram(one) for one in demands]
+    needed = fixed_bytes(demands, machine, [one.positions for one in demands], False)
+    all_fit = None not in in_ram and needed + sum(filter(None, in_ram)) <= limit
     made = []
-    for one in demands:
-        is_small = one.spec.rows is not None and ram_bytes_of(one) <= FITS_BYTES
-        key = (one.spec.rows, one.spec.record_bytes, one.positions, one.zipf, id(one.log))
+    for one, ram in zip(demands, in_ram, strict=True):
+        stays = all_fit or (ram is not None and ram <= peak.FITS_BYTES)
+        key = (one.spec.rows, one.spec.record_bytes, one.positions, one.zipf, id(one.log), one.memory)
         if key not in curves:
-            curves[key] = _curve(one, 0 if all_fit or is_small else limit, steps)
-        made.append(_ways(one, machine, *curves[key], is_long=steps is None))
+            curves[key] = _curve(one, 0 if stays and one.memory is None else limit, steps)
+        made.append(_ways(one, machine, *curves[key], steps))
     return made
+
+
+def _in_ram(demand: Demand) -> int | None:
+    """Return the RAM that a table takes there at most; None where nobody knows how many rows there will be."""
+    return None if demand.spec.rows is None else peak.in_ram(demand.spec, demand.spec.rows)
 
 
 def _curve(demand: Demand, most: int, steps: int | None) -> tuple[dict[int, int], Curve]:
     """Return rows in the cache by ``memory=``, and the curve of some of them; none up to `most` of 0."""
-    if not most:
-        return {}, curve_of(demand, [], min(steps or FEW, FEW))
+    if demand.memory:
+        slots = {demand.memory: slots_of(demand.spec, demand.memory)}
+        return slots, curve_of(demand, [*slots.values()], steps)
+    if not most or demand.memory == 0:
+        return {}, curve_of(demand, [], steps or FEW)
     sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most)}
     slots = {memory: slots_of(demand.spec, memory) for memory in sorted(sizes)}
     rooms = [*slots.values()]
     return slots, curve_of(demand, [*rooms[::FINER], rooms[-1]], steps)
 
 
-def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, is_long: bool) -> list[TablePlan]:
+def _ways(
+    demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, steps: int | None
+) -> list[TablePlan]:
     """Return the ways for a table to be: in RAM, and on disk with several values of ``memory=``."""
-    spec = demand.spec
-    distinct = spec.rows if spec.rows is not None else curve.distinct
-    files = int(distinct * (spec.record_bytes + 4) * DISK_TIMES)
-    work = Work(demand.positions, curve.rows, spec.dim, spec.record_bytes)
+    spec, is_long = demand.spec, steps is None
+    most = float(spec.rows) if spec.rows is not None else curve.distinct
+    rows = most if is_long else curve.distinct
+    new = 0.0 if is_long else curve.new
+    work = Work(demand.positions, curve.rows, spec.dim, spec.record_bytes, new)
     made = []
-    if spec.rows is not None or demand.log is not None:  # else nobody knows how many rows there will be
-        made.append(_way(demand, work, machine, None, ram_bytes_of(demand, distinct), 0, 0.0))
+    if not demand.memory and (spec.rows is not None or demand.log is not None):  # else nobody knows how many there are
+        made.append(_way(demand, work, machine, None, (peak.in_ram(spec, most), peak.in_ram(spec, rows)), 0, 0.0))
     for memory, room in slots.items():
+        is_whole = spec.rows is not None and room >= spec.rows  # no slot is looked for then, and no row leaves
         if is_long:
-            misses = lasting(demand, curve, room)
+            misses = evicted = lasting(demand, curve, room)
         else:
-            misses = curve.new if spec.rows is not None and room >= spec.rows else curve.missed(room)
-        new = 0.0 if is_long else min(misses, curve.new)
-        on_disk = work._replace(on_disk=True, reads=misses - new, new=new)
-        made.append(_way(demand, on_disk, machine, memory, memory, files, misses))
+            misses, evicted = curve.new if is_whole else curve.missed(room), curve.left(room)
+        stride = spec.record_bytes + CRC_BYTES
+        stored = rows * stride * LOGGED if steps is None else evicted * (steps or 0) * stride
+        on_disk = work._replace(
+            on_disk=not is_whole, reads=max(0.0, misses - new), spilled=evicted, file_bytes=max(stored, 1.0)
+        )
+        then = memory if is_long else peak.on_disk(spec, memory, rows, evicted > 0)
+        made.append(_way(demand, on_disk, machine, memory, (memory, then), int(most * stride * DISK_TIMES), misses))
     return made
 
 
 def _way(
-    demand: Demand, work: Work, machine: Machine, memory: int | None, ram: int, files: int, misses: float
+    demand: Demand, work: Work, machine: Machine, memory: int | None, ram: tuple[int, int], files: int, misses: float
 ) -> TablePlan:
     seconds = cost.seconds_of(work, machine.disk, machine.constants)
     tier = "RAM" if memory is None else "disk"
-    return TablePlan(demand.name, tier, memory, ram, files, work.rows, misses, work.reads, seconds, demand)
+    return TablePlan(demand.name, tier, memory, *ram, files, work.rows, misses, work.reads, seconds, demand)
 
 
 # ---------------------------------------------------------------- all of them
@@ -288,7 +311,8 @@ class _Search:
 
     @property
     def _fixed_bytes(self) -> int:
-        return fixed_bytes(self.demands, self.machine)
+        any_on_disk = any(one.tier == "disk" for ways in self.ways for one in ways)
+        return fixed_bytes(self.demands, self.machine, [ways[0].rows_used for ways in self.ways], any_on_disk)
 
     def propose(self, limit: int, disk: int | None) -> Proposal:
         """Return what keeps the limits and takes the least time."""
@@ -303,9 +327,9 @@ class _Search:
                 {"disk": needed},
             )
         step, depth, bound = self._step(chosen)
-        peak = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
+        ram = [self._fixed_bytes + sum(sizes) for sizes in zip(*((one.ram_bytes, one.ram_then) for one in chosen))]
         faster = self._faster(step, limit)
-        return Proposal(tuple(chosen), step, self.dense_s, depth, bound, peak, faster, self.machine.time)
+        return Proposal(tuple(chosen), step, self.dense_s, depth, bound, *ram, faster, self.machine.time)
 
     def _chosen(self, limit: int) -> list[TablePlan] | None:
         options = [[Option(way.ram_bytes, sum(way.seconds.values()), way) for way in ways] for ways in self.ways]
@@ -343,14 +367,8 @@ class _Search:
         return None
 
 
-KINDS = {
-    "call": "calls",
-    "position": "moving rows",
-    "position_byte": "moving rows",
-    "row": "moving rows",
-    "row_byte": "moving rows",
-    "disk_call": "calls",
-    "disk_read": "waiting for the disk",
-    "miss": "bringing rows into caches",
-    "miss_byte": "bringing rows into caches",
-}
+_BRINGING = dict.fromkeys(
+    (*cost.SPILLING, "miss", "new", "new_number", "grown_byte", "read", "read_byte"), "bringing rows into caches"
+)
+_WAITING = dict.fromkeys(("read_call", "cached_request", "disk_read"), "waiting for the disk")
+KINDS = dict.fromkeys(cost.TERMS, "moving rows") | {"call": "calls", "disk_call": "calls"} | _BRINGING | _WAITING

@@ -1,7 +1,8 @@
-"""Steps of real tables, timed: what the model of cost is fitted to, and what `embedrock bench plan` compares it with."""
+"""Steps of real tables, timed: the model of cost is fitted to them, and `embedrock bench plan` compares it with them."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,12 @@ import numpy as np
 from embedrock.planner.cost import Taken
 from embedrock.process import platform
 from embedrock.process.spans import forget, trace_by
+from embedrock.rules import Adam
 from embedrock.table.table import Table
 
 Batch = list[np.ndarray]  # the ids for each table
+PACE_ROWS = 1 << 15
+QUIET = 0.15  # cores that others may use while something is timed
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Timing:
     """What steps took.
 
     Attributes:
-        taken: by one, on average over the fastest round.
+        taken: by one, on average over the round that took the median time.
         steps: that were made.
         others: cores that other programs used meanwhile, on average.
         counts: for each table, what a step added to its counters, on average.
@@ -80,11 +84,18 @@ class Trial:
         for _ in range(steps):
             self._step(next(self._batches))
 
+    def fill(self, most: int) -> None:
+        """Make steps, at most so many, until rows leave the caches of tables on disk."""
+        for _ in range(most):
+            self.train(1)
+            if all(table.stats().get("evictions", 1) for table in self._tables):
+                return
+
     def timed(self, rounds: int, together: int, seconds: float = float("inf")) -> Timing:
         """Make steps, and tell what they took; making their ids does not count.
 
         Args:
-            rounds: of steps, of which the fastest counts: what else runs on a machine only adds to the others.
+            rounds: of steps, of which the median counts.
             together: steps of a round, which are timed as one, as some of the work is done in the background.
             seconds: after which no round is begun, but for the first three.
         """
@@ -98,7 +109,7 @@ class Trial:
             {name: (now[name] - one[name]) / done for name in now if name in one}
             for one, now in zip(before, after, strict=True)
         ]
-        return Timing(min(taken), done, others.cores(), counts)
+        return Timing(sorted(taken)[len(taken) // 2], done, others.cores(), counts)
 
     def _round(self, batches: list[Batch]) -> Taken:
         clock = _Clock()
@@ -126,3 +137,21 @@ class Trial:
         """Return once no step runs in the background."""
         for table in self._tables:
             table.stats()
+
+
+class Pace:
+    """How fast a machine is at the moment: the seconds of a step that is always the same.
+
+    Clouds and laptops run at one and a half times the speed of a minute before, for reasons of their own.
+    """
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        table = Table(PACE_ROWS, 16, rule=Adam(), seed=0)
+        batches = [[random.integers(PACE_ROWS, size=1024)] for _ in range(8)]
+        self._trial = Trial([table], itertools.cycle(batches))
+        self._trial.train(len(batches))
+
+    def seconds(self) -> float:
+        """Measure it, in some 30 ms."""
+        return self._trial.timed(7, 16).taken.total

@@ -8,7 +8,7 @@ So it takes the same RAM for any number of rows, and knows each policy that `Cac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Curve:
             nothing is read for them.
         distinct: rows used at all.
         batches: that were counted.
+        evicted: float64 (sizes,), rows a batch that leave a cache to make room for others.
     """
 
     slots: np.ndarray
@@ -45,6 +46,7 @@ class Curve:
     new: float
     distinct: float
     batches: int
+    evicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def missed(self, slots: int) -> float:
         """Return the rows a batch that a cache of so many slots misses: between two sizes, along a line.
@@ -55,6 +57,10 @@ class Curve:
             6.0
         """
         return float(np.interp(slots, self.slots, self.misses))
+
+    def left(self, slots: int) -> float:
+        """Return the rows a batch that leave a cache of so many slots, as `missed` does."""
+        return float(np.interp(slots, self.slots, self.evicted))
 
 
 class CurveSampler:
@@ -87,7 +93,7 @@ class CurveSampler:
         """Count anew, as after warming up; which rows the caches have stays."""
         self._batches, self._rows, self._new = 0, 0, 0.0
         for sampled in self._sampled:
-            sampled.misses[:] = 0
+            sampled.misses[:], sampled.evicted = 0, 0
 
     def see(self, ids: np.ndarray) -> None:
         """Take the ids of the next batch.
@@ -117,6 +123,7 @@ class CurveSampler:
             new,
             self._seen.distinct,
             self._batches,
+            np.array([sampled.evicted for sampled in self._sampled], np.float64) * shares / batches,
         )
 
 
@@ -133,12 +140,15 @@ class Sampled:
         self.slots, self.share = slots, 1
         while slots > most * self.share:
             self.share *= 2
-        self.cache, self.misses = Cache(max(1, round(slots / self.share)), policy), np.zeros(GROUPS, np.float64)
+        self.cache, self.evicted = Cache(max(1, round(slots / self.share)), policy), 0
+        self.misses = np.zeros(GROUPS, np.float64)
 
     def see(self, ids: np.ndarray) -> None:
         """Take a sample of the ids of a batch, ascending, without repeats."""
         for part in _parts(ids, self.cache.capacity):
+            before = self.cache.count
             missing = feed(self.cache, part)
+            self.evicted += before + len(missing) - self.cache.count
             groups = (missing.view(np.uint64) * GOLDEN) >> np.uint64(60)
             self.misses += np.bincount(groups.astype(np.int64), minlength=GROUPS)
 

@@ -1,4 +1,4 @@
-"""``bench step | lookup | plan | rows``: who, on what, against which targets."""
+"""``bench step | lookup | unique | rows``: who, on what, against which targets."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ LOOKUP = Bench(
     (faster("ours", "torch", 1),),
     texts={"contenders": OVER_THE_FIRST},
 )
-PLAN = Bench(
-    "plan",
+UNIQUE = Bench(
+    "unique",
     "the plan of a batch (unique ids, inverse, segments) against torch.unique and numpy.unique",
     compare_contenders,
     ("rows", *SIZES, *EFFORT),
-    contenders.PLAN,
+    contenders.UNIQUE,
     (faster("ours", "torch-unique", 2, lookups=26 * 65_536),),
     (Workload(batch=65_536, features=26, batches=8), Workload()),
     texts={"contenders": OVER_THE_FIRST},

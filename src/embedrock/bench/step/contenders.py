@@ -179,7 +179,7 @@ LOOKUP = (
     StepContender("torch", "F.embedding under no_grad", torch_lookup, 2),
 )
 
-# ---------------------------------------------------------------- bench plan
+# ---------------------------------------------------------------- bench unique
 
 
 def our_plan(workload: Workload) -> Step:
@@ -204,7 +204,7 @@ def numpy_unique(workload: Workload) -> Step:
     return lambda index: np.unique(ids[index], return_inverse=True)
 
 
-PLAN = (
+UNIQUE = (
     StepContender("ours", "er.Table.plan", our_plan, 0),
     StepContender("torch-unique", "torch.unique(return_inverse=True)", torch_unique, 0),
     StepContender("torch-unique-unsorted", "the same, sorted=False", partial(torch_unique, sorted=False), 0),

@@ -1,0 +1,1 @@
+"""How far what `er.plan` predicts is from what is measured."""

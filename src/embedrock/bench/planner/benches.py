@@ -1,0 +1,167 @@
+"""``bench plan``: what `er.plan` predicts beside what is measured, for settings drawn by a seed."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import embedrock as er
+from embedrock.bench.disk.files import scratch_folder
+from embedrock.bench.harness.bench import Bench, Task
+from embedrock.bench.harness.effort import Effort
+from embedrock.bench.harness.processes import ChildError
+from embedrock.bench.harness.report import Report
+from embedrock.bench.harness.targets import Found, Line, Target
+from embedrock.bench.planner.contender import Trainer
+from embedrock.bench.planner.settings import Setting, drawn
+from embedrock.bench.planner.splits import split_over_best
+from embedrock.machine.sizes import format_bytes
+from embedrock.planner import machine as machines
+from embedrock.planner.machine import Machine
+from embedrock.planner.trial import QUIET
+from embedrock.terminal.progress import say
+from embedrock.terminal.tables import Field, format_lines, format_number, format_whole
+
+SETTINGS = 20
+TRIES = 3  # of a setting, while other programs use the machine
+SPLIT = SETTINGS + 1  # the number of the split, after the settings
+SPACE_BYTES = 2 << 30
+FIELDS = (
+    Field("setting", "name"),
+    Field("tables", "tables"),
+    Field("rows", "rows", format_whole),
+    Field("dim", "dim"),
+    Field("batch", "batch", format_whole),
+    Field("zipf", "zipf"),
+    Field("memory", lambda line: f"{line['share']:.0%}" if line["memory"] else "RAM"),
+    Field("ms", lambda line: format_number(line["step_s"] * 1e3)),
+    Field("told", lambda line: format_number(line["told_step_s"] * 1e3)),
+    Field("off", lambda line: f"{line['step_off']:+.0%}"),
+    Field("paced", lambda line: f"{line['paced_off']:+.0%}"),
+    Field("misses", "misses", format_whole),
+    Field("off", "misses_off", lambda off: f"{off:+.1%}"),
+    Field("RAM", "peak_bytes", format_bytes),
+    Field("off", lambda line: f"{line['peak_off']:+.1%}"),
+    Field("others", lambda line: f"{line['others']:.2f}"),
+)
+
+
+@dataclass(frozen=True)
+class PlanEffort(Effort):
+    """How much to measure, and where: files go to a new folder in `folder`, which is removed at the end."""
+
+    timeout_s: float = 120.0
+    folder: Path = Path()
+    seed: int = 17
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read numbers of settings."""
+    chosen = tuple(int(part) if part.isdigit() else 0 for part in text.split(","))
+    if not all(1 <= number <= SPLIT for number in chosen):
+        raise ArgumentTypeError(f"must be numbers from 1 to {SPLIT} (the split), as 3,7: got {text!r}")
+    return chosen
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of its own."""
+    text = f"numbers of the settings to run, {SPLIT} is the split of memory (default: all)"
+    parser.add_argument("--settings", type=numbers, default=tuple(range(1, SPLIT + 1)), metavar="N,N,...", help=text)
+    kept = "do not measure the machine before, but take what `embedrock machine` has kept"
+    parser.add_argument("--kept", action="store_true", help=kept)
+
+
+def measure(task: Task) -> Report:
+    """Train each setting in a process of its own, compare it with the plan, and print what came out."""
+    effort, chosen, report = task.effort, task.arguments.settings, Report()
+    with scratch_folder(effort.folder, SPACE_BYTES) as folder:
+        machine = machines.load() if task.arguments.kept else None
+        machine = machine or machines.measure(folder, lambda text: say(f"measuring: {text}", transient=True))
+        for number, setting in enumerate(drawn(SETTINGS, effort.seed), start=1):
+            if number not in chosen:
+                continue
+            say(f"setting {number}", transient=True)
+            name = str(number)
+            try:
+                found = _quietest(setting, folder / name, effort)
+            except ChildError as error:
+                report.failures.append((name, error.details or str(error)))
+                continue
+            report.results.append({"name": name, "status": "ok", **setting.to_json(), **found})
+            report.results[-1] |= compared(setting, found, machine)
+    print(format_lines(FIELDS, report.results) if report.results else "no setting was measured")
+    if SPLIT in chosen:
+        report.results.append({"name": "split", "status": "ok", "over_best": split_over_best(effort.seed)})
+    report.judge(TARGETS)
+    return report
+
+
+def _quietest(setting: Setting, folder: Path, effort: PlanEffort) -> dict[str, float]:
+    """Measure again where other programs used the machine meanwhile, and return the run with the fewest of them."""
+    tries: list[dict[str, float]] = []
+    while len(tries) < TRIES and (not tries or tries[-1]["others"] > QUIET):
+        own = folder / str(len(tries))
+        own.mkdir(parents=True)
+        with effort.child(Trainer, setting, own, effort.seed) as child:
+            tries.append(child.call("run"))
+    return min(tries, key=lambda one: one["others"])
+
+
+def compared(setting: Setting, found: dict[str, float], machine: Machine) -> dict[str, Any]:
+    """Return what a plan tells of a setting, and how far it is off."""
+    told = er.plan(setting.demands(), setting.batch, steps=setting.steps, machine=machine)
+    misses, step = sum(one.misses for one in told.tables), told.alone_s
+    waiting = sum(one.seconds["disk_read"] for one in told.tables)  # which does not depend on how fast cores are
+    paced = waiting + (step - waiting) * found["pace_s"] / machine.pace_s
+    return {
+        "told_step_s": step,
+        "told_misses": misses,
+        "told_peak_bytes": told.peak_then,
+        "step_off": step / found["step_s"] - 1,
+        "paced_off": paced / found["step_s"] - 1,
+        "misses_off": misses / found["misses"] - 1 if found["misses"] else None,
+        "peak_off": told.peak_then / found["peak_bytes"] - 1,
+    }
+
+
+def _of_all(key: str, how: Any) -> Any:
+    def found(lines: Sequence[Line]) -> list[Found]:
+        numbers = [line[key] for line in lines if line.get(key) is not None]
+        return [(how(numbers), {})] if numbers else []
+
+    return found
+
+
+def _typical(offs: Sequence[float]) -> float:
+    return 100 * median(map(abs, offs))
+
+
+def _worst(offs: Sequence[float]) -> float:
+    return 100 * max(map(abs, offs))
+
+
+TARGETS = (
+    Target("step: median error", _of_all("step_off", _typical), 10, "%", at_most=True),
+    Target("step: largest error", _of_all("step_off", _worst), 30, "%", at_most=True),
+    Target("the same, at the pace of now: median", _of_all("paced_off", _typical), 10, "%", at_most=True),
+    Target("the same, at the pace of now: largest", _of_all("paced_off", _worst), 30, "%", at_most=True),
+    Target("misses: median error", _of_all("misses_off", _typical), 3, "%", at_most=True),
+    Target("misses: largest error", _of_all("misses_off", _worst), 10, "%", at_most=True),
+    Target("RAM: most above", _of_all("peak_off", lambda offs: 100 * max(offs)), 10, "%", at_most=True),
+    Target("RAM: most below", _of_all("peak_off", lambda offs: -100 * min(offs)), 0, "%", at_most=True),
+    Target("reads of the split over the best of 200", _of_all("over_best", max), 1.02, "x", at_most=True),
+)
+PLANNER = Bench(
+    "plan",
+    "what `embedrock plan` predicts, beside what is measured",
+    measure,
+    ("seed", "threads", "timeout_s", "folder"),
+    workloads=(),
+    effort=PlanEffort(),
+    add_options=add_options,
+    texts={"seed": "of the settings and their ids", "folder": "where a folder for the files is made, and removed"},
+)
