@@ -16,9 +16,7 @@ from embedrock.planner.machine import Machine, MachineFileError, load, save
 
 DISK = Disk((1, 100), (1e-4, 1e-3), 1e9, 1e9)
 CONSTANTS = {name: 10.0 ** -(3 + number % 5) for number, name in enumerate(TERMS)} | {"disk_read": 1.2}
-MACHINE = Machine(
-    1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS, 3e-4
-)
+MACHINE = Machine(1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS, 3e-4)
 
 
 def works() -> list[Work]:
@@ -55,7 +53,8 @@ def test_terms_of_a_step():
     assert {name: amount for name, amount in told.items() if amount} == {
         "call": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760}  # fmt: skip
     on_disk = terms(work._replace(on_disk=True, reads=100, new=20, spilled=30, file_bytes=1e12), DISK)
-    assert {name: on_disk[name] for name in ("disk_call", "miss", "spill", "spill_byte", "grown_byte", "disk_read")} == {
+    wanted = "disk_call", "miss", "spill", "spill_byte", "grown_byte", "disk_read"
+    assert {name: on_disk[name] for name in wanted} == {
         "disk_call": 1, "miss": 120, "spill": 30, "spill_byte": 2880, "grown_byte": 90 * 96,
         "disk_read": pytest.approx(1e-3, rel=1e-3)}  # fmt: skip
     small = terms(work._replace(on_disk=True, reads=100, file_bytes=1e7), DISK)

@@ -207,6 +207,57 @@ def test_a_folder_of_tables_and_a_log(known: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("log", "rows", "told"),
+    [
+        ("item\n1\n", "900", r"a column 'user' of ids; got item \(int64\)\. Name it: .* column = .NAME. of the table"),
+        ("user\nann\n", "900", r"ids of 'user' from 0 to 899; got strings\. Make ids of them by er\.hash_ids, or say"),
+        ("user\nann\n", '"open"', "the log of 'user' has fewer ids than one batch, 2. Give a longer one"),
+        ("user\n", '"open"', "the log of 'user' has fewer ids than one batch, 2"),
+        ("user\n7\n", "900", "the log of 'user' has fewer ids than one batch, 2"),
+    ],
+)
+def test_logs_that_cannot_be(known: Path, capsys: Any, log: str, rows: str, told: str):
+    (known / "log.csv").write_text(log)
+    (known / "t.toml").write_text(f"batch_size = 2\n[tables.user]\nrows = {rows}\n")
+    assert main(["plan", "--tables", str(known / "t.toml"), "--log", str(known / "log.csv")]) == 1
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_log_of_one_id(known: Path, capsys: Any):
+    (known / "log.csv").write_text("user\n7\n")
+    (known / "t.toml").write_text("batch_size = 1\n[tables.user]\nrows = 900\n")
+    assert main(["plan", "--tables", str(known / "t.toml"), "--log", str(known / "log.csv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tables"][0]["rows_used"] == 1
+
+
+def test_numbers_of_the_machine_that_cannot_be_read(known: Path, capsys: Any):
+    (known / "machine.json").write_text("{")
+    (known / "t.toml").write_text("[tables.user]\nrows = 900\n")
+    assert main(["plan", "--tables", str(known / "t.toml")]) == 1
+    assert "cannot be read (JSONDecodeError" in (told := capsys.readouterr().err)
+    assert told.endswith("Measure anew: embedrock machine --again.\n")
+
+
+def test_a_folder_that_is_being_written(known: Path, capsys: Any):
+    (known / "tables").mkdir()
+    with er.Table(1000, 4, rule=er.SGD(), path=known / "tables" / "user.rock") as table:
+        table.commit()
+        table.update([1], np.ones((1, 4)))
+        assert main(["plan", "--tables", str(known / "tables"), "--batch-size", "10", "--json"]) == 0
+        table.commit()
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["tables"]] == ["user"]
+
+
+def test_tables_that_are_told_where_to_be():
+    tables = {"a": {"rows": 50_000, "dim": 16, "memory": "RAM"}, "b": {"rows": 50_000, "dim": 16, "memory": "2MiB"}}
+    found = er.plan(tables, 64, **PLAIN)
+    assert [(one.tier, one.memory) for one in found.tables] == [("RAM", None), ("disk", 2 << 20)]
+    assert found.peak_then <= found.peak_bytes
+    with pytest.raises(er.ArgumentError, match=r"`memory` of table 'a' must be .RAM., or .*: got 'big'"):
+        er.plan({"a": {"rows": 50_000, "memory": "big"}}, 64, **PLAIN)
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("no_such_module_x:make", r"looked for 'make' in the module 'no_such_module_x', .*ModuleNotFoundError"),

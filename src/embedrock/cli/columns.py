@@ -27,11 +27,13 @@ class Wanted(NamedTuple):
         noun: what a value is called.
         types: Arrow's, by the names of their tests.
         suffixes: of files that are read.
+        naming: how a user names the column.
     """
 
     noun: str
     types: tuple[str, ...]
     suffixes: tuple[str, ...]
+    naming: str = "--column NAME"
 
 
 STRINGS = Wanted("string", STRING_TYPES, tuple(TABLES))
@@ -96,7 +98,7 @@ class Column:
                 self.path,
                 f"a column {self._name!r} of {plural(2, self._wanted.noun)}",
                 listed,
-                f"Name it: --column NAME.{hint}",
+                f"Name it: {self._wanted.naming}.{hint}",
             )
 
     @property

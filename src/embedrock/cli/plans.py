@@ -18,6 +18,7 @@ import numpy as np
 import embedrock as er
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
+from embedrock.cli.formats import fail
 from embedrock.cli.imports import OPEN
 from embedrock.cli.machines import measured
 from embedrock.errors import ArgumentError
@@ -30,6 +31,7 @@ from embedrock.store.nearby import tables_in
 from embedrock.terminal.arguments import count, number, size
 from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
 
+WANTED = IDS._replace(naming='call it as the table, or say column = "NAME" of the table')
 NOTHING_FITS = 3  # exit status
 BATCH_SIZE = 4096
 MORE = ("batch_size", "memory", "disk", "zipf", "dense_ms", "workers", "steps")  # of a file, besides its tables
@@ -154,7 +156,7 @@ def _of_model(text: str, module: str, name: str) -> dict[str, Spec]:
         last = traceback.format_exception_only(error)[-1].strip()
         raise ArgumentError(
             f"--tables {text}: looked for {name!r} in the module {module!r}, called it without arguments, and got "
-            f"{last} Name a function that takes no argument and returns the model."
+            f"{last.rstrip('.')}. Name a function that takes no argument and returns the model."
         ) from error
     finally:
         sys.path.remove(os.getcwd())
@@ -180,7 +182,11 @@ def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np
     for name, told in tables.items():
         own = told if isinstance(told, Mapping) else {}
         rows = told.rows if isinstance(told, Spec) else own.get("rows")
-        columns = [Column(path, own.get("column", name), IDS) for path in files]
+        columns = [Column(path, own.get("column", name), WANTED) for path in files]
+        for column in columns:
+            if rows is not None and rows != OPEN and not column.is_integer:
+                remedy = f'Make ids of them by er.hash_ids, or say rows = "{OPEN}" for the table, and it is done here.'
+                fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", remedy)
         options = Namespace(batch_size=1 << 16, skip_nulls=True, rows=OPEN if rows is None else rows)
         logs[name] = curves.batches(columns, options)
     return logs

@@ -147,7 +147,7 @@ def _file_bytes(run: Run, spilled: float, steps: int, stride: int) -> float:
 def _table(run: Run, path: Path, seed: int) -> Table:
     rule, rows = Adam(), run.rows
     if run.kind in ("RAM", "direct", "cached"):
-        table = Table(rows, run.dim, rule=rule, seed=seed, **({} if run.kind == "RAM" else {"path": path}))
+        table = Table(rows, run.dim, rule=rule, seed=seed, path=None if run.kind == "RAM" else path)
         _fill(table)
         if run.kind == "RAM":
             return table

@@ -105,7 +105,10 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
         sampler.see(ids)
         seen += 1
     if not seen:
-        raise ArgumentError(f"the log of {demand.name!r} has fewer ids than one batch, {demand.positions}.")
+        raise ArgumentError(
+            f"the log of {demand.name!r} has fewer ids than one batch, {demand.positions}. Give a longer one, or plan "
+            "for smaller batches."
+        )
     return sampler.curve()
 
 

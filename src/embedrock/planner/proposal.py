@@ -254,9 +254,7 @@ def _curve(demand: Demand, most: int, steps: int | None) -> tuple[dict[int, int]
     return slots, curve_of(demand, [*rooms[::FINER], rooms[-1]], steps)
 
 
-def _ways(
-    demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, steps: int | None
-) -> list[TablePlan]:
+def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, steps: int | None) -> list[TablePlan]:
     """Return the ways for a table to be: in RAM, and on disk with several values of ``memory=``."""
     spec, is_long = demand.spec, steps is None
     most = float(spec.rows) if spec.rows is not None else curve.distinct
@@ -327,9 +325,10 @@ class _Search:
                 {"disk": needed},
             )
         step, depth, bound = self._step(chosen)
-        ram = [self._fixed_bytes + sum(sizes) for sizes in zip(*((one.ram_bytes, one.ram_then) for one in chosen))]
+        most = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
+        then = self._fixed_bytes + sum(one.ram_then for one in chosen)
         faster = self._faster(step, limit)
-        return Proposal(tuple(chosen), step, self.dense_s, depth, bound, *ram, faster, self.machine.time)
+        return Proposal(tuple(chosen), step, self.dense_s, depth, bound, most, then, faster, self.machine.time)
 
     def _chosen(self, limit: int) -> list[TablePlan] | None:
         options = [[Option(way.ram_bytes, sum(way.seconds.values()), way) for way in ways] for ways in self.ways]

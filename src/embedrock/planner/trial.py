@@ -1,10 +1,10 @@
-"""Steps of real tables, timed: the model of cost is fitted to them, and `embedrock bench plan` compares it with them."""
+"""Steps of real tables, timed: what the model of cost is fitted to, and what `bench plan` compares it with."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class _Clock:
     """Seconds by phase, of any thread."""
 
     def __init__(self) -> None:
-        self.seconds = Counter[str]()
+        self.seconds = defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -45,8 +45,10 @@ class Trainer:
                     table.commit()
         counts = [sum(each.get(name, 0.0) for each in timing.counts) for name in ("misses", "reads", "spilled")]
         taken = dict(zip(("step_s", "reading_s", "spilling_s"), timing.taken, strict=True))
-        return taken | {"others": timing.others, "peak_bytes": peak, "pace_s": (before + after) / 2} | dict(
-            zip(("misses", "reads", "spilled"), counts, strict=True)
+        return (
+            taken
+            | {"others": timing.others, "peak_bytes": peak, "pace_s": (before + after) / 2}
+            | dict(zip(("misses", "reads", "spilled"), counts, strict=True))
         )
 
     def _table(self, number: int) -> Table:

@@ -1,0 +1,88 @@
+"""``bench plan``: what is drawn, what is compared, and one setting at a small size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.bench.cli import main
+from embedrock.bench.harness.targets import judge
+from embedrock.bench.planner import benches
+from embedrock.bench.planner.benches import TARGETS, compared, numbers
+from embedrock.bench.planner.contender import Trainer
+from embedrock.bench.planner.settings import Setting, drawn
+from embedrock.bench.planner.splits import split_over_best
+from embedrock.planner.machine import EXAMPLE
+
+SMALL = Setting(
+    tables=2, rows=4000, dim=4, batch=64, zipf=1.0, share=0.1, memory=48 << 10, steps=12, together=2
+)  # fmt: skip
+
+
+def test_settings_are_those_of_their_seed_and_go_over_the_whole_range():
+    assert drawn(20, 5) == drawn(20, 5) != drawn(20, 6)
+    some = [one for seed in range(2) for one in drawn(20, seed)]
+    assert {one.tables for one in some} == {1, 26}
+    assert {bool(one.memory) for one in some} == {True, False}
+    for name, low, high in (("batch", 512, 65_536), ("zipf", 0.8, 1.3), ("dim", 16, 256), ("share", 0.02, 1.0)):
+        values = [getattr(one, name) for one in some]
+        assert low * 0.99 <= min(values) < low * 2
+        assert high * 0.5 < max(values) <= high
+
+
+def test_what_a_setting_is_compared_with():
+    found = {"step_s": 1.0, "misses": 0.0, "peak_bytes": 1 << 28, "pace_s": 2 * EXAMPLE.pace_s}
+    told = er.plan(SMALL.demands(), SMALL.batch, steps=SMALL.steps, machine=EXAMPLE)
+    line = compared(SMALL, found, EXAMPLE)
+    assert line["told_step_s"] == told.alone_s
+    assert line["step_off"] == told.alone_s - 1
+    waiting = sum(one.seconds["disk_read"] for one in told.tables)
+    assert line["paced_off"] == pytest.approx(2 * told.alone_s - waiting - 1)
+    assert line["misses_off"] is None
+    assert line["peak_off"] == told.peak_then / (1 << 28) - 1
+
+
+def test_targets():
+    lines: list[dict[str, Any]] = [
+        {"step_off": 0.05, "paced_off": -0.4, "misses_off": None, "peak_off": 0.02, "over_best": 1.01},
+        {"step_off": -0.2, "paced_off": 0.0, "misses_off": 0.02, "peak_off": -0.01},
+    ]
+    found = {verdict.what: (round(verdict.measured, 6), verdict.reached) for verdict in judge(TARGETS, lines)}
+    assert list(found.values()) == [
+        (12.5, False), (20, True), (20, False), (40, False), (2, True), (2, True), (2, True), (1, False), (1.01, True)
+    ]  # fmt: skip
+
+
+def test_numbers_of_settings():
+    assert numbers("3,21") == (3, 21)
+    with pytest.raises(SystemExit):
+        main(["plan", "--settings", "0"])
+
+
+def test_misses_of_tables_are_those_that_a_plan_tells(tmp_path: Path):
+    setting = replace(SMALL, steps=60, together=1)
+    found = Trainer(setting, tmp_path, seed=3).run()
+    assert abs(compared(setting, found, EXAMPLE)["misses_off"]) < 0.1
+    assert found["misses"] > found["reads"] > 0 < found["spilled"]
+
+
+@pytest.mark.slow
+def test_one_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(benches.machines, "load", lambda: EXAMPLE)
+    words = ["--kept", "--settings", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    assert main(["plan", *words]) == 0
+    (line,) = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert line["step_s"] > 0
+    assert -0.1 < line["peak_off"] < 0.3
+
+
+@pytest.mark.slow
+def test_a_split_is_as_good_as_the_best_of_many():
+    assert np.isfinite(found := split_over_best(4))
+    assert 0.5 < found < 1.02
