@@ -749,7 +749,7 @@ def test_all_runs_every_line_and_joins_the_targets(tmp_path, monkeypatch, capsys
         cli,
         "LINES",
         (
-            ("plan", *TINY_OPTIONS, "--contenders=numpy-unique"),
+            ("unique", *TINY_OPTIONS, "--contenders=numpy-unique"),
             ("create", "--rows=1000", "--dim=8", "--touch=10", "--runs=1"),
         ),
     )

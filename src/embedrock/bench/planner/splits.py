@@ -8,7 +8,7 @@ import embedrock as er
 from embedrock.planner.demand import Demand, slots_of
 from embedrock.planner.machine import EXAMPLE
 from embedrock.tiers.curve import CurveSampler
-from embedrock.tiers.placing import memory_for
+from embedrock.tiers.placing import memory_for, most_for
 
 TABLES, SPLITS = 26, 200
 DIM, BATCH = 16, 1024
@@ -24,13 +24,13 @@ def split_over_best(seed: int) -> float:
             "rows": int(10 ** random.uniform(5, 6.5)),
             "dim": DIM,
             "zipf": round(float(random.uniform(0.8, 1.3)), 3),
-            "ids": float(2 ** random.integers(-1, 3)),
+            "ids": 2.0 ** float(random.integers(-1, 3)),
         }
         for number in range(TABLES)
     }
     found = er.plan(tables, BATCH, memory=_limit(tables), steps=STEPS, machine=EXAMPLE)
-    planned = [one.memory or 0 for one in found.tables]
-    demands, total = [one.demand for one in found.tables], sum(planned)
+    planned = [one.memory or most_for(one.demand.spec) for one in found.tables]  # in RAM: whole
+    demands, total = [one.demand for one in found.tables], sum(one.ram_bytes for one in found.tables)
     least = [memory_for(one.spec, 2 * one.positions) for one in demands]
     splits = np.array([least + random.dirichlet(np.ones(TABLES)) * (total - sum(least)) for _ in range(SPLITS)])
     curves = [
