@@ -123,7 +123,7 @@ class CurveSampler:
             new,
             self._seen.distinct,
             self._batches,
-            np.array([sampled.evicted for sampled in self._sampled], np.float64) * shares / batches,
+            np.array([sampled.evicted * sampled.share for sampled in self._sampled], np.float64) / batches,
         )
 
 
