@@ -20,7 +20,7 @@ from embedrock.planner.demand import RULE_NAMES
 from embedrock.simulation import Cluster, Compute, Load, Simulation, calibrated, simulate
 from embedrock.spec import STORAGES
 from embedrock.terminal.arguments import count, number, size
-from embedrock.terminal.tables import format_facts, format_number, format_table
+from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 
 RANKS = (8, 64, 256, 1024, 4096)
 LOADS = (
@@ -112,9 +112,10 @@ def _log(arguments: Namespace) -> Iterator[np.ndarray] | None:
 def _text(load: Load, found: dict[int, Simulation]) -> str:
     first = next(iter(found.values()))
     facts = {
-        "table": f"{load.rows:,} rows of {load.dim} {load.dtype}, {load.rule}, {format_bytes(load.spec.record_bytes)}",
-        "a batch": f"{load.lookups:,} ids of a rank, {first.unique:,.0f} different",
-        "after": f"{load.steps:,} steps; a commit each {load.commit_every:,}",
+        "table": f"{format_count(load.rows, 'row')} of {load.dim} {load.dtype}, {load.rule}, "
+        f"{format_bytes(load.spec.record_bytes)}",
+        "a batch": f"{format_count(load.lookups, 'id')} of a rank, {first.unique:,.0f} different",
+        "after": f"{format_count(load.steps, 'step')}; a commit each {load.commit_every:,}",
     }
     names = ("ranks", "records", "bytes", "a rank", "on disk", "sent", "to nodes", "balance", "misses", "bound", "ms")
     names += ("at worst", "commit s", "reshard s", "a loss s")

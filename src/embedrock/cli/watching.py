@@ -163,8 +163,7 @@ def _text(lines: Sequence[dict[str, Any]]) -> str:
         parts += [line for number, pool in enumerate(one["pools"]) for line in _bars(one, number, pool)]
         parts += _of_split(one)
         if one["members"]:
-            told = (f"{each['name']} {each['rows']:,} rows {each['steps']:,} steps" for each in one["members"])
-            parts.append("  members: " + "; ".join(told))
+            parts.append("  members: " + "; ".join(map(_of_member, one["members"])))
     parts.append("Phases are those of all tables of the process; some run beside others.")
     return "\n".join(parts)
 
@@ -191,13 +190,17 @@ def _here(pool: dict[str, Any]) -> int:
     return min(range(len(pool["curve"])), key=lambda at: abs(pool["curve"][at][0] - pool["budget_bytes"]))
 
 
+def _of_member(member: dict[str, Any]) -> str:
+    return f"{member['name']} {format_count(member['rows'], 'row')} {format_count(member['steps'], 'step')}"
+
+
 def _of_split(line: dict[str, Any]) -> list[str]:
     found = line["split"]
     if found is None:
         return []
     sizes = ", ".join(map(format_bytes, found["memory"]))
     missed = f"{format_number(found['missed'])} instead of {format_number(line['missed'])}"
-    return [f"  best split of the memory over pools: {sizes}, for {missed} rows missed a step"]
+    return [f"  best split of the memory over pools: {sizes}; rows missed a step: {missed}"]
 
 
 # ---------------------------------------------------------------- a page
@@ -276,7 +279,8 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
     drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
     which = f", pool {number + 1} of {len(line['pools'])}" if len(line["pools"]) > 1 else ""
     told = "; ".join(f"{format_bytes(nbytes)}: {format_number(missed)}" for nbytes, missed, _ in points)
-    here = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {pool['rows']:,.0f} rows"
+    rows = format_count(round(pool["rows"]), "row")
+    here = f"you are here: {format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}"
     shown = html.escape(f"rows missed a step, by memory={which}: {told}; {here}")
     return (
         f'<figure><svg viewBox="0 0 500 120" role="img" aria-label="{shown}"><polyline points="{drawn}"/>'

@@ -295,7 +295,7 @@ class Exchange:
         raise _told(told) if error is None else error
 
     def _say(self, text: str) -> list[str]:
-        """Tell all ranks a text; return that of each."""
+        """Send all ranks a text; return that of each."""
         words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
         theirs = self.transport.swap([words] * self.transport.ranks)
         return [one.tobytes().decode().rstrip() for one in theirs]

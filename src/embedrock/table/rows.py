@@ -91,7 +91,7 @@ class Rows:
         self.steps, self.skipped_steps = steps, skipped_steps
 
     def let(self, residents: Residents | None) -> None:
-        """Have it say from now on who has a record; a row that is shared begins."""
+        """Let it say from now on who has a record; a row that is shared begins."""
         self.residents = residents
         if residents is not None and residents.shares_row and residents.shared is None:
             residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])

@@ -98,7 +98,7 @@ def _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS):
 
 @inlined
 def _is_last(ticket, others):
-    """Tell whether all others have come here before, and what they stored can be read."""
+    """Return whether all others have come here before, and what they stored can be read."""
     tl.debug_barrier()  # what all threads of this program stored goes first
     came = tl.atomic_add(ticket, 1, sem="acq_rel")
     tl.debug_barrier()
