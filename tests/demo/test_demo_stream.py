@@ -70,3 +70,9 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*TINY, "--png", str(tmp_path / "x.png")]) == FAILED
     assert "--png needs matplotlib, which does not import" in capsys.readouterr().err
+
+
+def test_the_days_are_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    assert main([*TINY, "--days", "2", "--png", str(tmp_path / "days.png")]) == 0
+    assert (tmp_path / "days.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

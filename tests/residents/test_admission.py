@@ -216,9 +216,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
     on_disk.close()
     with pytest.raises(er.ReadOnlyTableError, match=r'is for training, and .* was opened with mode="r"'):
         made(admission=er.Admission(2), path=tmp_path / "t", mode="r")
-    with pytest.raises(er.ArgumentError, match=r"must be that by which it has counted ids, Admission.min_count=2"):
-        made(admission=er.Admission(3), path=tmp_path / "t")
-    made(admission=er.Admission(2), path=tmp_path / "t").close()
+    for other in (er.Admission(3), er.Admission(2, within=8), er.Admission(2, sketch="1KiB")):
+        with pytest.raises(er.ArgumentError, match=r"must be that by which it has counted ids, Admission.min_count=2"):
+            made(admission=other, path=tmp_path / "t")
+    again = made(admission=er.Admission(2), path=tmp_path / "t")
+    again.update([1], np.ones((1, DIM), np.float32))
+    assert again.stats()["admitted"] == 1  # all of its counts are there
+    again.commit()
+    again.close()
 
 
 def test_a_table_without_them_has_nothing_of_it():

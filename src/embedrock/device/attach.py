@@ -30,12 +30,13 @@ MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
-    That is so for tables of a group, which share their records' memory; it is told by a `PlacementWarning`.
+    That is so for tables of a group, which share their records' memory; it is told by a `PlacementWarning`. And for
+    those whose rows come and go, where `device_memory=0` asks for it.
 
     The device has an index, if it is a GPU.
 
     Raises:
-        UnsupportedError: the device has not the features that kernels need.
+        UnsupportedError: the device has not the features that kernels need, or the rows come and go.
         MemoryBudgetError: it has too little memory.
     """
     if table.group is not None:
@@ -45,6 +46,8 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
             PlacementWarning,
             stacklevel=4,
         )
+        return None
+    if rows_of(table).residents is not None and table.device_memory == 0:
         return None
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:

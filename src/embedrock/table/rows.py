@@ -652,7 +652,7 @@ class Rows:
         if side is not None and self.residents is not None:
             raise UnsupportedError(
                 f"rows of {self.subject} come and go (admission= or eviction=), which they cannot on a GPU. Pass "
-                "device_memory=0 to keep them in RAM, or leave these out."
+                "device_memory=0, so that the CPU uses them in RAM, or leave these out."
             )
         before, self.side = self.side, side
         if before is not None and before is not side:

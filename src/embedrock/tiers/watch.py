@@ -75,12 +75,12 @@ class Watch:
         return [] if self._first is None else self._first.levels()
 
     def see(self, ids: np.ndarray) -> bool:
-        """Take the ids of the next batch, int64 (n,) without repeats, which stay as they are.
+        """Take the ids of the next batch, int64 (n,) without repeats.
 
         Returns:
             Whether it is time for `look`.
         """
-        self._waiting.append(ids)
+        self._waiting.append(ids.copy())  # as a batch is unfinished as long as somebody has its ids
         self._rows += len(ids)
         return len(self._waiting) == AT_ONCE or self._rows > AT_ONCE_ROWS
 
