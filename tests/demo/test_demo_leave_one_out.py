@@ -19,7 +19,7 @@ def log_of(
     array = np.array(pairs, np.int64).reshape(-1, 2)
     stamps = None if times is None else np.array(times, np.float64)
     counts = (max(users, array[:, 0].max() + 1), max(items, array[:, 1].max() + 1))
-    return Interactions(array[:, 0].copy(), array[:, 1].copy(), stamps, int(counts[0]), int(counts[1]), "")
+    return Interactions(array[:, 0].copy(), array[:, 1].copy(), stamps, int(counts[0]), int(counts[1]), "", [])
 
 
 @st.composite

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from embedrock.cli.main import FAILED, main
+from embedrock.demo.data.interactions import LogError
+from embedrock.demo.data.logged_stream import LoggedStream
 from embedrock.demo.data.planted_stream import PlantedStream
 from embedrock.demo.metrics import auc
 
@@ -41,6 +43,7 @@ def test_each_day_brings_new_items_and_takes_as_many():
     once = [len(day) - 100 for day in names]
     assert all(abs(count / 20_000 - 0.25) < 0.02 for count in once)
     assert not set.intersection(*names) - set.intersection(*regular)
+    assert days[0].planted is not None
     assert 0.7 < auc(days[0].labels, days[0].planted) < 0.9
     again = PlantedStream(alive=100, born=20, once=0.25, seed=0).shown(2, 0, 20_000)
     for one, other in zip(again, days[2], strict=True):
@@ -76,3 +79,47 @@ def test_the_days_are_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
     assert main([*TINY, "--days", "2", "--png", str(tmp_path / "days.png")]) == 0
     assert (tmp_path / "days.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def _write_log(path: Path, interactions: int, days: int) -> list[bytes]:
+    """Write a log of items of which each day has others, last line first; return its items in the order of time."""
+    random = np.random.default_rng(0)
+    items = [b"item \xe4 %d" % (10 * (k * days // interactions) + random.integers(10)) for k in range(interactions)]
+    lines = [b"user %d\t%s\t5\t%d\n" % (k % 7, item, k) for k, item in enumerate(items)]
+    path.write_bytes(b"".join(reversed(lines)))
+    return items
+
+
+def test_a_log_is_a_stream_of_its_items(tmp_path: Path):
+    items = _write_log(tmp_path / "log.tsv", 1000, days=4)
+    stream = LoggedStream(tmp_path / "log.tsv", days=4, batch_size=100, seed=0)
+    assert (stream.steps_a_day, stream.interactions, stream.items) == (5, 1000, len(set(items)))
+    batches = [stream.shown(day, step, 100) for day in range(4) for step in range(5)]
+    taken = [name for batch in batches for name in batch.names[batch.labels == 1]]
+    assert taken == items
+    for end, batch in zip(range(50, 1001, 50), batches, strict=True):
+        others = batch.names[batch.labels == 0].tolist()
+        assert len(others) == 50
+        assert set(others) <= set(items[:end])
+    assert {name for batch in batches[-5:] for name in batch.names[batch.labels == 0].tolist()} >= set(items[:250])
+    again = LoggedStream(tmp_path / "log.tsv", days=4, batch_size=100, seed=0).shown(3, 4, 100)
+    assert again.names.tolist() == batches[-1].names.tolist()
+    with pytest.raises(LogError, match=r"expected an interaction for each of 1001 days or more; got 1000\. Pass fewer"):
+        LoggedStream(tmp_path / "log.tsv", days=1001, batch_size=100, seed=0)
+
+
+def test_it_learns_from_a_log_of_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _write_log(tmp_path / "log.tsv", 4000, days=4)
+    words = ["demo", "--stream", "--data", str(tmp_path / "log.tsv")]
+    sizes = ["--days", "4", "--batch-size", "100", "--lr", "0.1", "--dim", "2"]
+    assert main([*words, *sizes, "--json", str(tmp_path / "out.json")]) == 0
+    days = json.loads((tmp_path / "out.json").read_text())["days"]
+    last = {line["table"]: line for line in days if line["day"] == 4}
+    assert last["every id"]["rows"] == 40
+    for line in last.values():
+        assert line["auc"] > 0.6  # three of four items that are drawn are those of days before
+        assert line["best"] is None
+    assert "4,000 interactions, each beside an item of those seen before" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--alive", "5"])
+    assert "argument --alive: only goes without --data FILE, which says how many" in capsys.readouterr().err

@@ -42,7 +42,8 @@ items that the user never touched (HR@10, NDCG@10); the same model on nn.Embeddi
 With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
 
 With --stream, on items that are born and die, as strings, by a table of open ids with and without admission and
-eviction: AUC, rows, RAM and disk of each day (--png FILE draws them). It needs no framework.
+eviction: AUC, rows, RAM and disk of each day (--png FILE draws them). It needs no framework. With --data FILE the
+items of a log as above, in the order of their times, cut into --days, beside as many that were not taken.
 
 With --dlrm, a DLRM of 26 tables with the sizes of MLPerf's, cut to --max-rows and --max-bag; --full: not cut, 204
 million rows of 128, 314 GB with Adam's state, behind 4 GiB of RAM. On impressions drawn from planted effects; or with
@@ -204,6 +205,8 @@ def _options(arguments: Namespace) -> DemoOptions:
         _check_dim(options, arguments.parser)
     if isinstance(options, DlrmOptions):
         _check_dlrm(options, given.keys(), arguments.parser)
+    if isinstance(options, StreamOptions) and options.data:
+        _refuse_sizes(("steps_a_day", "alive"), given.keys(), arguments.parser)
     return options
 
 
@@ -232,7 +235,12 @@ def _check_dim(options: ClickOptions | LogOptions, parser: ArgumentParser) -> No
 def _check_dlrm(options: DlrmOptions, given: Collection[str], parser: ArgumentParser) -> None:
     if options.data is None and options.ids_below:
         parser.error("argument --ids-below: only goes with --data FILE, whose ids it is about")
-    for name in ("max_rows", "max_bag") if options.data and not options.full else ():
+    if options.data and not options.full:
+        _refuse_sizes(("max_rows", "max_bag"), given, parser)
+
+
+def _refuse_sizes(names: Collection[str], given: Collection[str], parser: ArgumentParser) -> None:
+    for name in names:
         if name in given:
             parser.error(f"argument --{name.replace('_', '-')}: only goes without --data FILE, which says how many")
 

@@ -122,6 +122,7 @@ class StreamOptions(DemoOptions):
 
     Attributes:
         stream: this demo.
+        data: a log whose items are the stream; None: a planted one.
         days: of the stream.
         steps_a_day: batches of each day.
         alive: items that are there at a time.
@@ -131,6 +132,7 @@ class StreamOptions(DemoOptions):
     """
 
     stream: bool = True
+    data: Path | None = None
     dim: int = 16
     batch_size: int = 4096
     lr: float = 0.01

@@ -1,10 +1,11 @@
-"""The demo on a stream whose items are born and die: the same training with and without admission and eviction."""
+"""The demo on a stream whose items come and go: the same training with and without admission and eviction."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.demo.data.logged_stream import LoggedStream
 from embedrock.demo.data.planted_stream import PlantedStream
 from embedrock.demo.metrics import auc
 from embedrock.demo.options import StreamOptions
@@ -28,19 +30,9 @@ def run(options: StreamOptions) -> dict[str, Any]:
     if options.threads is not None:
         er.set_threads(options.threads)
     pyplot = None if options.png is None else _pyplot()
-    stream = PlantedStream(options.alive, max(1, options.alive // options.life), options.once, options.seed)
-    shown = options.days * options.steps_a_day * options.batch_size
-    print(
-        format_facts(
-            {
-                "stream": f"{format_count(options.days, 'day')} of {format_count(options.steps_a_day, 'step')} of "
-                f"{options.batch_size:,}: {shown:,} items shown, as strings",
-                "items": f"{stream.alive:,} at a time, each for {format_count(options.life, 'day')}; "
-                f"{options.once:.0%} are shown once",
-                "model": f"a row of {options.dim} for each item, Adam(lr={options.lr:g}), seed {options.seed}",
-            }
-        )
-    )
+    stream, options, facts = _planted(options) if options.data is None else _logged(options, options.data)
+    model = f"a row of {options.dim} for each item, Adam(lr={options.lr:g}), seed {options.seed}"
+    print(format_facts({**facts, "model": model}))
     lines = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         learners = [Learner(name, policies, folder, options) for name, policies in _tables(options).items()]
@@ -52,6 +44,38 @@ def run(options: StreamOptions) -> dict[str, Any]:
     if pyplot is not None:
         _draw(pyplot, lines, options)
     return {"days": lines}
+
+
+Opened = tuple[PlantedStream | LoggedStream, StreamOptions, dict[str, str]]
+
+
+def _planted(options: StreamOptions) -> Opened:
+    """Return a stream, the options that fit it, and what is said of it."""
+    stream = PlantedStream(options.alive, max(1, options.alive // options.life), options.once, options.seed)
+    shown = options.days * options.steps_a_day * options.batch_size
+    facts = {
+        "stream": f"{_days(options)} of {options.batch_size:,}: {shown:,} items shown, as strings",
+        "items": f"{stream.alive:,} at a time, each for {format_count(options.life, 'day')}; "
+        f"{options.once:.0%} are shown once",
+    }
+    return stream, options, facts
+
+
+def _logged(options: StreamOptions, path: Path) -> Opened:
+    """Return the stream of a log, of whose items a quarter may have rows where there is an eviction."""
+    stream = LoggedStream(path, options.days, options.batch_size, options.seed)
+    options = replace(options, steps_a_day=stream.steps_a_day, alive=stream.items // 4)
+    facts = {
+        "log": f"{path.name}: {stream.form}",
+        "stream": f"{_days(options)}: {format_count(stream.interactions, 'interaction')}, each beside an item of those "
+        "seen before",
+        "items": f"{stream.items:,}, as strings",
+    }
+    return stream, options, facts
+
+
+def _days(options: StreamOptions) -> str:
+    return f"{format_count(options.days, 'day')} of {format_count(options.steps_a_day, 'step')}"
 
 
 def _tables(options: StreamOptions) -> dict[str, dict[str, Any]]:
@@ -74,7 +98,7 @@ class Learner:
         self._table = er.Table(None, options.dim, rule=rule, init=init, seed=options.seed, **place, **policies)
         self._bias = 0.0
 
-    def live_through(self, stream: PlantedStream, day: int) -> dict[str, Any]:
+    def live_through(self, stream: PlantedStream | LoggedStream, day: int) -> dict[str, Any]:
         """Score each batch of a day, then train on it; return how the day went."""
         options, table, started = self._options, self._table, time.perf_counter()
         scores, labels, planted = [], [], []
@@ -82,11 +106,12 @@ class Learner:
             shown = stream.shown(day, step, options.batch_size)
             ids = er.hash_ids(shown.names)
             logits = table.lookup(ids).sum(axis=1) + np.float32(self._bias)
-            errors = (1 / (1 + np.exp(-logits)) - shown.labels) / options.batch_size
+            errors = (1 / (1 + np.exp(-logits)) - shown.labels) / len(ids)
             table.update(ids, np.repeat(errors[:, None], options.dim, axis=1).astype(np.float32))
             self._bias -= 0.5 * float(errors.sum())
             for found, kept in ((logits, scores), (shown.labels, labels), (shown.planted, planted)):
-                kept.append(found)
+                if found is not None:
+                    kept.append(found)
         table.commit(step=(day + 1) * options.steps_a_day)
         table.compact()
         stats, truth = table.stats(), np.concatenate(labels)
@@ -94,7 +119,7 @@ class Learner:
             "day": day + 1,
             "table": self._name,
             "auc": auc(truth, np.concatenate(scores)),
-            "best": auc(truth, np.concatenate(planted)),
+            "best": auc(truth, np.concatenate(planted)) if planted else None,
             "rows": stats["rows_touched"],
             "ram_bytes": stats["rows_touched"] * table.spec.record_bytes + stats.get("residents_bytes", 0),
             "disk_bytes": sum(file.stat().st_size for file in Path(self._path).rglob("*") if file.is_file()),
@@ -112,7 +137,7 @@ def _text(lines: list[dict[str, Any]], with_head: bool) -> str:
             str(line["day"]),
             line["table"],
             f"{line['auc']:.4f}",
-            f"{line['best']:.4f}",
+            "?" if line["best"] is None else f"{line['best']:.4f}",
             f"{line['rows']:,}",
             format_bytes(int(line["ram_bytes"])),
             format_bytes(line["disk_bytes"]),
@@ -142,7 +167,7 @@ def _draw(pyplot: Any, lines: list[dict[str, Any]], options: StreamOptions) -> N
         for name in _tables(options):
             own = [line for line in lines if line["table"] == name]
             axis.plot([line["day"] for line in own], [line[key] * factor for line in own], label=name)
-        if key == "auc":
+        if key == "auc" and options.data is None:
             own = [line for line in lines if line["table"] == "both"]
             axis.plot([line["day"] for line in own], [line["best"] for line in own], "k:", label="best there is")
         axis.set_xlabel("day")

@@ -48,6 +48,7 @@ class Interactions:
         times: float64 (n,), or None where the file has no timestamps.
         num_users, num_items: how many different ones there are.
         form: how the file was understood, for people.
+        item_names: bytes of each different item as it stands in the file, by its number.
     """
 
     users: np.ndarray
@@ -56,6 +57,7 @@ class Interactions:
     num_users: int
     num_items: int
     form: str
+    item_names: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class _Reader:
             len(user_numbers),
             len(item_numbers),
             str(layout),
+            [name.encode("utf-8", "surrogateescape") for name in item_numbers],
         )
 
     def _number(self, text: str, field: str, line: int) -> float:

@@ -21,14 +21,15 @@ class Shown(NamedTuple):
     """Items that were shown, and clicked (label 1) or not.
 
     Attributes:
-        names: str (n,), of the items.
+        names: str or bytes (n,), of the items.
         labels: float32 (n,).
-        planted: float32 (n,), the logit that the label was drawn from: no model scores better than by it.
+        planted: float32 (n,), the logit that the label was drawn from: no model scores better than by it; None where
+            nobody knows it.
     """
 
     names: np.ndarray
     labels: np.ndarray
-    planted: np.ndarray
+    planted: np.ndarray | None
 
 
 @dataclass(frozen=True)
