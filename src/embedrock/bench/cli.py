@@ -29,6 +29,7 @@ from embedrock.bench.planner.benches import PLANNER
 from embedrock.bench.shards.benches import SHARDS
 from embedrock.bench.step.benches import LOOKUP, STEP, TABLE_SIZES, UNIQUE
 from embedrock.bench.step.create import CREATE
+from embedrock.bench.step.hashing import HASH_IDS
 from embedrock.bench.step.open_ids import OPEN_IDS
 from embedrock.bench.tables.benches import DLRM, GROUPS
 from embedrock.terminal.arguments import writable_file
@@ -47,6 +48,7 @@ BENCHES = (
     TABLE_SIZES,
     CREATE,
     OPEN_IDS,
+    HASH_IDS,
     DLRM,
     GROUPS,
     SHARDS,
