@@ -15,6 +15,8 @@ import pytest
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
+from embedrock.table.batches import Feature
+from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
 from embedrock.tiers.part import Part
@@ -178,6 +180,27 @@ def test_numbers_of_a_group_are_those_of_its_pools_together(tmp_path: Path) -> N
             assert told[name] == one[name] + other[name], name
         assert one["hits"] == group["b"].stats()["hits"]  # of their pool
         assert told["commit"] == 1
+
+
+def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
+    """Read a batch and step it, as layers do."""
+    reading = group.read(group.plan([Feature(group[name], of_table) for name, of_table in ids.items()]))
+    summed = group.sum(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
+    step_all([Due(table, table.rule or ADAM, grads) for table, grads in summed])
+
+
+def test_a_batch_is_one_use_of_its_rows_read_and_stepped(tmp_path: Path) -> None:
+    with made(tmp_path / "m") as group:
+        ids = {"a": np.arange(20), "b": np.arange(10, 40)}
+        for seen in (50, 100):  # new rows, and known ones
+            read_and_stepped(group, ids)
+            stats = group.stats()
+            assert stats["hits"] + stats["misses"] == seen
+        for _ in range(2):  # which no read comes before: each is a batch
+            group.update(ids, {name: np.ones((len(of_table), 4)) for name, of_table in ids.items()})
+        assert group.stats()["hits"] == 150
+        assert group.stats()["misses"] == 50
+        group.commit()
 
 
 def test_going_back_brings_tables_back(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ class _PoolStep:
 
     def __init__(self, pool: Pool, due: Sequence[MemberDue]) -> None:
         self._pool, self._due, tier = pool, due, pool.tier
-        tier.begin_batch()
+        if not (tier.evicts and tier.goes_on_with(self._keys())):
+            tier.begin_batch()
         self._epoch, plans = tier.epoch, [part.grads.plan for part in due]
         bounds = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
         self._spans = [slice(*pair) for pair in itertools.pairwise(bounds)]

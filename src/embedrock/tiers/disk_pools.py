@@ -33,6 +33,19 @@ class PoolTier(Disk):
     """
 
     parts: dict[int, Part]
+    _batch = np.empty(0, np.int64)  # keys that were brought, until they are stepped
+
+    def goes_on_with(self, ids: np.ndarray) -> bool:
+        return self._is_known and np.array_equal(ids, self._batch)
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        brought = super().bring(ids, slots)
+        self._batch = ids.copy()  # as who drops the ids of a batch is done with it
+        return brought
+
+    def changing(self, slots: np.ndarray) -> None:
+        self._batch = PoolTier._batch
+        super().changing(slots)
 
     def steps_of(self, ids: np.ndarray) -> int | np.ndarray:
         steps = {number: part.history.steps for number, part in self.parts.items() if part.history is not None}

@@ -106,6 +106,10 @@ class Tier(ABC):
         """Note that the next call of `bring` is for another batch than the one before."""
         self.arena.densify(self.resident_rows * self.spec.record_bytes)
 
+    def goes_on_with(self, ids: np.ndarray) -> bool:
+        """Return whether a step of `ids` belongs to the batch that `bring` was called for, so that none begins."""
+        return False
+
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return slots for those of `ids` (without repeats) that have records; `slots` are as found, and stay."""
         return slots
