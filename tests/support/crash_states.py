@@ -32,29 +32,39 @@ from embedrock.table.table import rows_of
 from embedrock.testing import records_of
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal
-from table_files import files_of
+from table_files import keeper_of, rows_in
 
 ROWS, DIM, BATCH, SLOTS, KEEP = 60, 3, 6, 14, 2
 TABLE, MEMORY = "table", "64KiB"
 RULES = (er.Adam(lr=0.1), er.Momentum(lr=0.1), er.SGD(lr=0.1))  # of records of three layouts
-KINDS: dict[str, dict[str, Any]] = {
-    "adam": {"rows": ROWS, "rule": RULES[0]},
-    "dense": {"rows": ROWS, "rule": er.Adam(lr=0.1, dense=True)},  # has a history
-    "open": {"rows": None, "rule": RULES[1], "dtype": "bfloat16"},
+DENSE = er.Adam(lr=0.1, dense=True)  # has a history
+ALONE = ""  # name of a table that is no member of a group
+KINDS: dict[str, dict[str, dict[str, Any]]] = {  # what is in a folder: tables by name
+    "adam": {ALONE: {"rows": ROWS, "rule": RULES[0]}},
+    "dense": {ALONE: {"rows": ROWS, "rule": DENSE}},
+    "open": {ALONE: {"rows": None, "rule": RULES[1], "dtype": "bfloat16"}},
     "come and go": {
-        "rows": None,
-        "rule": RULES[0],
-        "admission": er.Admission(2, within=20),
-        "eviction": er.Eviction(max_rows=2 * BATCH, idle=15),
+        ALONE: {
+            "rows": None,
+            "rule": RULES[0],
+            "admission": er.Admission(2, within=20),
+            "eviction": er.Eviction(max_rows=2 * BATCH, idle=15),
+        }
+    },
+    "group": {  # two share a pool
+        "users": {"rows": ROWS, "rule": RULES[0]},
+        "items": {"rows": ROWS, "rule": er.Adam(lr=0.2)},
+        "words": {"rows": None, "rule": DENSE, "dtype": "bfloat16"},
     },
 }
+Tables = dict[str, er.Table]  # by name
 AGAIN = 8  # one state in so many also loses power while it recovers ...
 RECOVERIES = 4  # ... in so many ways
 RAM = Path("/dev/shm")  # a folder of files that need no disk, where there is one
 
 
 class Content(NamedTuple):
-    """All that a commit must bring back, to the bit."""
+    """All of a table that a commit must bring back, to the bit."""
 
     rows: int | None
     steps: int
@@ -63,6 +73,13 @@ class Content(NamedTuple):
     records: bytes
     weights: bytes
     history: bytes
+
+
+Contents = dict[str, Content]  # of the tables of a commit
+
+
+def contents_of(tables: Tables) -> Contents:
+    return {name: content_of(table) for name, table in tables.items()}
 
 
 def content_of(table: er.Table) -> Content:
@@ -75,8 +92,13 @@ def content_of(table: er.Table) -> Content:
     return Content(table.rows, table.steps, repr(table.rule), ids.tobytes(), records.tobytes(), weights, arrays)
 
 
-def train(table: er.Table, number: int) -> None:
-    """Make a step that is a function of its number."""
+def train(tables: Tables, number: int) -> None:
+    """Make a step of each, that is a function of its number."""
+    for k, table in enumerate(tables.values()):  # others of each, so that none can pass for another
+        train_one(table, number + k)
+
+
+def train_one(table: er.Table, number: int) -> None:
     rng = np.random.default_rng(number)
     hot, any_row = rng.integers(0, BATCH, BATCH), rng.integers(0, ROWS, BATCH)
     ids = np.where(rng.random(BATCH) < 0.3, hot, any_row)
@@ -85,18 +107,46 @@ def train(table: er.Table, number: int) -> None:
     table.update(ids, rng.standard_normal((BATCH, DIM)).astype(np.float32))
 
 
-def train_on(table: er.Table) -> None:
+def train_on(tables: Tables) -> None:
     """Make the step that is made after every crash."""
-    train(table, 10**6)
+    train(tables, 10**6)
 
 
-def contents_from(table: er.Table) -> tuple[Content, ...]:
-    """Return the content of a table now, and after one and two steps more that are made after a crash."""
-    table, contents = copy.deepcopy(table), [content_of(table)]
+def contents_from(tables: Tables, kind: str) -> tuple[Contents, ...]:
+    """Return the content of tables now, and after one and two steps more that are made after a crash."""
+    contents, tables = [contents_of(tables)], copy.deepcopy(tables) or in_ram(kind)
     for _ in range(2):
-        train_on(table)
-        contents.append(content_of(table))
+        train_on(tables)
+        contents.append(contents_of(tables))
     return tuple(contents)
+
+
+# ---------------------------------------------------------------- what is in a folder
+
+
+def in_ram(kind: str) -> Tables:
+    """Return new tables in RAM."""
+    return {name: er.Table(dim=DIM, seed=1, **what) for name, what in KINDS[kind].items()}
+
+
+def on_disk(kind: str, path: Path, options: dict[str, Any]) -> er.Table | er.Group:
+    """Return a new table on disk, or a new group without members."""
+    if ALONE in KINDS[kind]:
+        return er.Table(dim=DIM, seed=1, path=path, **KINDS[kind][ALONE], **options)
+    return er.Group(path=path, **options)
+
+
+def tables_in(folder: er.Table | er.Group) -> Tables:
+    """Return the tables that there are."""
+    return {ALONE: folder} if isinstance(folder, er.Table) else {name: folder[name] for name in folder}
+
+
+def all_tables_in(folder: er.Table | er.Group, kind: str) -> Tables:
+    """Return the tables, those made anew that a group does not have yet: its first commit has none."""
+    if isinstance(folder, er.Group) and not len(folder):
+        for name, what in KINDS[kind].items():
+            folder.table(name, dim=DIM, seed=1, **what)
+    return tables_in(folder)
 
 
 # ---------------------------------------------------------------- what is promised
@@ -116,7 +166,7 @@ class Mark(NamedTuple):
     position: int
     what: str
     commit: int
-    contents: tuple[Content, ...] = ()
+    contents: tuple[Contents, ...] = ()
 
 
 @dataclass
@@ -124,7 +174,7 @@ class Trace:
     """The calls of a program, and what it was promised on the way.
 
     Attributes:
-        kind: of the table, of `KINDS`.
+        kind: of `KINDS`.
         name: for messages.
         begins: position of the first call that may be lost.
     """
@@ -135,10 +185,10 @@ class Trace:
     begins: int = 0
     marks: list[Mark] = field(default_factory=list)
 
-    def mark(self, what: str, commit: int, contents: tuple[Content, ...] = ()) -> None:
+    def mark(self, what: str, commit: int, contents: tuple[Contents, ...] = ()) -> None:
         self.marks.append(Mark(len(self.calls), what, commit, contents))
 
-    def found(self, last: int, kept: set[int], contents: dict[int, tuple[Content, ...]], is_new: bool) -> None:
+    def found(self, last: int, kept: set[int], contents: dict[int, tuple[Contents, ...]], is_new: bool) -> None:
         """Note the commits of a table that was opened, or made just now, so that they must not be lost."""
         since = len(self.calls) if is_new else self.begins
         self.marks += [Mark(self.begins, "begun", commit, each) for commit, each in contents.items()]
@@ -152,13 +202,13 @@ class Trace:
         """Return the number of the last commit that must be there, -1 for none."""
         return max((mark.commit for mark in self.known("done", point)), default=-1)
 
-    def contents_at(self, commit: int, point: int) -> tuple[Content, ...]:
+    def contents_at(self, commit: int, point: int) -> tuple[Contents, ...]:
         """Return what a commit that was found holds; fail if it cannot be."""
         last = self.acknowledged(point)
         assert commit >= last, f"commit {last} is lost: {commit} was opened"
         return self.contents_of(commit, point)
 
-    def contents_of(self, commit: int, point: int) -> tuple[Content, ...]:
+    def contents_of(self, commit: int, point: int) -> tuple[Contents, ...]:
         found = [mark.contents for mark in self.known("begun", point) if mark.commit == commit]
         assert found, f"commit {commit} was never made"
         return found[-1]
@@ -178,39 +228,41 @@ class Trace:
 
 
 class Life:
-    """A table that is made, trained, committed, and all else that can happen to it, with one in RAM beside it."""
+    """Tables that are made, trained, committed, and all else that can happen to them, with some in RAM beside them."""
 
     def __init__(self, seed: int, kind: str, root: Path) -> None:
         self.rng, self.kind, self.root = random.Random(seed), kind, root
         self.system = Recorder(root)
         self.trace = Trace(kind, f"life {seed} of {kind!r}", self.system.calls)
-        self.ram = er.Table(dim=DIM, seed=1, **KINDS[kind])
-        self._saved: dict[int, er.Table] = {}
+        self.ram = in_ram(kind)
+        self._saved: dict[int, Tables] = {}
         self._names: dict[str, int] = {}
         self._under_way: tuple[int, str | None] | None = None
         self._made, self._steps = 0, seed * 1000
         widest = er.Table(ROWS, DIM, rule=RULES[0])
-        self._options = {"memory": widest.memory_for(SLOTS), "keep": KEEP, "system": self.system}
+        memory = len(KINDS[kind]) * widest.memory_for(SLOTS)
+        self._options = {"memory": memory, "keep": KEEP, "system": self.system}
 
     def live(self, acts: int) -> Trace:
-        self._begin(0, self.ram)
-        self.table = er.Table(dim=DIM, seed=1, path=self.root / TABLE, **KINDS[self.kind], **self._options)
+        self._begin(0, self.ram if ALONE in self.ram else {})
+        self.folder = on_disk(self.kind, self.root / TABLE, self._options)
         self.trace.mark("done", 0)
+        self.tables = all_tables_in(self.folder, self.kind)
         for name in ("train", "commit", *self.rng.choices(list(ACTS), list(WEIGHTS.values()), k=acts), "reopen"):
             ACTS[name](self)
         self._close()
         return self.trace
 
-    def _begin(self, commit: int, table: er.Table) -> None:
-        self._saved[commit] = copy.deepcopy(table)
-        self.trace.mark("begun", commit, contents_from(table))
+    def _begin(self, commit: int, tables: Tables) -> None:
+        self._saved[commit] = copy.deepcopy(tables)
+        self.trace.mark("begun", commit, contents_from(tables, self.kind))
 
     def _next(self) -> int:
         """Return the number of the next commit, once the one in the background has ended."""
-        files_of(self.table).end_commit(rows_of(self.table))
+        keeper_of(self.folder).end_commit(rows_in(self.folder))
         if self._under_way is not None:
             self._done(*self._under_way)
-        return self.table.last_commit + 1
+        return self.folder.last_commit + 1
 
     def _done(self, commit: int, name: str | None) -> None:
         self._under_way = None
@@ -222,14 +274,14 @@ class Life:
     def train(self) -> None:
         for _ in range(self.rng.randint(1, 4)):
             self._steps += 1
-            train(self.table, self._steps)
+            train(self.tables, self._steps)
             train(self.ram, self._steps)
 
     def commit(self, wait: bool = True, named: bool = False) -> None:
         self._made += 1
         number, name = self._next(), f"number {self._made}" if named else None
         self._begin(number, self.ram)
-        assert self.table.commit(name=name, wait=wait) == number
+        assert self.folder.commit(name=name, wait=wait) == number
         if wait:
             self._done(number, name)
         else:
@@ -241,37 +293,51 @@ class Life:
         if self._names:
             name = self.rng.choice(list(self._names))
             self.trace.mark("released", self._names.pop(name))
-            self.table.release(name)
+            self.folder.release(name)
 
     def compact(self) -> None:
         number = self._next()
         self._begin(number, self._saved[number - 1])
-        if self.table.compact() == number:
+        if self.folder.compact() == number:
             self._done(number, None)
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(some_goal(files_of(self.table).store, self.rng.random()))
+        keeper, draw = keeper_of(self.folder), self.rng.random()
+        keeper.compact_in_background(some_goal(self.rng.choice(keeper.volume.stores), draw))
         self.train()
 
     def rollback(self) -> None:
-        number, target = self._next(), self.rng.choice([commit["commit"] for commit in self.table.commits()])
+        number, target = self._next(), self.rng.choice([commit["commit"] for commit in self.folder.commits()])
         self._begin(number, self._saved[target])
-        assert self.table.rollback(target) == number
+        assert self.folder.rollback(target) == number
         self._done(number, None)
-        self.ram = copy.deepcopy(self._saved[target])
+        self._go_on_from(target)
+
+    def _go_on_from(self, commit: int) -> None:
+        """Take the tables in RAM to what they were at a commit, and check that those on disk are the same."""
+        assert contents_of(tables_in(self.folder)) == contents_of(self._saved[commit])
+        self.ram = copy.deepcopy(self._saved[commit]) or in_ram(self.kind)
+        self.tables = all_tables_in(self.folder, self.kind)
+
+    def _one(self) -> tuple[er.Table, er.Table]:
+        """Return a table, and the one in RAM."""
+        name = self.rng.choice(list(self.ram))
+        return self.tables[name], self.ram[name]
 
     def lay_out(self) -> None:
         """Give the records another layout, which the next commit has, unless the table is abandoned before."""
-        rule = self.rng.choice([rule for rule in RULES if rule != self.ram.rule])
-        for table in (self.table, self.ram):
+        pair = self._one()
+        rule = self.rng.choice([rule for rule in RULES if rule != pair[1].rule])
+        for table in pair:
             table.set_rule(rule, reset_state=True)
         self.train()
 
     def grow(self) -> None:
         """Get more rows, or open ids, which the next commit has, unless the table is abandoned before."""
-        if self.ram.rows is not None:
-            rows = self.rng.choice([self.ram.rows + 1, 3 * ROWS + self.ram.rows, None])
-            for table in (self.table, self.ram):
+        pair = self._one()
+        if (before := pair[1].rows) is not None:
+            rows = self.rng.choice([before + 1, 3 * ROWS + before, None])
+            for table in pair:
                 table.grow(rows)
         self.train()
 
@@ -280,14 +346,13 @@ class Life:
             self.commit()
         number = self._next()
         self._close()
-        self.table = er.open(self.root / TABLE, **self._options)
-        self.ram = copy.deepcopy(self._saved[number - 1])
-        assert content_of(self.table) == content_of(self.ram)
+        self.folder = er.open(self.root / TABLE, **self._options)
+        self._go_on_from(number - 1)
 
     def _close(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", er.UncommittedWarning)
-            self.table.close()
+            self.folder.close()
 
 
 ACTS: dict[str, Callable[[Life], None]] = {
@@ -381,53 +446,60 @@ class Explorer:
 
 
 def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: System) -> None:
-    """Open a table that a crash has left, compare it with what was promised, and train and commit it."""
+    """Open what a crash has left, compare it with what was promised, and train and commit it."""
     options, is_new = {"memory": MEMORY, "keep": KEEP, "system": system}, False
     try:
-        table = er.open(path, **options)
+        folder = er.open(path, **options)
     except er.TableFileError:
         assert trace.acknowledged(point) < 0, "there is no table"
-        table, is_new = er.Table(dim=DIM, seed=1, path=path, **KINDS[trace.kind], **options), True
-    with table:
-        commit = table.last_commit
+        folder, is_new = on_disk(trace.kind, path, options), True
+    with folder:
+        commit = folder.last_commit
         contents = trace.contents_at(commit, point)
-        numbers = [each["commit"] for each in table.commits()]
+        numbers = [each["commit"] for each in folder.commits()]
         of_all = {number: trace.contents_of(number, point) for number in numbers}
         recovery.found(commit, trace.kept(point), of_all, is_new)
-        check_table(table, contents[0])
-        verdict = table.verify()
+        check_folder(folder, contents[0])
+        verdict = folder.verify()
         assert (verdict.problems, verdict.newest_good) == ([], commit), verdict
-        check_commits(path, table, trace, point, system)
-        train_on(table)
+        check_commits(path, folder, trace, point, system)
+        train_on(all_tables_in(folder, trace.kind))
         recovery.mark("begun", commit + 1, contents[1:])
-        assert table.commit() == commit + 1
+        assert folder.commit() == commit + 1
         recovery.mark("done", commit + 1)
     check_commit(path, commit + 1, contents[1], system)
 
 
-def check_commit(path: Path, commit: int, expected: Content, system: System) -> None:
-    with er.open(path, mode="r", at=commit, memory=MEMORY, system=system) as table:
-        check_table(table, expected)
+def check_commit(path: Path, commit: int, expected: Contents, system: System) -> None:
+    with er.open(path, mode="r", at=commit, memory=MEMORY, system=system) as folder:
+        check_folder(folder, expected)
 
 
-def check_table(table: er.Table, expected: Content) -> None:
-    assert content_of(table) == expected, f"commit {table.last_commit} has another content"
-    assert table.stats()["rows_touched"] == len(expected.ids) // 8
+def check_folder(folder: er.Table | er.Group, expected: Contents) -> None:
+    assert contents_of(tables_in(folder)) == expected, f"commit {folder.last_commit} has another content"
+    assert folder.stats()["rows_touched"] == sum(len(content.ids) // 8 for content in expected.values())
 
 
-def check_commits(path: Path, table: er.Table, trace: Trace, point: int, system: System) -> None:
+def check_commits(path: Path, folder: er.Table | er.Group, trace: Trace, point: int, system: System) -> None:
     """Fail unless the folder has the files of its commits and no others, and one more of these can be opened."""
-    numbers = [commit["commit"] for commit in table.commits()]
+    numbers = [commit["commit"] for commit in folder.commits()]
     assert trace.kept(point) <= set(numbers), "a commit that has a name is lost"
     manifests = [json.loads(file.read_bytes().splitlines()[0]) for file in (path / "manifest").glob("*.json")]
     assert len(manifests) == len(numbers)
-    named = {part["file"]: part["size"] for each in manifests for kind in FILES for part in each[kind]}
+    named = {part["file"]: part["size"] for each in manifests for part in files_named_in(each)}
     found = {str(file.relative_to(path)): file.stat().st_size for kind in FILES for file in path.glob(f"{kind}/**/*.*")}
     assert found.items() >= named.items(), "a file that a commit names is missing"
     assert found == named, f"{found.keys() - named.keys()} should have been removed"
     older = numbers[point % len(numbers)]
-    if older != table.last_commit:
+    if older != folder.last_commit:
         check_commit(path, older, trace.contents_of(older, point)[0], system)
+
+
+def files_named_in(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Go through the files that a manifest names: of a table alone, or of the pools and members of a group."""
+    for one in (manifest, *manifest.get("pools", ()), *manifest.get("members", ())):
+        for kind in FILES:
+            yield from one.get(kind, ())
 
 
 FILES = ("base", "delta", "history")

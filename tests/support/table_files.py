@@ -8,6 +8,8 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.manifest import AnyManifest, Manifest
 from embedrock.table.files import Files
+from embedrock.table.keeper import Keeper
+from embedrock.table.rows import Rows
 from embedrock.table.table import rows_of
 
 
@@ -16,6 +18,18 @@ def files_of(table: er.Table) -> Files:
     home = rows_of(table).home
     assert isinstance(home, Files)
     return home
+
+
+def keeper_of(folder: er.Table | er.Group) -> Keeper:
+    """Return who keeps the files of a table alone, or of a group."""
+    files = files_of(folder) if isinstance(folder, er.Table) else folder.files
+    assert files is not None
+    return files
+
+
+def rows_in(folder: er.Table | er.Group) -> Rows | None:
+    """Return what a keeper is given for it: the rows of a table alone."""
+    return rows_of(folder) if isinstance(folder, er.Table) else None
 
 
 def newest_manifest(system: System, folder: str) -> Manifest:
