@@ -14,11 +14,12 @@ import pytest
 import embedrock as er
 from embedrock.cli.main import main
 from embedrock.planner import machine as machines
-from embedrock.planner.demand import curve_of, lasting, memories, read_demands
+from embedrock.planner.demand import curve_of, in_groups, lasting, memories, read_demands
 from embedrock.planner.machine import EXAMPLE
 from embedrock.planner.proposal import UNIT
 from embedrock.planner.split import Option, split, worthwhile
-from embedrock.planner.zipf import bounded_zipf, expected_misses
+from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
+from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.placing import place
 
 TABLES: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16}, "item": {"rows": 1000, "dim": 16, "ids": 3}}
@@ -273,3 +274,114 @@ def test_tables_that_are_none(known: Path, monkeypatch: pytest.MonkeyPatch, caps
     (known / "empty").mkdir()
     assert main(["plan", "--tables", text]) == 1
     assert re.search(told, capsys.readouterr().err)
+
+
+# ---------------------------------------------------------------- groups
+
+MANY: dict[str, Any] = {f"t{k}": {"rows": 200_000 + 1000 * (k % 3), "dim": 16} for k in range(26)}
+
+
+def test_tables_on_disk_are_one_group_whose_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tables = MANY | {"tables": {"rows": 500, "dim": 8}, "a-b": {"rows": 500, "dim": 8}}
+    tables = {name: told | {"memory": "RAM"} if name == "t3" else told for name, told in tables.items()}
+    found = er.plan(tables, 64, memory="320MiB", **PLAIN)
+    (group,) = [one for one in found.tables if one.tier == "disk"]
+    in_ram = [one.name for one in found.tables if one.tier == "RAM"]
+    assert {"t3", "tables", "a-b"} <= {*in_ram}
+    assert sorted([*group.members, *in_ram]) == sorted(tables)
+    assert found.peak_bytes <= 320 << 20
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {}
+    exec(found.code, made)
+    with made["tables_group"] as opened:
+        assert list(opened) == group.members
+        assert opened.stats()["budget_bytes"] == group.memory
+        assert [made[name].rows for name in group.members] == [tables[name]["rows"] for name in group.members]
+        ids = {name: np.arange(64) for name in group.members}
+        opened.update(ids, {name: np.ones((64, 16), np.float32) for name in ids})
+        opened.commit()
+    assert (made["tables"].rows, made["a_b"].rows, made["t3"].is_on_disk) == (500, 500, False)
+    for name in ("tables", "a_b", "t3"):
+        made[name].close()
+
+
+def test_many_small_tables_go_to_disk_where_they_do_not_fit():
+    tables = {f"t{k}": {"rows": 30_000, "dim": 16} for k in range(26)}
+    found = er.plan(tables, 64, memory="260MiB", **PLAIN)
+    assert "disk" in {one.tier for one in found.tables}
+    assert found.peak_bytes <= 260 << 20
+
+
+def test_a_group_takes_fewer_calls_than_its_tables_alone():
+    limits: dict[str, Any] = {"memory": "320MiB", **PLAIN}
+    group, alone = er.plan(MANY, 64, **limits), er.plan(MANY, 64, alone=True, **limits)
+    assert len(group.tables) < len(alone.tables) == 26
+    assert group.step_s < alone.step_s
+    assert all(not one.members for one in alone.tables)
+
+
+def test_misses_of_a_group_are_those_of_a_real_one(tmp_path: Path):
+    tables = {name: {"rows": 20_000, "dim": 4, "zipf": zipf, "group": "g"} for name, zipf in (("a", 1.2), ("b", 0.9))}
+    demands = read_demands(tables, 128, None, {})
+    (demand,) = in_groups(demands)
+    batches = list(demand.batches(96))
+    slots = place(demand.spec, 192 << 10, "g", is_pool=True).slots
+    with er.Group(path=tmp_path / "g.rock", memory=192 << 10) as group:
+        for name in tables:
+            group.table(name, 20_000, 4, rule=er.Adam())
+        before = 0
+        for step, keys in enumerate(batches):
+            before = group.stats()["misses"] if step == 80 else before
+            ids = {name: keys[keys >> PART_BITS == k] & ((1 << PART_BITS) - 1) for k, name in enumerate(tables)}
+            group.update(ids, {name: np.ones((len(some), 4), np.float32) for name, some in ids.items()})
+        seen = (group.stats()["misses"] - before) / 16
+        group.commit()
+    assert float(curve_of(demand, [slots], 80).misses[0]) == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.parametrize("slots", [100, 1000, 5000])
+def test_the_best_cache_of_several_popularities(slots: int):
+    laws = [(2000, 1.3, 300), (3000, 0.8, 100), (1000, 0.0, 7)]
+    chances = [-np.diff((np.arange(1, n + 1) ** (1 - z) - 1) / (1 - n ** (1 - z))) for n, z, _ in laws]
+    often = [draws * own for own, (*_, draws) in zip(chances, laws, strict=True)]
+    bound = np.sort(np.concatenate(often))[::-1][slots - 1]
+    wanted = sum(own[own >= bound].sum() for own in often)
+    kept = best_split(laws, slots)
+    assert sum(kept) <= slots
+    assert sum(own[:some].sum() for own, some in zip(often, kept, strict=True)) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_group_that_a_file_names(known: Path, capsys: pytest.CaptureFixture[str]):
+    file = known / "t.toml"
+    own = 'rows = 500_000\ndim = 16\ngroup = "ads"\n'
+    file.write_text(f'batch_size = 64\nsteps = 8\nmemory = "215MiB"\n[tables.a]\n{own}[tables.b]\n{own}')
+    assert main(["plan", "--tables", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "ads: 2 tables  disk" in shown
+    assert 'ads = er.Group(path="ads.rock", memory="' in shown
+    assert 'b = ads.table("b", rows=500000, dim=16, rule=er.Adam())' in shown
+    assert main(["plan", "--tables", str(file), "--memory", "1GiB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["members"], one["code"]) for one in told["tables"]] == [(["a", "b"], "er.Group()")]
+
+
+def test_a_log_that_is_read_once_tells_of_a_group():
+    log = {name: (np.arange(64) + 64 * (k % 9) for k in range(99)) for name in "ab"}
+    plain: dict[str, Any] = {"machine": EXAMPLE, "memory": "240MiB"}
+    found = er.plan({name: {"rows": 10**6} for name in "ab"}, 64, log=log, **plain)
+    assert [(one.members, one.rows_used) for one in found.tables] == [(["a", "b"], 128.0)]
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"dim": 8}, "group 'g' of a plan must have tables of one dim, .* 'b' is not as 'a'. Name another group"),
+        ({"rows": None}, "group 'g' of a plan must have tables of .* with a number of rows"),
+        ({"memory": "2MiB"}, "table 'b' shares the memory of group 'g': leave its own out"),
+        ({"group": 3}, "`group` of table 'b' must be the name of a group: got 3"),
+    ],
+)
+def test_groups_that_cannot_be(own: dict[str, Any], told: str):
+    table: dict[str, Any] = {"rows": 900, "dim": 4, "group": "g"}
+    with pytest.raises(er.ArgumentError, match=told):
+        er.plan({"a": table, "b": table | own}, 64, **PLAIN)

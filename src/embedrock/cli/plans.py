@@ -30,13 +30,26 @@ from embedrock.spec import Spec
 from embedrock.store.nearby import tables_in
 from embedrock.terminal.arguments import count, number, size
 from embedrock.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
+from embedrock.wording import counted
 
 WANTED = IDS._replace(naming='call it as the table, or say column = "NAME" of the table')
 NOTHING_FITS = 3  # exit status
 BATCH_SIZE = 4096
-MORE = ("batch_size", "memory", "disk", "zipf", "dense_ms", "workers", "steps")  # of a file, besides its tables
+MORE = (
+    "batch_size",
+    "memory",
+    "disk",
+    "zipf",
+    "dense_ms",
+    "workers",
+    "steps",
+    "alone",
+)  # of a file, besides its tables
 FIELDS = (
-    Field("table", "name"),
+    Field(
+        "table",
+        lambda one: f"{one['name']}: {counted(len(one['members']), 'table')}" if one["members"] else one["name"],
+    ),
     Field("tier", "tier"),
     Field("memory=", "memory", format_bytes),
     Field("RAM", "ram_bytes", format_bytes),
@@ -69,6 +82,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--workers", type=count, metavar="N", help="that share each table by id (default: 1)")
     steps = "that tables have been trained for (default: long, each row that is missed is read)"
     parser.add_argument("--steps", type=count, metavar="N", help=steps)
+    alone = "each table on disk has its own files and memory= (default: those that are laid out alike are a group)"
+    parser.add_argument("--alone", action="store_true", default=None, help=alone)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,23 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
 from embedrock.machine.sizes import parse_bytes
-from embedrock.planner.zipf import bounded_zipf, expected_misses, scattered
+from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses, scattered
 from embedrock.rules import RULES, Rule
 from embedrock.spec import Spec
+from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.curve import Curve, CurveSampler
+from embedrock.tiers.part import may_share
 from embedrock.tiers.placing import memory_for, most_for, place
 from embedrock.wording import check_choice, did_you_mean
 
 RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
-FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column", "memory")
+FIELDS = ("rows", "dim", "dtype", "rule", "ids", "zipf", "column", "memory", "group")
 DIM = 64
 IN_RAM = "RAM"  # as the memory of a table
 ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
 OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
 MOST_IDS = 2_000_000  # that are looked at, of one table
+MOST_COUNTED = 2  # members of a group that add to that
 WINDOW = 400  # batches before those that count, where a table is trained for longer
 FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
 FILLED = 0.25  # of the rows that were seen: caches of up to so many are as they will be for long
@@ -34,7 +37,7 @@ MOST_SAMPLED = 1 << 12  # slots of a small cache that stands for a large one
 
 @dataclass(frozen=True)
 class Demand:
-    """What one table is asked for.
+    """What one table is asked for, or a group of tables that are laid out alike, whose rows share a cache.
 
     Attributes:
         name: of the table.
@@ -44,6 +47,8 @@ class Demand:
         log: goes through the ids of past batches, int64 arrays of any size.
         column: of a log that has them.
         memory: bytes of RAM that it is told to have, on disk; 0: it is told to be in RAM; None: a plan says.
+        group: the name of the one that it is told to be in.
+        members: of a group, which has the rows and positions of all of them. Its `zipf` and `log` are of no account.
     """
 
     name: str
@@ -53,10 +58,22 @@ class Demand:
     log: Iterable[np.ndarray] | None = None
     column: str | None = None
     memory: int | None = None
+    group: str | None = None
+    members: tuple[Demand, ...] = ()
 
-    def batches(self, count: int) -> Iterator[np.ndarray]:
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it is known how often each id comes: by Zipf's law, where nobody has a log."""
+        return all(each.is_drawn for each in self.members) and self.log is None and self.spec.rows is not None
+
+    def batches(self, count: int, seed: int = 0) -> Iterator[np.ndarray]:
         """Go through `count` batches of ids, each ascending and without repeats: those of the log, or drawn ones."""
-        source = self.drawn(np.random.default_rng(0)) if self.log is None else _cut(self.log, self.positions)
+        if self.members:
+            together = [each.batches(count, number) for number, each in enumerate(self.members)]
+            for batch in zip(*together, strict=False):
+                yield np.concatenate([ids + (number << PART_BITS) for number, ids in enumerate(batch)])
+            return
+        source = self.drawn(np.random.default_rng(seed)) if self.log is None else _cut(self.log, self.positions)
         for _, ids in zip(range(count), source, strict=False):
             yield np.unique(ids)
 
@@ -76,7 +93,7 @@ def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
             waiting = waiting[size:]
 
 
-def memories(spec: Spec, rows: float, most: int, finer: int = FINER) -> list[int]:
+def memories(spec: Spec, rows: float, most: int, finer: int = FINER, is_pool: bool = False) -> list[int]:
     """Return values of ``memory=`` that a table on disk may have: from room for two batches to all of use, growing.
 
     Args:
@@ -84,8 +101,9 @@ def memories(spec: Spec, rows: float, most: int, finer: int = FINER) -> list[int
         rows: of a batch.
         most: that there is.
         finer: steps to twice as much.
+        is_pool: whether it is a group of tables.
     """
-    least, most = memory_for(spec, int(2 * rows) + 1), min(most, most_for(spec))
+    least, most = memory_for(spec, int(2 * rows) + 1), min(most, most_for(spec, is_pool))
     count = max(0, int(np.ceil(np.log2(max(most / least, 1)) * finer)))
     return sorted({least, *(int(least * 2 ** (k / finer)) for k in range(count)), max(least, most)})
 
@@ -97,7 +115,8 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
     """
     sampler, steps = CurveSampler(sizes, most=MOST_SAMPLED), steps or WINDOW
     counted = max(4, steps // 8)
-    total = max(8, min(steps + counted, MOST_IDS // max(1, demand.positions)))
+    ids_of_all = MOST_IDS * min(MOST_COUNTED, max(1, len(demand.members)))
+    total = max(8, min(steps + counted, ids_of_all // max(1, demand.positions)))
     seen = 0
     for ids in demand.batches(total):
         if seen == max(1, total - min(counted, total // 2)):
@@ -118,7 +137,7 @@ def lasting(demand: Demand, curve: Curve, slots: int) -> float:
     A few hundred batches do not fill a large cache, and logs end. Of ids that are drawn it is known which rows the best
     cache would keep; the policy's is as much worse as it is in the caches that were filled.
     """
-    if demand.log is not None or demand.spec.rows is None:
+    if not demand.is_drawn or demand.spec.rows is None:
         return curve.missed(slots)
     if slots >= demand.spec.rows:
         return 0.0
@@ -132,12 +151,53 @@ def lasting(demand: Demand, curve: Curve, slots: int) -> float:
 
 
 def _best(demand: Demand, slots: int) -> float:
+    if demand.members:
+        own = best_split([(each.spec.rows or OPEN_ROWS, each.zipf, each.positions) for each in demand.members], slots)
+        return sum(_best(each, some) for each, some in zip(demand.members, own, strict=True))
     return expected_misses(demand.spec.rows or OPEN_ROWS, demand.zipf, demand.positions, slots)
 
 
-def slots_of(spec: Spec, memory: int) -> int:
-    """Return how many rows a table on disk holds in RAM."""
-    return place(spec, memory, "the table").slots
+def slots_of(spec: Spec, memory: int, is_pool: bool = False) -> int:
+    """Return how many rows a table on disk, or a group of some, holds in RAM."""
+    return place(spec, memory, "the table", is_pool=is_pool).slots
+
+
+def in_groups(demands: Sequence[Demand]) -> list[Demand]:
+    """Return the demands with those of a group as one, in the order in which each begins.
+
+    Raises:
+        ArgumentError: tables of a group are not laid out alike, or one of them was told its own memory.
+    """
+    made: dict[tuple[str, str], list[Demand]] = {}
+    for one in demands:
+        made.setdefault(("table", one.name) if one.group is None else ("group", one.group), []).append(one)
+    return [some[0] if kind == "table" else _pooled(name, some) for (kind, name), some in made.items()]
+
+
+def _pooled(name: str, members: Sequence[Demand]) -> Demand:
+    for one in members:
+        if not alike(one.spec, members[0].spec):
+            raise ArgumentError(
+                f"group {name!r} of a plan must have tables of one dim, dtype and rule, with a number of rows, which "
+                f"share a cache: {one.name!r} is not as {members[0].name!r}. Name another group for it."
+            )
+        if one.memory:
+            raise ArgumentError(f"table {one.name!r} shares the memory of group {name!r}: leave its own out.")
+    in_ram = 0 if any(one.memory == 0 for one in members) else None
+    rows, positions = sum(one.spec.rows or 0 for one in members), sum(one.positions for one in members)
+    spec = replace(members[0].spec, rows=rows)
+    return Demand(name, spec, positions, memory=in_ram, group=name, members=tuple(members))
+
+
+def alike(spec: Spec, other: Spec) -> bool:
+    """Return whether two tables of a group share a cache."""
+    rule = spec.rule
+    return (
+        may_share(spec)
+        and may_share(other)
+        and (spec.dim, spec.dtype) == (other.dim, other.dtype)
+        and (rule is other.rule if rule is None else rule.same_layout(other.rule))
+    )
 
 
 def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping[str, Any]) -> list[Demand]:
@@ -178,8 +238,11 @@ def _demand(name: str, told: Any, batch_size: int, zipf: float | None, log: Any)
         raise ArgumentError(f"`ids` of table {name!r} must be how many a sample has, above 0: got {per_sample!r}.")
     if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= 4):
         raise ArgumentError(f"`zipf` of table {name!r} must be an exponent from 0 to 4: got {own!r}.")
-    positions = max(1, round(batch_size * per_sample))
-    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"), _memory(name, told))
+    group = told.get("group")
+    if group is not None and (not isinstance(group, str) or not group):
+        raise ArgumentError(f"`group` of table {name!r} must be the name of a group: got {group!r}.")
+    positions, memory = max(1, round(batch_size * per_sample)), _memory(name, told)
+    return Demand(name, spec, positions, ZIPF if own is None else own, log, told.get("column"), memory, group)
 
 
 def _memory(name: str, told: Mapping[str, Any]) -> int | None:

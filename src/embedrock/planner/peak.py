@@ -26,11 +26,15 @@ def in_ram(spec: Spec, rows: float) -> int:
     """Return the RAM of a table that is there wholly, with a record of each of so many rows."""
     if spec.rows is not None and spec.rows * spec.record_bytes + Direct.bytes_for(spec.rows) <= FITS_BYTES:
         return _scattered(spec, spec.rows, rows) + Direct.bytes_for(spec.rows)
-    count = int(min(rows, spec.rows or math.inf))
-    return count * spec.record_bytes + Hashed.bytes_for(count) + HUGE_PAGE
+    return in_group(spec, min(rows, spec.rows or math.inf))
 
 
-def on_disk(spec: Spec, memory: int, rows: float, evicts: bool) -> int:
+def in_group(spec: Spec, rows: float) -> int:
+    """Return the RAM of a group in RAM, of all of whose rows `spec` tells, with a record of each of so many."""
+    return int(rows) * spec.record_bytes + Hashed.bytes_for(int(rows)) + HUGE_PAGE
+
+
+def on_disk(spec: Spec, memory: int, rows: float, evicts: bool, is_pool: bool = False) -> int:
     """Return the RAM of a table on disk with so much ``memory=`` that has seen so many rows, which is no more.
 
     Args:
@@ -38,8 +42,9 @@ def on_disk(spec: Spec, memory: int, rows: float, evicts: bool) -> int:
         memory: its budget.
         rows: that it has seen.
         evicts: whether some have left its cache.
+        is_pool: whether it is a group of tables.
     """
-    placement = place(spec, memory, "the table")
+    placement = place(spec, memory, "the table", is_pool=is_pool)
     if placement.direct and spec.rows is not None:
         return min(memory, _scattered(spec, spec.rows, rows) + Whole.bytes_for(spec.rows))
     filled = int(min(placement.slots, rows))

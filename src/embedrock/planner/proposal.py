@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import keyword
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -13,9 +15,20 @@ from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
 from embedrock.planner import cost, peak
 from embedrock.planner.cost import Work
-from embedrock.planner.demand import FINER, Demand, curve_of, lasting, memories, read_demands, slots_of
+from embedrock.planner.demand import (
+    FINER,
+    Demand,
+    alike,
+    curve_of,
+    in_groups,
+    lasting,
+    memories,
+    read_demands,
+    slots_of,
+)
 from embedrock.planner.machine import Machine, load, measure, save
 from embedrock.planner.split import Option, split
+from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
 from embedrock.tiers.curve import Curve
 
@@ -25,6 +38,7 @@ DEPTH = 2  # batches that prefetch looks ahead
 FEW = 16  # batches that tell how many rows one has
 OVERLAPS = 0.05  # of the time, at least, that waiting for the disk takes where it pays to prefetch
 UNIT = 1 << 20  # of ``memory=``
+GROUP = "tables"  # the name of a group that a plan proposes
 
 
 class NoPlanError(EmbedrockError, MemoryError):
@@ -41,10 +55,10 @@ class NoPlanError(EmbedrockError, MemoryError):
 
 @dataclass(frozen=True)
 class TablePlan:
-    """What a table should be, and what a step of it takes.
+    """What a table should be, or a group of tables, and what a step of it takes.
 
     Attributes:
-        name: of the table.
+        name: of the table or group.
         tier: "RAM" or "disk".
         memory: what to pass as ``memory=``; None for a table in RAM.
         ram_bytes: that it will take, at most.
@@ -71,14 +85,26 @@ class TablePlan:
 
     @property
     def code(self) -> str:
-        """A line that makes the table."""
-        spec = self.demand.spec
-        parts = [f"rows={spec.rows}", f"dim={spec.dim}"]
-        parts += [] if spec.rule is None else [f"rule=er.{type(spec.rule).__name__}()"]
-        parts += [] if spec.dtype == "float32" else [f'dtype="{spec.dtype}"']
-        if self.memory is not None:
-            parts += [f'path="{self.name}.rock"', f'memory="{self.memory // UNIT}MiB"']
-        return f"er.Table({', '.join(parts)})"
+        """An expression that makes the table, or the group before it has tables."""
+        files = [] if self.memory is None else [f'path="{self.name}.rock"', f'memory="{self.memory // UNIT}MiB"']
+        if self.members:
+            return f"er.Group({', '.join(files)})"
+        return f"er.Table({', '.join([*_arguments(self.demand.spec), *files])})"
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the tables of a group."""
+        return [one.name for one in self.demand.members]
+
+    def lines(self, group: str) -> list[str]:
+        """Return lines that make it; `group` is what a variable for a group is called."""
+        if not self.members:
+            return [f"{_identifier(self.name)} = {self.code}"]
+        made = [f"{group} = {self.code}"]
+        for one in self.demand.members:
+            arguments = ", ".join([json.dumps(one.name, ensure_ascii=False), *_arguments(one.spec)])
+            made.append(f"{_identifier(one.name)} = {group}.table({arguments})")
+        return made
 
 
 @dataclass(frozen=True)
@@ -115,7 +141,8 @@ class Proposal:
     @property
     def code(self) -> str:
         """Lines that make the tables."""
-        lines = [f"{_identifier(one.name)} = {one.code}" for one in self.tables]
+        taken = {_identifier(name) for one in self.tables for name in one.members or [one.name]}
+        lines = [line for one in self.tables for line in one.lines(_free(_identifier(one.name), taken))]
         ahead = f"# prefetch(..., depth={self.depth}) reads rows while others are trained on"
         return "\n".join(["import embedrock as er", "", *lines, *([ahead] if self.depth else [])])
 
@@ -125,13 +152,26 @@ class Proposal:
         tables = []
         for one in self.tables:
             fields = {name: value for name, value in vars(one).items() if name != "demand"}
-            tables.append(fields | {"positions": one.demand.positions, "code": one.code})
+            own = {"positions": one.demand.positions, "members": one.members, "code": one.code}
+            tables.append(fields | own)
         return told | {"tables": tables, "code": self.code}
 
 
 def _identifier(name: str) -> str:
     made = "".join(letter if letter.isalnum() else "_" for letter in name)
-    return made if made.isidentifier() else f"t_{made}"
+    return made if made.isidentifier() and not keyword.iskeyword(made) else f"t_{made}"
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, which begins with `name`."""
+    return name if name not in taken else _free(f"{name}_group", taken)
+
+
+def _arguments(spec: Spec) -> list[str]:
+    """Return the arguments that describe a table."""
+    parts = [f"rows={spec.rows}", f"dim={spec.dim}"]
+    parts += [] if spec.rule is None else [f"rule=er.{type(spec.rule).__name__}()"]
+    return parts + ([] if spec.dtype == "float32" else [f'dtype="{spec.dtype}"'])
 
 
 def plan(
@@ -145,13 +185,15 @@ def plan(
     dense_s: float = 0.0,
     workers: int = 1,
     steps: int | None = None,
+    alone: bool = False,
     machine: Machine | None = None,
 ) -> Proposal:
     """Propose which tier and how much RAM each table should have, and tell what a training step takes then.
 
     Args:
         tables: by name, each a dict of ``rows`` (None for open ids), ``dim`` (64), ``rule`` ("adam"), ``dtype``
-            ("float32"), ``ids`` of a sample (1) and ``zipf``; or an `er.Spec`, a table, or a layer that has one.
+            ("float32"), ``ids`` of a sample (1), ``zipf``, ``memory`` and ``group``; or an `er.Spec`, a table, or a
+            layer that has one.
         batch_size: samples of a batch.
         memory: RAM for the whole process, of which Python and libraries take their part; None: all there is.
         disk: room for files; None: no limit.
@@ -161,6 +203,8 @@ def plan(
         workers: processes that share each table by id; what is told is of one of them.
         steps: how long the tables have been trained when the step that is told is made. None: long, so that each row
             that is missed is read; with caches as a few hundred batches have filled them.
+        alone: whether each table that names no ``group`` has its own files and memory. Otherwise those on disk that
+            are laid out alike are one group, whose cache they share.
         machine: what to reckon with; None: what `embedrock machine` measured, or measures now.
 
     Raises:
@@ -181,12 +225,62 @@ def plan(
             raise ArgumentError(f"`{name}` of er.plan must be a whole number above 0: got {value!r}.")
     if not 0 <= dense_s < math.inf:
         raise ArgumentError(f"`dense_s` of er.plan must be seconds, 0 or more: got {dense_s!r}.")
-    logs = {name: [one] if isinstance(one, np.ndarray) else one for name, one in (log or {}).items()}
+    logs = {name: _repeatable(one) for name, one in (log or {}).items()}
     demands = [_of_one_worker(one, workers) for one in read_demands(tables, batch_size, zipf, logs)]
     known = machine or _measured()
     limit = min(known.ram_bytes, parse_bytes(memory) if memory is not None else known.ram_bytes)
-    ways = _all_ways(demands, known, limit, steps)
-    return _Search(demands, ways, known, dense_s).propose(limit, None if disk is None else parse_bytes(disk, "disk"))
+    files = None if disk is None else parse_bytes(disk, "disk")
+
+    def proposed(demands: Sequence[Demand]) -> Proposal:
+        units = in_groups(demands)
+        return _Search(units, _all_ways(units, known, limit, steps), known, dense_s).propose(limit, files)
+
+    found = proposed(demands)
+    grouped = demands if alone else _grouped(demands, found)
+    if grouped is demands:
+        return found
+    try:
+        return proposed(grouped)
+    except NoPlanError:  # a batch of a group is used at once, which takes more RAM than that of a table
+        return found
+
+
+def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
+    """Return the demands with a group for those that a proposal has alone on disk, where some are laid out alike."""
+    on_disk = [one.demand for one in found.tables if one.tier == "disk" and one.demand.group is None]
+    layouts: list[list[Demand]] = []
+    for one in on_disk:
+        if one.memory is None and one.spec.rows is not None:
+            like = next((some for some in layouts if alike(some[0].spec, one.spec)), None)
+            layouts.append([one]) if like is None else like.append(one)
+    several = [some for some in layouts if len(some) > 1]
+    taken = {one.group for one in demands} | {one.name for one in found.tables if one.tier == "disk"}
+    names: dict[str, str] = {}
+    for some in several:
+        spec = some[0].spec
+        name = _free(GROUP if len(several) == 1 else f"{GROUP}_{spec.dim}", {*map(str, taken)})
+        taken.add(name)
+        names |= {one.name: name for one in some}
+    return [replace(one, group=names.get(one.name, one.group)) for one in demands] if names else demands
+
+
+class _Kept:
+    """What an iterator gave, for whoever goes through it again."""
+
+    def __init__(self, source: Iterator[np.ndarray]) -> None:
+        self._source, self._parts = source, list[np.ndarray]()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield from self._parts
+        for part in self._source:
+            self._parts.append(part)
+            yield part
+
+
+def _repeatable(log: Any) -> Iterable[np.ndarray]:
+    if isinstance(log, np.ndarray):
+        return [log]
+    return _Kept(log) if isinstance(log, Iterator) else log
 
 
 def _of_one_worker(demand: Demand, workers: int) -> Demand:
@@ -226,10 +320,20 @@ def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: in
     in_ram = [_in_ram(one) for one in demands]
     needed = fixed_bytes(demands, machine, [one.positions for one in demands], False)
     all_fit = None not in in_ram and needed + sum(filter(None, in_ram)) <= limit
+    small = {ram for ram in in_ram if ram is not None and ram <= peak.FITS_BYTES}
+    small_fit = sum(ram for ram in in_ram if ram in small) <= (limit - needed) // 2
     made = []
     for one, ram in zip(demands, in_ram, strict=True):
-        stays = all_fit or (ram is not None and ram <= peak.FITS_BYTES)
-        key = (one.spec.rows, one.spec.record_bytes, one.positions, one.zipf, id(one.log), one.memory)
+        stays = all_fit or (small_fit and ram in small)
+        key = (
+            one.spec.rows,
+            one.spec.record_bytes,
+            one.positions,
+            one.zipf,
+            id(one.log),
+            one.memory,
+            one.members and one.name,
+        )
         if key not in curves:
             curves[key] = _curve(one, 0 if stays and one.memory is None else limit, steps)
         made.append(_ways(one, machine, *curves[key], steps))
@@ -238,18 +342,24 @@ def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: in
 
 def _in_ram(demand: Demand) -> int | None:
     """Return the RAM that a table takes there at most; None where nobody knows how many rows there will be."""
-    return None if demand.spec.rows is None else peak.in_ram(demand.spec, demand.spec.rows)
+    return None if demand.spec.rows is None else _ram_of(demand, demand.spec.rows)
+
+
+def _ram_of(demand: Demand, rows: float) -> int:
+    """Return the RAM that it takes there with so many rows."""
+    return (peak.in_group if demand.members else peak.in_ram)(demand.spec, rows)
 
 
 def _curve(demand: Demand, most: int, steps: int | None) -> tuple[dict[int, int], Curve]:
     """Return rows in the cache by ``memory=``, and the curve of some of them; none up to `most` of 0."""
+    is_pool = bool(demand.members)
     if demand.memory:
         slots = {demand.memory: slots_of(demand.spec, demand.memory)}
         return slots, curve_of(demand, [*slots.values()], steps)
     if not most or demand.memory == 0:
         return {}, curve_of(demand, [], steps or FEW)
-    sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most)}
-    slots = {memory: slots_of(demand.spec, memory) for memory in sorted(sizes)}
+    sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most, is_pool=is_pool)}
+    slots = {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
     rooms = [*slots.values()]
     return slots, curve_of(demand, [*rooms[::FINER], rooms[-1]], steps)
 
@@ -263,9 +373,10 @@ def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve,
     work = Work(demand.positions, curve.rows, spec.dim, spec.record_bytes, new)
     made = []
     if not demand.memory and (spec.rows is not None or demand.log is not None):  # else nobody knows how many there are
-        made.append(_way(demand, work, machine, None, (peak.in_ram(spec, most), peak.in_ram(spec, rows)), 0, 0.0))
+        made.append(_way(demand, work, machine, None, (_ram_of(demand, most), _ram_of(demand, rows)), 0, 0.0))
     for memory, room in slots.items():
-        is_whole = spec.rows is not None and room >= spec.rows  # no slot is looked for then, and no row leaves
+        is_whole = spec.rows is not None and room >= spec.rows  # no row leaves then
+        is_direct = is_whole and not demand.members  # and no slot is looked for
         if is_long:
             misses = evicted = lasting(demand, curve, room)
         else:
@@ -273,9 +384,9 @@ def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve,
         stride = spec.record_bytes + CRC_BYTES
         stored = rows * stride * LOGGED if steps is None else evicted * (steps or 0) * stride
         on_disk = work._replace(
-            on_disk=not is_whole, reads=max(0.0, misses - new), spilled=evicted, file_bytes=max(stored, 1.0)
+            on_disk=not is_direct, reads=max(0.0, misses - new), spilled=evicted, file_bytes=max(stored, 1.0)
         )
-        then = memory if is_long else peak.on_disk(spec, memory, rows, evicted > 0)
+        then = memory if is_long else peak.on_disk(spec, memory, rows, evicted > 0, bool(demand.members))
         made.append(_way(demand, on_disk, machine, memory, (memory, then), int(most * stride * DISK_TIMES), misses))
     return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +26,32 @@ def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> floa
     counts = np.diff(edges)
     chances = np.diff(_zipf_cdf(edges, ranks, exponent)) / counts
     return float(-(counts * np.expm1(draws * np.log1p(-chances))).sum())
+
+
+def best_split(laws: Sequence[tuple[int, float, int]], slots: int) -> list[int]:
+    """Return how many of the ranks of each of several laws are among the `slots` that come most often of all.
+
+    Args:
+        laws: ranks, exponent and draws of each.
+        slots: in all.
+
+    Example:
+        >>> best_split([(100, 1.0, 30), (100, 1.0, 10)], 40)
+        [30, 10]
+    """
+    low, high = -700.0, 700.0  # logarithms of how often the rarest of them comes
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(_above(law, middle) for law in laws) > slots else (low, middle)
+    return [int(_above(law, high)) for law in laws]
+
+
+def _above(law: tuple[int, float, int], level: float) -> float:
+    """Return how many ranks of a law come at least as often as the exponential of `level`."""
+    ranks, exponent, draws = law
+    whole = np.log(ranks) if exponent == 1 else (float(ranks) ** (1 - exponent) - 1) / (1 - exponent)
+    often = np.log(draws) - np.log(max(whole, 1e-300))  # of the first rank
+    return float(np.exp(np.clip((often - level) / max(exponent, 1e-3), -700, np.log(ranks))))
 
 
 def bounded_zipf(uniform: npt.NDArray[np.float64], ranks: int, exponent: float) -> npt.NDArray[np.int64]:

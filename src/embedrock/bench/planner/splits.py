@@ -28,7 +28,7 @@ def split_over_best(seed: int) -> float:
         }
         for number in range(TABLES)
     }
-    found = er.plan(tables, BATCH, memory=_limit(tables), steps=STEPS, machine=EXAMPLE)
+    found = er.plan(tables, BATCH, memory=_limit(tables), steps=STEPS, alone=True, machine=EXAMPLE)
     planned = [one.memory or most_for(one.demand.spec) for one in found.tables]  # in RAM: whole
     demands, total = [one.demand for one in found.tables], sum(one.ram_bytes for one in found.tables)
     least = [memory_for(one.spec, 2 * one.positions) for one in demands]
