@@ -36,7 +36,7 @@ def best_split(laws: Sequence[tuple[int, float, int]], slots: int) -> list[int]:
         slots: in all.
 
     Example:
-        >>> best_split([(100, 1.0, 30), (100, 1.0, 10)], 40)
+        >>> best_split([(100, 1.0, 30), (100, 1.0, 10)], 41)
         [30, 10]
     """
     low, high = -700.0, 700.0  # logarithms of how often the rarest of them comes
