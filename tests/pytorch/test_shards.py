@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
 from embedrock.simulation import Cluster, Load, simulate
@@ -219,6 +220,38 @@ def test_rows_of_16_bits_are_shared(pair: Ranks, dtype: torch.dtype) -> None:
         torch.testing.assert_close(shared, alone, rtol=0, atol=0)
 
 
+def as_bfloat16(numbers: np.ndarray) -> np.ndarray:
+    return decode(encode_nearest(numbers.astype(np.float32), np.uint16))
+
+
+def brought_by(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).normal(size=(40, 4)).astype(np.float32)
+
+
+def sends_halves(rank: int, goes_ahead: bool) -> tuple[torch.Tensor, tuple[np.ndarray, np.ndarray]]:
+    """Rank 1 looks the second half up only."""
+    layer = one_layer(wire="bfloat16")
+    optimizer, own = ert.SGD(layer, lr=1.0), slice(20 * rank, 40)
+    batches = [torch.arange(40)[own]]
+    for ids in ert.prefetch(batches, {layer: lambda ids: ids}) if goes_ahead else batches:
+        (layer(ids) * torch.from_numpy(brought_by(rank))[own]).sum().backward()
+        optimizer.step()
+    return layer(torch.arange(50)).detach(), layer.table.export()
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_rows_and_gradients_are_sent_as_bfloat16_if_one_says_so(pair: Ranks, goes_ahead: bool) -> None:
+    alone = er.Table(100, 4, rule=er.SGD(lr=1.0), init=er.Normal(std=0.1), seed=7)
+    sums = as_bfloat16(brought_by(0))
+    sums[20:] += as_bfloat16(brought_by(1))[20:]
+    alone.update(np.arange(40), sums / 2)
+    found = pair.run(sends_halves, goes_ahead)
+    for seen, (ids, rows) in found:
+        np.testing.assert_array_equal(rows, alone.lookup(ids))  # owners keep float32
+        np.testing.assert_array_equal(seen, as_bfloat16(alone.lookup(np.arange(50))))
+    assert sum(len(ids) for _, (ids, _) in found) == 40
+
+
 # ---------------------------------------------------------------- what is refused, on all ranks
 
 
@@ -362,6 +395,38 @@ def test_the_script_of_the_page_trains_in_two_processes(pair: Ranks) -> None:
 def test_what_sharded_may_be_is_told(sharded: Any) -> None:
     with pytest.raises(er.ArgumentError, match=r"`sharded` of ert.Embedding must be True .*'rank 0'.*got"):
         ert.Embedding(10, 2, sharded=sharded)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"wire": "float16", "sharded": True}, r"`wire` of ert.Embedding must be one of 'float32', 'bfloat16': got"),
+        ({"wire": "bfloat16"}, r"`wire` of ert.Embedding is of rows that are shared out: got .*sharded=False"),
+        ({"wire": "bfloat16", "sharded": True, "dtype": torch.bfloat16}, r"`wire` .*rows of bfloat16.*as they are"),
+    ],
+)
+def test_what_wire_may_be_is_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(er.ArgumentError, match=said):
+        ert.Embedding(10, 2, **options)
+    weights = torch.zeros(3, 2, dtype=options.pop("dtype", torch.float32))
+    with pytest.raises(er.ArgumentError, match=said):
+        ert.Embedding.from_pretrained(weights, **options)
+
+
+def test_layers_on_one_table_share_it_by_the_same_terms() -> None:
+    layer = one_layer(True, wire="bfloat16")
+    assert ert.Embedding(layer.table, sharded=True, wire="bfloat16").handle is layer.handle
+    with pytest.raises(er.ArgumentError, match=r"by sharded=True and wire='bfloat16' already: got True and 'float32'"):
+        ert.Embedding(layer.table, sharded=True)
+
+
+def test_tables_of_a_group_are_not_shared_out() -> None:
+    group = er.Group()
+    with pytest.raises(er.UnsupportedError, match=r"`group` of ert.Embedding does not go with sharded=True: a group"):
+        ert.Embedding(10, 2, name="users", group=group, sharded=True)
+    assert "users" not in group
+    with pytest.raises(er.UnsupportedError, match=r"`group` of ert.EmbeddingBag does not go with sharded='rank 0'"):
+        ert.EmbeddingBag(group.table("users", 10, 2), sharded="rank 0")
 
 
 @pytest.mark.parametrize("sharded", [True, "rank 0"])
@@ -612,27 +677,38 @@ def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_pat
 # ---------------------------------------------------------------- what travels
 
 
-def traffic(rank: int, sharded: Any, dtype: torch.dtype) -> tuple[float, float, float]:
+def traffic(
+    rank: int, sharded: Any, dtype: torch.dtype, wire: str = "float32", goes_ahead: bool = False
+) -> tuple[float, float, float]:
     """Return the bytes that one step sends, what it should, and how many messages are exchanged."""
-    layer = ert.Embedding(None, 64, seed=1, sharded=sharded, dtype=dtype)
+    layer = ert.Embedding(None, 64, seed=1, sharded=sharded, dtype=dtype, wire=wire)
     optimizer = ert.SGD(layer, lr=0.1)
     ids = torch.from_numpy(np.random.default_rng(rank).zipf(1.05, 20_000).astype(np.int64))
     assert layer.handle.sharing is not None
-    ranks: Any = layer.handle.sharing.exchange.transport
-    sent, rounds = ranks.sent, ranks.rounds
-    layer(ids).float().sum().backward()
-    optimizer.step()
-    unique = len(ids.unique())
-    row = 64 * (torch.finfo(dtype).bits // 8)
-    expected = ((row + 64 * 4 + 16) if sharded else 2 * (64 * 4 + 8)) * unique * 1 / 2
-    return ranks.sent - sent, expected, ranks.rounds - rounds
+    ranks, ahead = layer.handle.sharing.crew.ranks, layer.handle.sharing.crew.ahead
+    sent, rounds = ranks.sent + ahead.sent, ranks.rounds
+    for batch in ert.prefetch([ids], {layer: lambda ids: ids}) if goes_ahead else [ids]:
+        layer(batch).float().sum().backward()
+        optimizer.step()
+    unique, weight = len(ids.unique()), 2 if wire == "bfloat16" else 4
+    row = 64 * min(weight, torch.finfo(dtype).bits // 8)
+    expected = ((row + 64 * weight + 16) if sharded else 2 * (64 * 4 + 8)) * unique * 1 / 2
+    return ranks.sent + ahead.sent - sent, expected, ranks.rounds - rounds
 
 
 @pytest.mark.parametrize(
-    ("sharded", "dtype", "rounds"), [(True, torch.float32, 6), (True, torch.bfloat16, 6), (False, torch.float32, 3)]
+    ("given", "rounds"),
+    [
+        ((True, torch.float32), 6),
+        ((True, torch.bfloat16), 6),
+        ((False, torch.float32), 3),
+        ((True, torch.float32, "bfloat16"), 6),
+        ((True, torch.float32, "float32", True), 3),
+        ((True, torch.float32, "bfloat16", True), 3),
+    ],
 )
-def test_a_step_sends_each_unique_row_once_each_way(pair: Ranks, sharded: Any, dtype: torch.dtype, rounds: int) -> None:
-    for sent, expected, made in pair.run(traffic, sharded, dtype):
+def test_a_step_sends_each_unique_row_once_each_way(pair: Ranks, given: Sequence[Any], rounds: int) -> None:
+    for sent, expected, made in pair.run(traffic, *given):
         assert abs(sent / expected - 1) < 0.02
         assert made == rounds
 

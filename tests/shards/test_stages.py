@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
+from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards import stages
-from embedrock.shards.messages import Letter, MessageReader, as_stored, pack
+from embedrock.shards.messages import Letter, MessageReader, as_sent, pack
 from embedrock.shards.owners import Shard, owners
 from embedrock.shards.stages import Block
 from embedrock.shards.transport import addressed, taken
@@ -65,9 +66,10 @@ def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, 
     for shard, messages in zip(shards, asked, strict=True):
         for message in messages:
             assert all(shard.owns(ids).all() for ids in stages.asked(message, 2))
-    served = swapped([[stages.serve(message, tables) for message in messages] for messages in asked])
+    sources = [stages.Source(table) for table in tables]
+    served = swapped([[stages.serve(message, sources) for message in messages] for messages in asked])
     for both, its, messages in zip(wanted, splits, served, strict=True):
-        for ids, rows, table in zip(both, stages.receive(messages, its, tables), tables, strict=True):
+        for ids, rows, table in zip(both, stages.receive(messages, its, sources), tables, strict=True):
             np.testing.assert_array_equal(rows, table.lookup(ids))
 
 
@@ -101,9 +103,18 @@ def _block(ids: np.ndarray, values: np.ndarray) -> Block:
 def test_rows_of_16_bits_travel_in_16_bits_and_come_as_they_were(dtype: str) -> None:
     table = er.Table(rows=9, dim=3, dtype=dtype, seed=1)
     rows = table.lookup(np.arange(9))
-    message = pack([as_stored(rows, dtype), np.array([7], np.int64)])
+    message = pack([as_sent(rows, dtype), np.array([7], np.int64)])
     assert message.nbytes == 56 + 8  # 9 x 3 x 2 bytes, filled up to words
     reader = MessageReader(message)
-    np.testing.assert_array_equal(reader.stored(9, 3, dtype), rows)
+    np.testing.assert_array_equal(reader.sent(9, 3, dtype), rows)
     assert reader.ints(1).tolist() == [7]
     assert reader.is_at_end
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000).astype(np.uint32)
+    ties = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0, 1 << 31])
+    numbers = np.concatenate([bits, ties.astype(np.uint32)]).view(np.float32).reshape(-1, 1)
+    sent = MessageReader(pack([as_sent(numbers, "bfloat16")])).sent(len(numbers), 1, "bfloat16")
+    np.testing.assert_array_equal(sent, decode(encode_nearest(numbers, np.uint16)))
+    np.testing.assert_array_equal(np.signbit(sent[~np.isnan(sent)]), np.signbit(numbers[~np.isnan(numbers)]))

@@ -12,9 +12,9 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import OtherRankError
 from embedrock.shards import stages
-from embedrock.shards.messages import WORD, Letter, MessageReader, length, pack, pack_all
+from embedrock.shards.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
 from embedrock.shards.owners import Placement, Shard, Split
-from embedrock.shards.stages import Block
+from embedrock.shards.stages import Block, Source
 from embedrock.shards.transport import Transport
 from embedrock.shards.uneven import Uneven
 from embedrock.table.table import Table
@@ -47,6 +47,11 @@ class Member(Protocol):
     @property
     def placement(self) -> Placement:
         """Which those are."""
+        ...
+
+    @property
+    def wire(self) -> str:
+        """The dtype that float32 rows and gradients are sent as: "float32" or "bfloat16"."""
         ...
 
     @property
@@ -150,19 +155,19 @@ class Exchange:
             return self._answer(Act(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
 
     def _answer(self, what: Act, ask: Ask, error: Exception | None) -> list[np.ndarray]:
-        tables = [member.table for member in ask.members]
+        sources = [Source(member.table, member.wire) for member in ask.members]
         counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
-        come = [stages.served_words(of_rank, tables) for of_rank in counts]
-        go = [stages.asked_words(one, tables) for one in ask.asked]
+        come = [stages.served_words(of_rank, sources) for of_rank in counts]
+        go = [stages.asked_words(one, sources) for one in ask.asked]
 
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            return [stages.serve(one, tables) for one in ask.asked]
+            return [stages.serve(one, sources) for one in ask.asked]
 
         served = self._swap(what, serve, Sizes(come, go))
         self._expected = ask.gradients if self.expects else None
-        return stages.receive(served, ask.splits, tables)
+        return stages.receive(served, ask.splits, sources)
 
     def refuse(self, members: Sequence[Member], error: Exception) -> NoReturn:
         """Refuse a lookup on all ranks, because of an error, which is raised."""
@@ -192,8 +197,7 @@ class Exchange:
         with self._lock:
             known, self._expected = self._expected, None
             messages = self._swap(_act("gradients"), lambda: _letters(brought, self.transport.ranks), known)
-            blocks = _by_key(messages)
-            members = {key: find(key) for key in blocks}
+            blocks, members = _by_key(messages, find)
             folded: list[tuple[Member, RowGradients]] = []
 
             def facts() -> np.ndarray:
@@ -338,26 +342,33 @@ def _shard_of(member: Member) -> Shard:
 
 
 def _letters(brought: Mapping[int, tuple[Member, Block]], ranks: int) -> list[Letter]:
-    """Return for each rank a letter with the blocks of its rows: each table's key, rows and width, then all of them."""
-    parts = [(key, stages.bring(block, member.placement)) for key, (member, block) in brought.items()]
+    """Return for each rank a letter with the blocks of its rows: each table's key, rows and words, then all of them."""
+    parts = [(key, member.wire, stages.bring(block, member.placement)) for key, (member, block) in brought.items()]
     letters = []
     for rank in range(ranks):
-        blocks = [(key, of_ranks[rank]) for key, of_ranks in parts]
-        heads = [[key, *block.values.shape] for key, block in blocks]
+        blocks = [(key, Block(own[rank].ids, as_sent(own[rank].values, wire))) for key, wire, own in parts]
+        heads = [[key, len(block.ids), length([block.values])] for key, block in blocks]
         head = np.array([len(blocks), *(number for each in heads for number in each)], np.int64)
         letters.append([head, *(array for _, block in blocks for array in block)])
     return letters
 
 
-def _by_key(messages: Sequence[np.ndarray]) -> dict[int, list[Block]]:
-    """Return the blocks of each table, in the order of the ranks; tables by their keys, in the same order on all."""
+def _by_key(
+    messages: Sequence[np.ndarray], find: Callable[[int], Member | None]
+) -> tuple[dict[int, list[Block]], dict[int, Member | None]]:
+    """Return the blocks of each table, in the order of the ranks, and the tables: by their keys, in order on all."""
     found: dict[int, list[Block]] = {}
+    members: dict[int, Member | None] = {}
     for message in messages:
         reader = MessageReader(message)
         heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
-        for key, count, dim in heads:
-            found.setdefault(key, []).append(Block(reader.ints(count), reader.rows(count, dim)))
-    return dict(sorted(found.items()))
+        for key, count, words in heads:
+            ids, values = reader.ints(count), reader.part(words)
+            member = members[key] = members[key] if key in members else find(key)
+            blocks = found.setdefault(key, [])
+            if member is not None:
+                blocks.append(Block(ids, values.sent(count, member.table.dim, member.wire)))
+    return dict(sorted(found.items())), dict(sorted(members.items()))
 
 
 def _unknown(key: int, brought: Mapping[int, tuple[Member, Block]]) -> str:

@@ -66,8 +66,12 @@ class MessageReader:
         """Return the next float32 (count, dim)."""
         return self._next(count * dim).view(np.float32).reshape(count, dim)  # of words, which are aligned for floats
 
-    def stored(self, count: int, dim: int, dtype: str) -> np.ndarray:
-        """Return the next rows of a table of `dtype` that `as_stored` made smaller, float32 (count, dim)."""
+    def part(self, count: int) -> MessageReader:
+        """Return a reader of the next `count` words."""
+        return MessageReader(self._next(count))
+
+    def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
+        """Return the next rows that `as_sent` made smaller, float32 (count, dim)."""
         if dtype == "float32":
             return self.rows(count, dim)
         halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
@@ -85,14 +89,21 @@ class MessageReader:
 
 
 def words_of(weights: int, dtype: str) -> int:
-    """Return how many words weights of a table take in a message."""
+    """Return how many words so many numbers take in a message that are sent as `dtype`."""
     return weights if dtype == "float32" else (weights + 1) // 2
 
 
-def as_stored(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Return rows of a table, float32, in the bytes that a weight of `dtype` has: the same numbers."""
+def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 numbers in the bytes of `dtype`, rounded to the nearest one, ties to even."""
     if dtype == "float32":
         return rows
     if dtype == "float16":
         return rows.astype(np.float16)
-    return (rows.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    kept = bits >> np.uint32(16)
+    kept &= np.uint32(1)
+    kept += np.uint32(0x7FFF)
+    kept += bits
+    kept >>= np.uint32(16)
+    kept[np.isnan(rows)] = 0x7FC0  # of which rounding might make a number
+    return kept.astype(np.uint16)

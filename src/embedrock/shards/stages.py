@@ -15,9 +15,31 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.machine.buffers import buffers
-from embedrock.shards.messages import Letter, MessageReader, as_stored, words_of
+from embedrock.shards.messages import Letter, MessageReader, as_sent, words_of
 from embedrock.shards.owners import Placement, Split
 from embedrock.table.table import Table
+
+
+class Source(NamedTuple):
+    """A table whose rows are sent.
+
+    Attributes:
+        table: of the rows.
+        wire: the dtype that float32 numbers are sent as.
+    """
+
+    table: Table
+    wire: str = "float32"
+
+    @property
+    def sent_as(self) -> str:
+        """The dtype that its rows are sent as."""
+        dtype = self.table.spec.dtype
+        return self.wire if dtype == "float32" else dtype
+
+    def words(self, count: int) -> int:
+        """Return how many words so many rows take."""
+        return words_of(count * self.table.dim, self.sent_as)
 
 
 class Block(NamedTuple):
@@ -47,29 +69,29 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(message: np.ndarray, tables: Sequence[Table]) -> Letter:
+def serve(message: np.ndarray, sources: Sequence[Source]) -> Letter:
     """Return a letter with the rows that a message asks for."""
-    parts = zip(asked(message, len(tables)), tables, strict=True)
-    return [as_stored(table.lookup(ids), table.spec.dtype) for ids, table in parts]
+    parts = zip(asked(message, len(sources)), sources, strict=True)
+    return [as_sent(source.table.lookup(ids), source.sent_as) for ids, source in parts]
 
 
-def served_words(counts: Sequence[int], tables: Sequence[Table]) -> int:
+def served_words(counts: Sequence[int], sources: Sequence[Source]) -> int:
     """Return how long a letter of `serve` is, in words, by how many rows of each table it has."""
-    return sum(words_of(count * table.dim, table.spec.dtype) for count, table in zip(counts, tables, strict=True))
+    return sum(source.words(count) for count, source in zip(counts, sources, strict=True))
 
 
-def asked_words(message: np.ndarray, tables: Sequence[Table]) -> int:
+def asked_words(message: np.ndarray, sources: Sequence[Source]) -> int:
     """Return how long the letter is that serves a message."""
-    return served_words(MessageReader(message).ints(len(tables)).tolist(), tables)
+    return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
 
 
-def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], tables: Sequence[Table]) -> list[np.ndarray]:
+def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], sources: Sequence[Source]) -> list[np.ndarray]:
     """Return the rows that were wanted, float32 (n, dim) by table, of what each rank has served."""
     readers = [MessageReader(message) for message in messages]
     found = []
-    for split, table in zip(splits, tables, strict=True):
+    for split, source in zip(splits, sources, strict=True):
         counts = np.diff(split.bounds).tolist()
-        parts = [r.stored(count, table.dim, table.spec.dtype) for r, count in zip(readers, counts, strict=True)]
+        parts = [r.sent(count, source.table.dim, source.sent_as) for r, count in zip(readers, counts, strict=True)]
         found.append(split.joined(parts))
     return found
 

@@ -52,13 +52,15 @@ class Fetching:
 
     def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
         """Return a message with the rows that all workers ask for and that are here."""
-        tables = [one.handle.table for one in self._lookups]
-        return addressed([stages.serve(message, tables) for message in self._taken(asked)])
+        sources = self._sources()
+        return addressed([stages.serve(message, sources) for message in self._taken(asked)])
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup, of the messages of all workers."""
-        tables = [one.handle.table for one in self._lookups]
-        return stages.receive(self._taken(served), self._splits(plans), tables)
+        return stages.receive(self._taken(served), self._splits(plans), self._sources())
+
+    def _sources(self) -> list[stages.Source]:
+        return [stages.Source(one.handle.table) for one in self._lookups]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]

@@ -39,7 +39,8 @@ REFUSED = {
 }
 # Arguments of layers that are not the table's.
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
-OF_RANKS = {"sharded", "reshard"}
+OF_RANKS = {"sharded", "reshard", "wire"}
+WIRES = ("float32", "bfloat16")
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
@@ -49,6 +50,7 @@ class PretrainedOptions(LayerOptions, total=False):
     name: Annotated[str | None, Option(9, None)]
     sharded: Annotated[Sharded, Option(17, False)]
     reshard: Annotated[str, Option(20, "error")]
+    wire: Annotated[str, Option(21, "float32")]
 
 
 class RowOptions(PretrainedOptions, total=False):
@@ -120,6 +122,33 @@ def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> An
     return part_here(path, group, label, how)
 
 
+def check_wire(layer: str, wire: str, sharded: Sharded, dtype: str) -> None:
+    """Raise `ArgumentError` unless rows of `dtype` can be sent between processes as `wire`."""
+    if wire not in WIRES:
+        raise not_one_of(f"`wire` of {layer}", wire, map(repr, WIRES))
+    if wire == "float32":
+        return
+    if sharded is False:
+        raise ArgumentError(
+            f"`wire` of {layer} is of rows that are shared out: got wire={wire!r} and sharded=False, with which each "
+            "process has all rows. Pass sharded=True or 'rank 0', or leave wire= out."
+        )
+    if dtype != "float32":
+        raise ArgumentError(
+            f"`wire` of {layer} is of float32 rows: got wire={wire!r} and rows of {dtype}, which are sent in 16 bits "
+            "as they are. Leave wire= out."
+        )
+
+
+def check_group(layer: str, group: Any, sharded: Sharded) -> None:
+    """Raise `UnsupportedError` where rows in a group are to be shared out."""
+    if group is not None and sharded is not False:
+        raise UnsupportedError(
+            f"`group` of {layer} does not go with sharded={sharded!r}: a group reads its tables in one go, in one "
+            "process. Leave group= out: what all tables send goes in one message already, with ert.prefetch."
+        )
+
+
 def _is_here(sharded: Sharded, row_id: int | None) -> bool:
     """Return whether this process may have a row, as far as it knows its rank."""
     group = None if sharded is False or row_id is None else group_of(sharded)
@@ -146,6 +175,10 @@ def table_of(
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
+    dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
+    check_sharded(layer, sharded)
+    check_wire(layer, given.pop("wire"), sharded, dtype)
+    check_group(layer, group if group is not None or not isinstance(rows, Table) else rows.group, sharded)
     given["path"] = path_here(layer, sharded, path, given.pop("reshard"))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
@@ -188,7 +221,6 @@ def pretrained_table(
     """Return a table whose rows are read from `weights` when they are needed."""
     known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_RANKS
     sharded = options.get("sharded", False)
-    path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
@@ -209,6 +241,8 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
+    check_wire(layer, options.get("wire", "float32"), sharded, made_of["dtype"])
+    path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
     of_table = {**{name: value for name, value in options.items() if name not in OF_RANKS}, "path": path}
     first = first_values(options.get("seed"))
     return _opened(

@@ -23,6 +23,7 @@ from embedrock.torch.training.host_side import host_weights
 from embedrock.torch.training.joint_lookup import Asked
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.pooled_lookup import PooledLookup, PooledReading
+from embedrock.torch.training.sharing import Terms
 from embedrock.wording import not_one_of
 
 MODES = ("sum", "mean", "max")
@@ -36,8 +37,8 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, init, seed, dtype, name, sharded, reshard, rule, directory, on_nonfinite,
-            device_memory: as in `Embedding`.
+        path, memory, policy, keep, init, seed, dtype, name, sharded, reshard, wire, rule, directory,
+            on_nonfinite, device_memory: as in `Embedding`.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.
@@ -72,8 +73,7 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
-        shared = options.get("sharded", False), options.get("path")
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, *shared)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -96,7 +96,7 @@ class EmbeddingBag(RowLayer):
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)
-        layer.handle.share_by(options.get("sharded", False), options.get("path"))
+        layer.handle.share_by(Terms.of(options))
         layer.requires_grad_(not freeze)
         return layer
 

@@ -20,6 +20,7 @@ from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, 
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.joint_lookup import Asked
 from embedrock.torch.training.lookup import Lookup, Reading, check_ids, host_ids
+from embedrock.torch.training.sharing import Terms
 
 
 class Embedding(RowLayer):
@@ -54,6 +55,8 @@ class Embedding(RowLayer):
             False, each has all of them, and copies stay equal. See docs/shards.md.
         reshard: what to do where the table at `path` has another number of parts than there are ranks: "error", or
             "auto", its rows are shared out anew first, for which all ranks must see the same disk.
+        wire: what float32 rows that are shared out, and their gradients, are sent as: "float32", exactly, or
+            "bfloat16", rounded to the nearest number of 16 bits. See docs/shards.md.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
 
     Raises:
@@ -86,8 +89,7 @@ class Embedding(RowLayer):
     ) -> None:
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
-        shared = options.get("sharded", False), options.get("path")
-        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, *shared)
+        super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
 
     @classmethod
     @shows(PretrainedOptions)
@@ -123,7 +125,7 @@ class Embedding(RowLayer):
         """
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        layer.handle.share_by(options.get("sharded", False), options.get("path"))
+        layer.handle.share_by(Terms.of(options))
         layer.requires_grad_(not freeze)
         return layer
 

@@ -34,7 +34,7 @@ from embedrock.torch.layers.row_state import (
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
-from embedrock.torch.training.sharing import Sharded
+from embedrock.torch.training.sharing import Terms
 from embedrock.torch.training.side import RowSide
 
 IMPORT_ROWS = 65_536
@@ -63,7 +63,7 @@ class RowLayer(nn.Module):
     Args:
         table: of the rows. Layers on one table share its handle, as tied layers share a parameter.
         padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        sharded, path: as in `Embedding`.
+        terms: how the rows are shared with other processes.
     """
 
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
@@ -78,8 +78,7 @@ class RowLayer(nn.Module):
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
-        sharded: Sharded = False,
-        path: Any = None,
+        terms: Terms | None = None,
     ) -> None:
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
@@ -89,8 +88,8 @@ class RowLayer(nn.Module):
         self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
-        if sharded is not False:  # layers on a table that is shared need not say so again
-            self.handle.share_by(sharded, path)
+        if terms is not None and terms.sharded is not False:  # layers on a table that is shared need not say so again
+            self.handle.share_by(terms)
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
@@ -377,11 +376,11 @@ class RowLayer(nn.Module):
         shard = self.handle.shard
         if shard is None:
             return row_tensors(self._table)
-        if self.handle.shared_path is None:
+        if self.handle.terms.path is None:
             if not is_kept():
                 self.handle.check_whole("put in a state dict")
             return tensors_of_part(self._table, shard.rank, shard.ranks)
-        return part_tensors(str(self.handle.shared_path), shard.ranks)
+        return part_tensors(self.handle.terms.path, shard.ranks)
 
     def _load_from_state_dict(
         self,

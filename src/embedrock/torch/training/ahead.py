@@ -26,7 +26,7 @@ from embedrock.batch.plan import Plan, make_plan
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, OtherRankError
 from embedrock.shards import stages
 from embedrock.shards.exchange import Ask, Sizes
-from embedrock.shards.messages import pack_all
+from embedrock.shards.messages import pack_all, words_of
 from embedrock.shards.owners import Shard
 from embedrock.table.prefetch import Ticket
 from embedrock.torch.training.sharing import Crew, Sharing
@@ -266,7 +266,8 @@ class Ahead:
                 np.subtract.at(counts, shard.owners(self._dropped(sharing, ids)), 1)
             else:
                 counts = np.full(ranks, self._copies[sharing])
-            words += (2 + sharing.table.dim) * counts
+            weights = (count * sharing.table.dim for count in counts.tolist())
+            words += 2 * counts + np.array([words_of(each, sharing.wire) for each in weights])
         return words.tolist()
 
     def _dropped(self, sharing: Sharing, ids: np.ndarray) -> np.ndarray:

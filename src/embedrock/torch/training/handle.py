@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import weakref
 from typing import Any, NoReturn, Protocol, Self, cast
 
@@ -21,7 +20,7 @@ from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
-from embedrock.torch.training.sharing import Sharded, Sharing, known_as, sharing_of
+from embedrock.torch.training.sharing import Sharing, Terms, known_as, sharing_of
 from embedrock.torch.training.side import Gradients, RowSide, device_side, indexed
 from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 
@@ -56,8 +55,7 @@ class Handle(nn.Parameter):
         pending: gradients of the rows since the last zeroing.
         vigil: sees to it that the gradients are applied.
         followers: told of each step before it is made.
-        sharded: how the rows are shared with other processes, as in `Embedding`.
-        shared_path: where those that they share are on disk; None: in RAM.
+        terms: how the rows are shared with other processes.
         known_as: what the table is called among processes that share it.
         average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
@@ -72,9 +70,8 @@ class Handle(nn.Parameter):
     is_applied: bool
     followers: weakref.WeakSet[Follower]
     average: Any = None
-    sharded: Sharded
+    terms: Terms
     known_as: str
-    shared_path: str | None
     _sharing: Sharing | None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
@@ -94,8 +91,8 @@ class Handle(nn.Parameter):
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
-        self.followers, self.sharded, self._sharing = weakref.WeakSet(), False, None
-        self.known_as, self.shared_path = known_as(table), None
+        self.followers, self.terms, self._sharing = weakref.WeakSet(), Terms(), None
+        self.known_as = known_as(table)
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -346,20 +343,22 @@ class Handle(nn.Parameter):
         self._sharing = sharing_of(self, self._sharing)
         return self._sharing
 
-    def share_by(self, sharded: Sharded, path: Any) -> None:
-        """Share the rows with other processes as a layer's `sharded` says, on disk at a path; None: in RAM."""
-        if self._sharing is not None and sharded is not self.sharded:
+    def share_by(self, terms: Terms) -> None:
+        """Share the rows with other processes as a layer says."""
+        is_said = self._sharing is not None or self.terms.sharded is not False
+        if is_said and (terms.sharded, terms.wire) != (self.terms.sharded, self.terms.wire):
             raise ArgumentError(
-                f"the rows of {self.label} are shared with other processes by sharded={self.sharded!r} already: got "
-                f"{sharded!r}. Say so in the first layer on a table."
+                f"the rows of {self.label} are shared with other processes by sharded={self.terms.sharded!r} and "
+                f"wire={self.terms.wire!r} already: got {terms.sharded!r} and {terms.wire!r}. Say so in the first "
+                "layer on a table."
             )
-        if sharded is not False and self.table.spec.has_residents:
+        if terms.sharded is not False and self.table.spec.has_residents:
             raise UnsupportedError(
                 f"the rows of {self.label} come and go (admission= or eviction=), and cannot be shared out by "
-                f"sharded={sharded!r}, as processes would have to decide together who has a record. Leave one of them "
-                "out."
+                f"sharded={terms.sharded!r}, as processes would have to decide together who has a record. Leave one of "
+                "them out."
             )
-        self.sharded, self.shared_path = sharded, None if path is None else os.fspath(path)
+        self.terms = terms
 
     @property
     def shard(self) -> Shard | None:
@@ -456,7 +455,7 @@ class Handle(nn.Parameter):
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
-            made._placed_on, made.sharded = self._placed_on, self.sharded
+            made._placed_on, made.terms = self._placed_on, self.terms._replace(path=None)
             made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
             rows_of(made.table).name_by(self.label)
             self.check_untouched()

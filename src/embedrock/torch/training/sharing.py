@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,26 @@ Sharded = Any  # bool, "rank N" or a ProcessGroup
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()
 
 _made: dict[str, int] = {}  # how many tables had a handle, by what tells them apart
+
+
+class Terms(NamedTuple):
+    """How a layer shares its rows with other processes.
+
+    Attributes:
+        sharded, wire: as in `Embedding`.
+        path: where rows that are shared out are on disk; None: in RAM.
+    """
+
+    sharded: Sharded = False
+    path: str | None = None
+    wire: str = "float32"
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> Terms:
+        """Return those that a layer was given among its options."""
+        path = options.get("path")
+        given = {name: options[name] for name in ("sharded", "wire") if name in options}
+        return Terms(path=None if path is None else os.fspath(path), **given)
 
 
 def check_sharded(layer: str, sharded: Sharded) -> None:
@@ -222,6 +243,7 @@ class Sharing:
 
     Attributes:
         group: of the ranks.
+        wire: the dtype that float32 rows and gradients are sent as.
         side: where its rows are looked up: at their owners, or here.
     """
 
@@ -229,7 +251,8 @@ class Sharing:
         self._handle, self.group = weakref.ref(handle), group
         self._crew = Crew.of(group)
         self.placement = _placement(handle, self._crew.ranks)
-        known_as = f"{handle.known_as} {self.placement._replace(rank=0)}"
+        self.wire = handle.terms.wire
+        known_as = f"{handle.known_as} {self.placement._replace(rank=0)} {self.wire}"
         self.key = int.from_bytes(hashlib.blake2b(known_as.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
         self.side: HostSide = HostSide(handle.table)
@@ -338,7 +361,7 @@ class Sharing:
 
 
 def _placement(handle: Handle, ranks: Ranks) -> Placement:
-    sharded = handle.sharded
+    sharded = handle.terms.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
     holder = holder_of(sharded) if isinstance(sharded, str) else None
@@ -402,7 +425,7 @@ def sharing_of(handle: Handle, earlier: Sharing | None) -> Sharing | None:
         handle: of the table.
         earlier: what this returned before.
     """
-    group = group_of(handle.sharded)
+    group = group_of(handle.terms.sharded)
     if group is None:
         return None
     if earlier is None or earlier.group is not group:
