@@ -155,6 +155,56 @@ def test_dense_layers_train_beside_as_ddp_does_it(pair: Ranks, ddp: str) -> None
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def one_of_four(rank: int, sharded: Sequence[Any]) -> dict[str, Any]:
+    model = Model(sharded, False)
+    return trained(DistributedDataParallel(model), model, [rank], 1, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [(True, True, True), (True, False, "rank 3")])
+def test_four_processes_train_rows_to_the_bits_of_one(sharded: Sequence[Any]) -> None:
+    ranks, expected = Ranks(4, timeout=60), alone(False, 0.5)
+    try:
+        found = ranks.run(one_of_four, sharded)
+    finally:
+        ranks.close()
+    for rank, mine in enumerate(found):
+        np.testing.assert_array_equal(mine["facts"], expected["facts"])
+        for kind, (ids, rows), (own_ids, own_rows) in zip(sharded, expected["rows"], mine["rows"], strict=True):
+            own = {True: owners(ids, 4) == rank, False: ids == ids}.get(kind, np.full(len(ids), rank == 3))
+            np.testing.assert_array_equal(own_ids, ids[own])
+            np.testing.assert_array_equal(own_rows, rows[own])
+
+
+def trains_compiled(rank: int, where: str) -> list[Any]:
+    """Train by a graph of the model inside of DDP, of DDP around it, or by none."""
+    model = Model(KINDS[1], True)
+    inner: Any = torch.compile(model, backend="aot_eager") if where == "inside" else model
+    net: Any = DistributedDataParallel(inner)
+    net = torch.compile(net, backend="aot_eager") if where == "outside" else net
+    optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.SGD, lr=0.05)
+    for step in range(4):
+        nn.functional.softplus(net(ids_of(step, rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(table.export() for table in model.tables), [weight.detach() for weight in ert.dense_parameters(model)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_compiled_model_trains_shared_rows_to_the_same_bits(where: str) -> None:
+    ranks = Ranks(2, timeout=120)
+    try:
+        plain, compiled = ranks.run(trains_compiled, ""), ranks.run(trains_compiled, where)
+    finally:
+        ranks.close()
+    for expected, found in zip(plain, compiled, strict=True):
+        for ours, theirs in zip(expected, found, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                np.testing.assert_array_equal(one, other)
+        assert all(len(ids) for ids, _ in found[:2])
+
+
 # ---------------------------------------------------------------- what composes
 
 
