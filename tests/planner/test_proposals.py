@@ -385,3 +385,17 @@ def test_groups_that_cannot_be(own: dict[str, Any], told: str):
     table: dict[str, Any] = {"rows": 900, "dim": 4, "group": "g"}
     with pytest.raises(er.ArgumentError, match=told):
         er.plan({"a": table, "b": table | own}, 64, **PLAIN)
+
+
+def test_smaller_records_are_told_with_their_step():
+    plain: dict[str, Any] = {"memory": "230MiB", "machine": EXAMPLE, "batch_size": 1024}
+    found = er.plan(TABLES, **plain)
+    half, lean = found.smaller
+    assert (half.change, half.record_bytes) == ('dtype="bfloat16"', (320, 384))
+    assert (lean.change, lean.record_bytes) == ("rule=er.RowwiseAdagrad()", (160, 384))
+    told = {name: own | {"rule": "rowwiseadagrad"} for name, own in TABLES.items()}
+    again = er.plan(told, **plain)
+    assert lean.step_s == pytest.approx(again.step_s, rel=0.1)
+    assert lean.step_s < found.step_s
+    assert not {lean.change} & {one.change for one in again.smaller}
+    assert str(lean).endswith(" ms, records of 42% of the bytes")

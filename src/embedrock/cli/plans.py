@@ -113,6 +113,8 @@ def _text(found: Proposal) -> str:
         "prefetch": f"depth={found.depth}" if found.depth else "does not pay",
         "2x faster": found.faster or "not by RAM: fewer or smaller rows, or more cores",
     }
+    if found.smaller:
+        facts["smaller rows"] = "; ".join(map(str, found.smaller)) + ". Results change: try them"
     return f"{format_lines(FIELDS, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
 
 

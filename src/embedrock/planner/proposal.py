@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from embedrock.planner.demand import (
 )
 from embedrock.planner.machine import Machine, load, measure, save
 from embedrock.planner.split import Option, split
+from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
 from embedrock.tiers.curve import Curve
@@ -108,6 +109,25 @@ class TablePlan:
 
 
 @dataclass(frozen=True)
+class Smaller:
+    """What a step takes where records are smaller, which changes results.
+
+    Attributes:
+        change: of tables: an argument of `er.Table`.
+        record_bytes: of all tables' rows, one of each: with the change, and as they are.
+        step_s: seconds of a step then, by the bytes of the records.
+    """
+
+    change: str
+    record_bytes: tuple[int, int]
+    step_s: float
+
+    def __str__(self) -> str:
+        part = self.record_bytes[0] / self.record_bytes[1]
+        return f"{self.change}: {self.step_s * 1e3:.3g} ms, records of {part:.0%} of the bytes"
+
+
+@dataclass(frozen=True)
 class Proposal:
     """What `plan` proposes.
 
@@ -120,6 +140,7 @@ class Proposal:
         peak_bytes: RAM of the process, at most.
         peak_then: its RAM at most up to the steps asked for.
         faster: what would make a step twice as fast; None: no amount of RAM.
+        smaller: what a step takes with smaller records, where that is less; not what it does to the model's results.
         machine_time: when the machine was measured, seconds since 1970.
     """
 
@@ -132,6 +153,7 @@ class Proposal:
     peak_then: int
     faster: str | None
     machine_time: float
+    smaller: tuple[Smaller, ...] = ()
 
     @property
     def alone_s(self) -> float:
@@ -149,6 +171,7 @@ class Proposal:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         told = {name: value for name, value in vars(self).items() if name != "tables"}
+        told["smaller"] = [vars(one) | {"record_bytes": [*one.record_bytes]} for one in self.smaller]
         tables = []
         for one in self.tables:
             fields = {name: value for name, value in vars(one).items() if name != "demand"}
@@ -229,20 +252,42 @@ def plan(
     demands = [_of_one_worker(one, workers) for one in read_demands(tables, batch_size, zipf, logs)]
     known = machine or _measured()
     limit = min(known.ram_bytes, parse_bytes(memory) if memory is not None else known.ram_bytes)
-    files = None if disk is None else parse_bytes(disk, "disk")
+    files, curves = None if disk is None else parse_bytes(disk, "disk"), dict[Any, Curve]()
 
     def proposed(demands: Sequence[Demand]) -> Proposal:
         units = in_groups(demands)
-        return _Search(units, _all_ways(units, known, limit, steps), known, dense_s).propose(limit, files)
+        return _Search(units, _all_ways(units, known, limit, steps, curves), known, dense_s).propose(limit, files)
 
-    found = proposed(demands)
-    grouped = demands if alone else _grouped(demands, found)
-    if grouped is demands:
-        return found
-    try:
-        return proposed(grouped)
-    except NoPlanError:  # a batch of a group is used at once, which takes more RAM than that of a table
-        return found
+    def best(demands: Sequence[Demand]) -> Proposal:
+        found = proposed(demands)
+        grouped = demands if alone else _grouped(demands, found)
+        if grouped is demands:
+            return found
+        try:
+            return proposed(grouped)
+        except NoPlanError:  # a batch of a group is used at once, which takes more RAM than that of a table
+            return found
+
+    found = best(demands)
+    return replace(found, smaller=tuple(_smaller(demands, found.step_s, best)))
+
+
+def _smaller(demands: Sequence[Demand], step: float, best: Callable[[Sequence[Demand]], Proposal]) -> Iterator[Smaller]:
+    """Go through the changes that make records smaller and a step faster, by what is best for tables then."""
+    lean = RowwiseAdagrad()
+    changes: dict[str, Callable[[Spec], Spec]] = {
+        'dtype="bfloat16"': lambda spec: replace(spec, dtype="bfloat16"),
+        "rule=er.RowwiseAdagrad()": lambda spec: spec if spec.rule is None else spec.with_rule(lean),
+    }
+    for change, made in changes.items():
+        leaner = [replace(one, spec=_leaner(one.spec, made(one.spec))) for one in demands]
+        now, then = (sum(one.spec.record_bytes for one in some) for some in (demands, leaner))
+        if then < now and (taken := best(leaner).step_s) < (1 - OVERLAPS) * step:
+            yield Smaller(change, (then, now), taken)
+
+
+def _leaner(spec: Spec, other: Spec) -> Spec:
+    return other if other.record_bytes < spec.record_bytes else spec
 
 
 def _grouped(demands: Sequence[Demand], found: Proposal) -> Sequence[Demand]:
@@ -314,9 +359,15 @@ def fixed_bytes(demands: Sequence[Demand], machine: Machine, used: Sequence[floa
 # ---------------------------------------------------------------- one table
 
 
-def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: int | None) -> list[list[TablePlan]]:
-    """Return the ways for each table to be. Only where tables do not fit together is any of them looked at on disk."""
-    curves: dict[Any, tuple[dict[int, int], Curve]] = {}
+def _all_ways(
+    demands: Sequence[Demand], machine: Machine, limit: int, steps: int | None, curves: dict[Any, Curve]
+) -> list[list[TablePlan]]:
+    """Return the ways for each table to be. Only where tables do not fit together is any of them looked at on disk.
+
+    Args:
+        demands, machine, limit, steps: see `plan`.
+        curves: that were made before; those made are added. They are the same whatever the bytes of a record.
+    """
     in_ram = [_in_ram(one) for one in demands]
     needed = fixed_bytes(demands, machine, [one.positions for one in demands], False)
     all_fit = None not in in_ram and needed + sum(filter(None, in_ram)) <= limit
@@ -325,18 +376,13 @@ def _all_ways(demands: Sequence[Demand], machine: Machine, limit: int, steps: in
     made = []
     for one, ram in zip(demands, in_ram, strict=True):
         stays = all_fit or (small_fit and ram in small)
-        key = (
-            one.spec.rows,
-            one.spec.record_bytes,
-            one.positions,
-            one.zipf,
-            id(one.log),
-            one.memory,
-            one.members and one.name,
-        )
+        slots = _slots(one, 0 if stays else limit)
+        names = tuple(each.name for each in one.members)
+        key = (one.spec.rows, one.spec.dim, one.positions, one.zipf, id(one.log), one.memory, names, bool(slots))
         if key not in curves:
-            curves[key] = _curve(one, 0 if stays and one.memory is None else limit, steps)
-        made.append(_ways(one, machine, *curves[key], steps))
+            rooms = [*slots.values()]
+            curves[key] = curve_of(one, [*rooms[::FINER], *rooms[-1:]], steps if rooms else steps or FEW)
+        made.append(_ways(one, machine, slots, curves[key], steps))
     return made
 
 
@@ -350,18 +396,15 @@ def _ram_of(demand: Demand, rows: float) -> int:
     return (peak.in_group if demand.members else peak.in_ram)(demand.spec, rows)
 
 
-def _curve(demand: Demand, most: int, steps: int | None) -> tuple[dict[int, int], Curve]:
-    """Return rows in the cache by ``memory=``, and the curve of some of them; none up to `most` of 0."""
+def _slots(demand: Demand, most: int) -> dict[int, int]:
+    """Return rows in the cache by ``memory=`` on disk; none up to `most` of 0."""
     is_pool = bool(demand.members)
     if demand.memory:
-        slots = {demand.memory: slots_of(demand.spec, demand.memory)}
-        return slots, curve_of(demand, [*slots.values()], steps)
+        return {demand.memory: slots_of(demand.spec, demand.memory)}
     if not most or demand.memory == 0:
-        return {}, curve_of(demand, [], steps or FEW)
+        return {}
     sizes = {-(-nbytes // UNIT) * UNIT for nbytes in memories(demand.spec, demand.positions, most, is_pool=is_pool)}
-    slots = {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
-    rooms = [*slots.values()]
-    return slots, curve_of(demand, [*rooms[::FINER], rooms[-1]], steps)
+    return {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
 
 
 def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, steps: int | None) -> list[TablePlan]:
