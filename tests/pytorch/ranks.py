@@ -50,6 +50,10 @@ class Ranks:
         self.are_well = not any(result is None or isinstance(result, TimeoutError) for result in results)
         return results
 
+    def result_of(self, rank: int) -> Any:
+        """Return what one rank returned or raised, as `results` does."""
+        return _received(self._pipes[rank])
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what each rank returns. What one raises is raised here."""
         self.start(function, *args)

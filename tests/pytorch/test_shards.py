@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embedrock as er
 import embedrock.torch as ert
+from disks import BALLAST, fill, memory_disk
 from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
@@ -385,9 +389,84 @@ def test_rows_of_others_are_reached_by_the_layer_only(pair: Ranks) -> None:
         torch.testing.assert_close(rows, torch.arange(400.0).reshape(100, 4), rtol=0, atol=0)
 
 
-def loses_the_other(rank: int) -> tuple[str, str]:
+def runs_out_of_memory(rank: int, at: str) -> list[Any]:
+    """Let one allocation of a step fail on rank 1; go on as if there had been no such batch."""
+    layer = one_layer()
+    optimizer, kind, said = ert.SGD(layer, lr=1.0), "nothing", ""
+    module, _, name = at.rpartition(".")
+    room = importlib.import_module(f"embedrock.shards.{module}")
+    ids, works = torch.arange(3) + 2 * rank, getattr(room, name)
+
+    def fails(*args: Any) -> Any:
+        setattr(room, name, works)
+        raise MemoryError("no room for 3 rows")
+
+    try:
+        setattr(room, name, fails if rank else works)
+        layer(ids).sum().backward()
+        optimizer.step()
+    except Exception as error:
+        kind, said = type(error).__name__, str(error)
+    finally:
+        setattr(room, name, works)
+    optimizer.zero_grad()
+    steps = layer.table.steps
+    layer(ids).sum().backward()
+    optimizer.step()
+    return [kind, said, steps, layer(torch.arange(5)).detach()]
+
+
+@pytest.mark.parametrize("at", ["stages.ask", "stages.serve", "exchange.pack_all", "stages.bring", "stages.fold"])
+def test_a_rank_that_runs_out_of_memory_refuses_the_batch_on_all(pair: Ranks, at: str) -> None:
+    (kind, said, *mine), (error, _, *theirs) = pair.run(runs_out_of_memory, at)
+    assert (kind, error) == ("OtherRankError", "MemoryError")
+    assert re.search(r"rank 1 refused .*: no room for 3 rows. So no other does it, and nothing has changed", said)
+    assert mine[0] == theirs[0] == 0
+    table = er.Table(100, 4, init=er.Normal(std=0.1), rule=er.SGD(lr=1.0), seed=7)
+    table.update([0, 1, 2, 2, 3, 4], np.full((6, 4), 0.5))
+    for rows in (mine[1], theirs[1]):
+        np.testing.assert_array_equal(rows, table.lookup(np.arange(5)))
+
+
+def hangs(rank: int, file: str) -> str:
+    layer = one_layer(dist.new_group(timeout=timedelta(seconds=0.5)))
+    layer(torch.tensor([1]))
+    if rank == 1:
+        Path(file).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        layer(torch.tensor([1]))
+    except er.WorkerLostError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_rank_that_hangs_is_an_error_on_the_others_which_says_what_each_was_at(pair: Ranks, tmp_path: Path) -> None:
+    pair.start(hangs, str(tmp_path / "pid"))
+    waits = pair.result_of(0)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)  # and hears of it as it goes on
+    assert re.search(r"did not answer within 0:00:00.500000: .*\. rank 0 was at a lookup in .* \(exchange 3\)", waits)
+    assert "; of rank 1 nothing was heard. The others cannot go on" in waits
+    assert re.search(r"rank 0 was at a lookup in .*; rank 1 was at a lookup in", pair.result_of(1))
+
+
+def has_no_room_to_say_so(rank: int) -> str:
+    layer = one_layer(dist.new_group())
+    layer(torch.tensor([1]))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("embedrock.shards.exchange.pack_all", lambda letters: bytearray(1 << 62))
+        try:
+            layer(torch.tensor([1]))
+        except (er.WorkerLostError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError
+
+
+def loses_the_other(rank: int) -> tuple[str, str, str]:
     layer, first = one_layer(), ""
     layer(torch.tensor([1]))
+    left = has_no_room_to_say_so(rank)
     if rank == 1:
         os._exit(1)
     try:
@@ -397,17 +476,21 @@ def loses_the_other(rank: int) -> tuple[str, str]:
     try:
         layer(torch.tensor([1]))
     except er.WorkerLostError as error:
-        return first, str(error)
+        return left, first, str(error)
     raise AssertionError
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others_at_once(pair: Ranks) -> None:
+def test_a_rank_that_dies_or_has_no_memory_even_to_say_so_is_an_error_on_the_others_at_once(pair: Ranks) -> None:
     pair.start(loses_the_other)
-    (first, again), gone = pair.results()
+    (left, first, again), gone = pair.results()
     assert gone is None
     assert "rank 0 of 2 waited for another one that failed, is gone" in first
     assert "start all again, as torchrun --max-restarts does" in first
+    assert "; of rank 1 nothing was heard" in first
     assert first == again
+    assert re.search(
+        r"rank 0 was at a lookup in .*; rank 1 was at a lookup in .*, for which it had no memory left", left
+    )
 
 
 # ---------------------------------------------------------------- the page's script
@@ -585,6 +668,48 @@ def test_whatever_is_killed_when_all_parts_are_those_of_one_step(tmp_path: Path)
             assert at == step
             for ours, layer in zip(rows, layers, strict=True):
                 torch.testing.assert_close(ours, layer(torch.arange(60)).detach(), rtol=0, atol=0)
+
+
+def saves_where_no_room_is(rank: int, folder: str, disk: str) -> list[Any]:
+    """Train and save; rank 1's disk is full the second time, and has room the third time."""
+    said: list[Any] = []
+    init: dict[str, Any] = {"init": er.Normal(std=0.1), "seed": 1, "sharded": True, "memory": "2MiB"}
+    layer = ert.Embedding(None, DIM, path=f"{folder}/users.rock", **init)
+    optimizer = ert.SGD(layer, lr=1.0)
+    for step in range(3):
+        layer(torch.arange(2000) + 1000 * step).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank and step == 1:
+            fill(Path(disk), but=4096)
+        try:
+            ert.save(layer, f"{folder}/checkpoints", step=step + 1)
+        except Exception as error:
+            said += [type(error).__name__, str(error), len([*Path(folder, "checkpoints").glob("*.pt")])]
+        if rank:
+            (Path(disk) / BALLAST).unlink(missing_ok=True)
+    rows = layer(torch.arange(4000)).detach()
+    at = ert.load(layer, f"{folder}/checkpoints")
+    found = [*said, at, torch.equal(rows, layer(torch.arange(4000))), rows]
+    layer.table.close()
+    return found
+
+
+def test_a_full_disk_of_one_rank_refuses_the_checkpoint_on_all_and_they_go_on(pair: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "users.rock").mkdir()
+    with memory_disk(tmp_path / "users.rock" / "shard-1-of-2", 8 << 20) as disk:
+        ours, theirs = pair.run(saves_where_no_room_is, str(tmp_path), str(disk))
+    assert ours[0] == "OtherRankError"
+    assert re.search(r"rank 1 refused ert.save, commits: .* are free.*users.rock.*So no other does it", ours[1]), ours[
+        1
+    ]
+    assert theirs[0] == "CommitError"
+    table = er.Table(None, DIM, init=er.Normal(std=0.1), rule=er.SGD(lr=1.0), seed=1)
+    for step in range(3):
+        table.update(np.arange(2000) + 1000 * step, np.ones((2000, DIM)))
+    for _, _, files, at, is_same, rows in (ours, theirs):
+        assert (files, at, is_same) == (1, 3, True)
+        np.testing.assert_array_equal(rows, table.lookup(np.arange(4000)))
 
 
 def grows_bigger(rank: int, folder: str) -> str:

@@ -250,6 +250,7 @@ class Exchange:
             known: sizes that all ranks expect: if the letters of one rank differ, it says so, and all go again.
         """
         self._count += 1
+        self.transport.at = f"{what.said} (exchange {self._count})"
         letters, error = _tried(make)
         if known is not None:
             fits = letters is None or [length(letter) for letter in letters] == list(known.go)
@@ -274,8 +275,15 @@ class Exchange:
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
         mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
-        ours = pack_all([[head, *letter] for letter in sent])
-        theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
+        try:
+            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent]))
+            if ours is None:  # there is no room for the message, but for a refusal
+                error, head[1] = failed, REFUSES
+                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go])
+            theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
+        except MemoryError:
+            self.transport.leave()  # or the others would wait for it until their time is up
+            raise
         heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
         if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
             self._tell(what, error)

@@ -16,7 +16,10 @@ class Transport(Protocol):
     Attributes:
         rank: of this process, from 0.
         ranks: how many there are.
+        at: what this rank is at, in words, for errors.
     """
+
+    at: str
 
     @property
     def rank(self) -> int: ...
@@ -42,6 +45,10 @@ class Transport(Protocol):
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
         """Give all ranks an array, of the same shape and dtype on each; return that of each."""
+        ...
+
+    def leave(self) -> None:
+        """Carry no more: this rank cannot go on, and what the others do with it raises `WorkerLostError` at once."""
         ...
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from embedrock.errors import WorkerLostError
 from embedrock.machine.buffers import buffers
 from embedrock.shards.messages import WORD, joined
+
+PATIENCE_S = 1.0  # for what other ranks were at, once one is lost
 
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
@@ -27,14 +33,17 @@ class Ranks:
         rank, ranks: of this process, and how many there are.
         sent: bytes that went to other ranks.
         rounds: collective operations so far.
+        at: what this rank is at, in words, for errors.
     """
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         members, self._timeout = dist.get_process_group_ranks(parent), _timeout_of(parent)
         self.rank, self.ranks = dist.get_rank(parent), len(members)
         self.sent = self.rounds = 0
+        self.at = "the first message"
         self._lost: WorkerLostError | None = None
-        self._group = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
+        self._group: Any = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
+        self._store: Any = distributed_c10d._get_process_group_store(self._group)
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
         """Give each rank its message; return what each has for this one: see `Transport.swap`."""
@@ -68,6 +77,18 @@ class Ranks:
         self._count_sent([ours.numel()] * self.ranks, facts.dtype)
         return [part.numpy() for part in theirs.split(len(ours))]
 
+    def leave(self) -> None:
+        """Carry no more, and close the connections: see `Transport.leave`."""
+        if self._lost is None:
+            self._lost = WorkerLostError(
+                f"rank {self.rank} of {self.ranks} had no memory left for {self.at}, and has left the others. All "
+                "have to end: start them again, with smaller batches or more memory."
+            )
+            with contextlib.suppress(RuntimeError):  # the others are told all the same, by the end of the connections
+                self._store.set(_at(self.rank), f"{self.at}, for which it had no memory left")
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def _count_sent(self, elements: Sequence[int], dtype: Any) -> None:
         self.rounds += 1
         self.sent += (sum(elements) - elements[self.rank]) * np.dtype(dtype).itemsize
@@ -82,11 +103,38 @@ class Ranks:
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
             self._lost = WorkerLostError(
                 f"rank {self.rank} of {self.ranks} waited for another one that failed, is gone or did not answer "
-                f"within {self._timeout}: {reason.rstrip('.')}. The others cannot go on without it, and this process "
-                "has to end, too: start all again, as torchrun --max-restarts does. How long a rank is waited for is "
-                "the timeout of dist.init_process_group."
+                f"within {self._timeout}: {reason.rstrip('.')}. {self._each_was_at()}. The others cannot go on without "
+                "it, and this process has to end, too: start all again, as torchrun --max-restarts does. How long a "
+                "rank is waited for is the timeout of dist.init_process_group."
             )
             raise self._lost from error
+
+    def _each_was_at(self) -> str:
+        """Return what ranks were at as they gave up, as far as they say so in the store of the group."""
+        told = {self.rank: self.at}
+        asking = threading.Thread(target=self._ask_each, args=(told,), name="embedrock-lost", daemon=True)
+        asking.start()  # a store of a rank that hangs answers no one
+        asking.join(2 * PATIENCE_S)
+        found = dict(told)
+        silent = [f"rank {rank}" for rank in range(self.ranks) if rank not in found]
+        was_at = "; ".join(f"rank {rank} was at {found[rank]}" for rank in sorted(found))
+        return was_at + (f"; of {', '.join(silent)} nothing was heard" if silent else "")
+
+    def _ask_each(self, told: dict[int, str]) -> None:
+        until, missing = time.monotonic() + PATIENCE_S, set(range(self.ranks)) - {self.rank}
+        try:
+            self._store.set(_at(self.rank), self.at)
+            while missing and time.monotonic() < until:
+                for rank in [rank for rank in missing if self._store.check([_at(rank)])]:
+                    told[rank] = self._store.get(_at(rank)).decode()
+                    missing.remove(rank)
+                time.sleep(0.02)
+        except RuntimeError:  # the store went with the rank that is lost
+            return
+
+
+def _at(rank: int) -> str:
+    return f"embedrock rank {rank} was at"
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
