@@ -306,6 +306,17 @@ def test_rows_and_gradients_are_sent_as_bfloat16_if_one_says_so(pair: Ranks, goe
     assert sum(len(ids) for _, (ids, _) in found) == 40
 
 
+def sends_otherwise(rank: int) -> str:
+    with pytest.raises(er.OtherRankError) as told:
+        one_layer(wire=("float32", "bfloat16")[rank])(torch.arange(3))
+    return str(told.value)
+
+
+def test_ranks_that_send_rows_in_different_ways_hear_of_it(pair: Ranks) -> None:
+    for said in pair.run(sends_otherwise):
+        assert re.search(r"got rank 0 is at [^;]*, Normal[^;]*\); rank 1 is at .*, sent as bfloat16\)", said)
+
+
 # ---------------------------------------------------------------- what is refused, on all ranks
 
 

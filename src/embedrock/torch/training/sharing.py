@@ -275,7 +275,8 @@ class Sharing:
     @property
     def label(self) -> str:
         """What error messages call it."""
-        return f"{self.handle.label} ({self.handle.known_as})"
+        sent = "" if self.wire == Terms().wire else f", sent as {self.wire}"
+        return f"{self.handle.label} ({self.handle.known_as}{sent})"
 
     @property
     def table(self) -> Table:
