@@ -17,13 +17,24 @@ import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, System
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import cut_small, some_goal
-from table_files import files_of
+from table_files import keeper_of, store_of
 
 BATCH, DIM, ROWS = 12, 3, 500  # an odd dim, so that 16-bit records have a gap
 STILL = 40  # rows above those that are trained, for those who want rows that stay as they are
 TOTAL = ROWS + STILL
 EVERY = 101 * BATCH  # slots: more than there are rows, and a window of 100 batches may be without repeats
 KEEP = 3
+MEMBER, BESIDE = "member", "beside"  # of a group
+
+
+def folder_of(table: er.Table) -> er.Table | er.Group:
+    """Return what is opened, closed and committed as one: a table alone, or the group that it is a member of."""
+    return table.group or table
+
+
+def table_in(folder: er.Table | er.Group) -> er.Table:
+    """Return the table that is looked at."""
+    return folder if isinstance(folder, er.Table) else folder[MEMBER]
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class Case:
     admission: er.Admission | None = None
     eviction: er.Eviction | None = None
     memory: str | None = None  # else what `slots` need
+    in_group: bool = False  # a member of a group, beside another one
 
 
 # ---------------------------------------------------------------- traces
@@ -110,9 +122,17 @@ class Pair:
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
         largest = None if case.rows is None else self.most
-        self.options["memory"] = case.memory or er.Table(largest, DIM, **arguments).memory_for(case.slots)
-        self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
-        self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
+        slots = case.slots + BATCH * case.in_group  # which the other member may take
+        self.options["memory"] = case.memory or er.Table(largest, DIM, **arguments).memory_for(slots)
+        if not case.in_group:
+            self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
+            self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
+            return
+        group = er.Group(path=folder, **self.options)
+        for name, rows in ((BESIDE, BATCH), (MEMBER, case.rows)):
+            self.table = group.table(name, rows, DIM, **arguments)
+        # The first commit of a group has no members: so many, and it is not kept any more.
+        self.saved, self.first = {group.commit(): copy.deepcopy(self.ram) for _ in range(KEEP)}, KEEP
 
     def ids(self, numbers: np.ndarray) -> np.ndarray:
         """Return row numbers as ids of this table: the open ones lie far apart, negative ones among them."""
@@ -136,6 +156,9 @@ class Pair:
         grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
         for table in (self.table, self.ram):
             table.update(ids, grads, lr=lr)
+        if self.case.in_group:
+            others = np.arange(BATCH // 3)
+            self.table.group[BESIDE].update(others, self.grads(others), lr=lr)
 
     def assign(self) -> None:
         """Overwrite some rows."""
@@ -171,7 +194,7 @@ class Pair:
         self.saved[self.table.compact()] = before
 
     def compact_behind(self) -> None:
-        files_of(self.table).compact_in_background(some_goal(files_of(self.table).store, self.rng.random()))
+        keeper_of(self.table).compact_in_background(some_goal(store_of(self.table), self.rng.random()))
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""
@@ -186,13 +209,14 @@ class Pair:
         """Close the table, with or without a commit, and open it again."""
         if committed:
             self.commit()
-        if self.table.uncommitted:
+        folder = folder_of(self.table)
+        if folder.uncommitted:
             with pytest.warns(er.UncommittedWarning):
-                self.table.close()
+                folder.close()
         else:
-            self.table.close()
+            folder.close()
         self.ram = copy.deepcopy(self.saved[max(self.saved)])
-        self.table = er.open(self.folder, **self.options)
+        self.table = table_in(er.open(self.folder, **self.options))
         self.check()
 
     def window(self, event: str) -> int:
@@ -212,7 +236,7 @@ class Pair:
         verdict = self.table.verify()
         assert verdict.problems == []
         assert verdict.newest_good == self.table.last_commit
-        self.table.close()
+        folder_of(self.table).close()
 
 
 EVENTS: dict[str, Callable[[Pair], None]] = {
