@@ -104,6 +104,7 @@ def test_a_file_of_a_model_refers_to_the_tables_of_its_group(tmp_path: Path, cap
         keras.models.load_model(tmp_path / "model.keras")
     then = erk.load_model(tmp_path / "model.keras", mode="r")
     np.testing.assert_array_equal(outputs(then), expected)
+    assert capsys.readouterr().err.count("resumed at step 4") == 1  # not once for each table
     model.load_weights(tmp_path / "model.keras")
     np.testing.assert_array_equal(outputs(model), expected)
     assert capsys.readouterr().err.count("resumed at step 4") == 1  # not once for each table
