@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import weakref
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 FORMAT = 1
 KEYS = ("embedrock_checkpoint", "step", "model", "optimizer")
 ENDINGS = Endings(".pt", ".tmp")
+
+_refused: weakref.WeakSet[Table] = weakref.WeakSet()  # tables whose last commit failed
 
 
 class NoCheckpointError(EmbedrockError, FileNotFoundError):
@@ -110,7 +113,9 @@ def _save_together(
             opened(made.begin)
 
     all_ranks.do("ert.save", begin)
-    all_ranks.do("ert.save, commits", lambda: _commit(made, tables))
+    again = any(table in _refused for table in tables)  # these first, or others would get ahead by each attempt
+    all_ranks.do("ert.save, commits that failed before", lambda: _commit(made, tables) if again else None)
+    all_ranks.do("ert.save, commits", lambda: None if again else _commit(made, tables))
     all_ranks.do("ert.save, parts", lambda: None if first else _write_part(made, model, all_ranks))
     all_ranks.do("ert.save, the file", lambda: _write(made, model, parts) if first else None)
     all_ranks.do("ert.save, older ones", lambda: drop_older(before, made, keep, tables) if first else None)
@@ -150,8 +155,10 @@ def _make(made: Checkpoint, model: nn.Module, tables: list[Table], parts: dict[s
 
 
 def _commit(made: Checkpoint, tables: list[Table]) -> None:
-    for table in one_of_each(tables):
+    for table in sorted(one_of_each(tables), key=lambda table: table not in _refused):
+        _refused.add(table)
         table.commit(step=made.step, name=made.commit_name)
+        _refused.discard(table)
 
 
 def _write(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> None:
