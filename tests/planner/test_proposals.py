@@ -111,6 +111,7 @@ def test_after_long_training_a_cache_is_a_little_worse_than_the_best():
         best = expected_misses(100_000, 1.1, 512, slots)
         assert best <= lasting(demand, curve, slots) <= 1.5 * best
     assert lasting(demand, curve, 100_000) == 0
+    assert (expected_misses(1, 1.1, 512, 0), expected_misses(1, 1.1, 512, 1)) == (1, 0)
 
 
 def test_a_log_tells_what_is_missed():

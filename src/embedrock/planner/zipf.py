@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ GROUPS = 1 << 12  # ... of so small a part of the ranks before them
 SCATTER = 2_654_435_761  # Knuth's multiplicative hash: ids of popular rows lie far apart
 
 
+@functools.lru_cache(1 << 12)  # a plan asks the same of all sizes of a table
 def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> float:
     """Return how many different ranks of some draws are, on average, not among the `slots` most popular ones.
 
@@ -22,6 +24,8 @@ def expected_misses(ranks: int, exponent: float, draws: int, slots: int) -> floa
         >>> expected_misses(ranks=100, exponent=1.0, draws=1, slots=0)
         1.0
     """
+    if ranks == 1:
+        return float(slots < 1)
     edges = _edges(min(slots, ranks), ranks)
     counts = np.diff(edges)
     chances = np.diff(_zipf_cdf(edges, ranks, exponent)) / counts
@@ -76,7 +80,8 @@ def _edges(first: int, ranks: int) -> npt.NDArray[np.int64]:
     """Return where groups of ranks of about one chance begin, and where the last one ends."""
     exact = min(ranks, max(first, EXACT_RANKS))
     grouped = np.geomspace(exact, ranks, 2 + int(GROUPS * np.log(ranks / max(exact, 1)))).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(first, exact), grouped, [ranks]]))
+    edges = np.concatenate([np.arange(first, exact), grouped, [ranks]])
+    return edges[np.diff(edges, prepend=-1) > 0]  # they ascend
 
 
 def _zipf_cdf(values: npt.NDArray[np.int64], ranks: int, exponent: float) -> npt.NDArray[np.float64]:
