@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from workers import outcomes_of, run
 
 import embedrock as er
 import embedrock.keras as erk
+from embedrock.bench.harness.processes import child_environment
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers
 from embedrock.shards.owners import owners
+from embedrock.shards.resharding import reshard
 
 WORKERS, BATCH = 2, 16
 ROUNDING: Any = {"rtol": 2e-5, "atol": 2e-6}
@@ -239,6 +243,42 @@ def test_three_workers_share_a_table() -> None:
 
 def fitted_alone() -> dict[str, Any]:
     return fitted(strategy_here(), True)
+
+
+def committed(path: Path) -> dict[str, Any]:
+    model = model_of(strategy_here(), lambda: rows_of(True, path), adam)
+    model.fit(dataset(), verbose=0)
+    layer = next(layer for layer in model.layers if isinstance(layer, erk.Embedding))
+    layer.table.commit(step=1)
+    return state_of(model)
+
+
+OPENED_BY_TORCH = """
+import sys
+import numpy as np, torch, torch.distributed as dist, embedrock as er, embedrock.torch as ert
+path, rank, ranks, rows, dim = sys.argv[1], *map(int, sys.argv[2:])
+dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=ranks)
+layer = ert.Embedding(rows, dim, init=er.Normal(std=0.1), seed=5, path=path, sharded=True)
+np.savez(f"{path}.{rank}.npz", rows=layer(torch.arange(rows)).detach().numpy(), own=np.sort(layer.table.export()[0]))
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_table_of_four_workers_is_opened_by_three_ranks_of_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path, ranks = tmp_path / "items.rock", 3
+    trained = run(committed, path, workers=4)
+    reshard(str(path), ranks)
+    command = [sys.executable, "-c", OPENED_BY_TORCH, str(path)]
+    numbers = [[str(number) for number in (rank, ranks, twins.ROWS, twins.DIM)] for rank in range(ranks)]
+    processes = [subprocess.Popen([*command, *each], env=child_environment()) for each in numbers]
+    assert [process.wait(120) for process in processes] == [0] * ranks
+    stepped = np.sort(np.concatenate([worker["stepped"] for worker in trained]))
+    for rank in range(ranks):
+        found = np.load(f"{path}.{rank}.npz")
+        np.testing.assert_array_equal(found["rows"], merged(trained))
+        np.testing.assert_array_equal(found["own"], stepped[owners(stepped, ranks) == rank])
 
 
 # ---------------------------------------------------------------- who has which rows
