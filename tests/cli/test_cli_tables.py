@@ -24,6 +24,7 @@ from embedrock.cli import exports, imports
 from embedrock.cli.formats import FORMATS, _source
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
+from slow import slow
 
 USAGE = 2  # argparse's exit status
 ROWS, DIM = 60, 4
@@ -656,7 +657,7 @@ def wait_for_rows(journal: Path, process: subprocess.Popen[str]):
     pytest.fail(f"it ended before: {process.communicate()}")
 
 
-@pytest.mark.parametrize(("sent", "file"), [(signal.SIGINT, "a.npy"), (signal.SIGKILL, "a.csv")])
+@pytest.mark.parametrize(("sent", "file"), [(signal.SIGKILL, "a.npy"), *slow((signal.SIGINT, "a.csv"))])
 def test_killed_and_continued(run: Run, sent: signal.Signals, file: str):
     vectors = vectors_of(400_000)
     if file == "a.npy":

@@ -176,8 +176,8 @@ class FakeGPU(TorchFunctionMode):
 
     def _attribute(self, function: Any, tensor: Any) -> Any:
         memory, attribute = self.memory_of(tensor), function.__self__.__name__
-        if memory is not None and memory.is_on_gpu and attribute in ("device", "is_cuda"):
-            return GPU if attribute == "device" else True
+        if memory is not None and memory.is_on_gpu and attribute in ("device", "is_cuda", "is_cpu"):
+            return GPU if attribute == "device" else attribute == "is_cuda"
         return function(tensor)
 
     def _called(self, name: str, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:

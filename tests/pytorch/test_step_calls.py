@@ -55,11 +55,13 @@ def calls() -> dict[str, int]:
 
 
 def test_a_warm_step(calls: dict[str, int]) -> None:
-    assert calls["step"] <= 370
+    assert (
+        calls["step"] <= 388
+    )  # with tables alone told from those of a group, and ranks that must hear of a step asked for
 
 
 def test_a_warm_step_of_several_layers(calls: dict[str, int]) -> None:
-    assert calls["step_of_all"] <= 5 * 340  # 10 of them tell tables alone from those of a group, and step each kind
+    assert calls["step_of_all"] <= 5 * 349
 
 
 def test_a_warm_lookup(calls: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError
-from embedrock.machine.vfs import OS_SYSTEM, write_whole
+from embedrock.machine.vfs import OS_SYSTEM, opened, write_whole
 
 FILE, FORMAT = "SHARDED", 1
 FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
@@ -59,7 +59,7 @@ def layout_of(path: str) -> Layout | None:
     """
     file = Path(path, FILE)
     try:
-        content = file.read_bytes()
+        content = opened(file.read_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return _of_names(path)
     try:
