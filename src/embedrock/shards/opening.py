@@ -8,15 +8,14 @@ from typing import Any, Unpack
 
 from embedrock.errors import ArgumentError, TableFileError
 from embedrock.machine.paths import local_path
-from embedrock.machine.sizes import parse_bytes, parse_device_memory
+from embedrock.machine.sizes import parse_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.shards.commits import Common, commits_of, last_of
 from embedrock.shards.folders import Layout, layout_of
 from embedrock.shards.joined import CONTENTS, Joined
 from embedrock.table import open as alone
 from embedrock.table.description import check_same, describe_spec
-from embedrock.table.opening import check_options, opening_of
-from embedrock.table.options import OpenOptions, filled, shows
+from embedrock.table.options import OpenOptions, shows
 from embedrock.table.table import Table
 
 
@@ -57,11 +56,7 @@ def open_table(
     layout = layout_of(os.path.abspath(local_path(path)))
     if layout is None:
         return alone.open_table(path, mode, at, **options)
-    given = filled(OpenOptions, options, alone.refuse)
-    given |= {"path": layout.path, "mode": mode, "directory": "auto"}
-    given["device_memory"] = parse_device_memory(given["device_memory"])
-    check_options(given, "auto")
-    opening = opening_of(given, at)
+    given, opening = alone.asked(layout.path, mode, at, options)
     if mode != "r":
         raise TableFileError(
             errno.EISDIR,

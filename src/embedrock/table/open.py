@@ -25,45 +25,24 @@ from embedrock.wording import did_you_mean
 def open_table(
     path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenOptions]
 ) -> Any:
-    """Open a table on disk, or a group, as of a commit.
-
-    Args:
-        path: its folder.
-        mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile.
-        at: number of the commit, for a reader; None: the last one.
-        memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
-        init: for a table whose first values come from an array: that `er.FromArray`.
-
-    Returns:
-        A `Table`; a `Group`, where there is one.
-
-    Raises:
-        TableFileError: there is no table, or `init` is missing or another one.
-        TableLockedError: another writer has it open.
-        CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
-        ArgumentError: there is no commit `at`.
-
-    Example:
-        >>> import tempfile, embedrock as er
-        >>> folder = tempfile.mkdtemp() + "/users.rock"
-        >>> with er.Table(rows=10**9, dim=4, path=folder, rule=er.SGD(lr=0.5), init=er.Zeros()) as table:
-        ...     table.update([7], [[1.0, 1.0, 1.0, 1.0]])
-        ...     table.commit(step=1)
-        1
-        >>> with er.open(folder, mode="r") as table:
-        ...     table.lookup([7])
-        array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
-    """
-    given = filled(OpenOptions, options, refuse)
-    given |= {"path": path, "mode": mode, "directory": "auto"}
-    given["device_memory"] = parse_device_memory(given["device_memory"])
-    check_options(given, "auto")
-    opening = opening_of(given, at)
+    """Open a table on disk that is alone, or a group, as of a commit: what `er.open` says, but for tables in parts."""
+    given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open that no table has
         volume = open_alone(opening.path, lambda: open_volume(opening))
         if isinstance(volume.manifest, GroupManifest):
             return _group(volume, opening, given)
         return Table.over(*rows_in(volume, opening, given), given)
+
+
+def asked(
+    path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Opening]:
+    """Return the options of `er.open`, all of them and checked, and how files are opened."""
+    given = filled(OpenOptions, options, refuse)
+    given |= {"path": path, "mode": mode, "directory": "auto"}
+    given["device_memory"] = parse_device_memory(given["device_memory"])
+    check_options(given, "auto")
+    return given, opening_of(given, at)
 
 
 def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
