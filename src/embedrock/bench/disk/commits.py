@@ -217,8 +217,7 @@ def measure(task: Task) -> Report:
         try:
             report.results += stage()
         except ChildError as error:
-            say(f"{name}: failed: {error.kind}: {error}")
-            report.failures.append((name, error.details))
+            report.fail(name, error)
     print(f"{_format(report.results)}\n\n{task.effort.limit_note()}\n")
     report.judge(_targets(report.results))
     return report

@@ -83,8 +83,7 @@ def measure(task: Task) -> Report:
             with effort.confined(LongRun, Job(workload, folder, effort.memory)) as (child, _):
                 line = {"name": "long run", "status": "ok", "rows": workload.rows, **child.call("run")}
         except ChildError as error:
-            print(f"compaction: failed: {error.kind}: {error}")
-            return Report(failures=[("compaction", error.details)])
+            return Report().fail("compaction", error)
     report = Report([line])
     print(_told(line))
     report.judge(targets())

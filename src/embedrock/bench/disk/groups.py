@@ -253,8 +253,7 @@ def measure(task: Task) -> Report:
             report.results += _race(job, effort)
             report.results.append({"name": "full size", "status": "ok", **_alone(FullSize, job, effort, "full")})
         except ChildError as error:
-            print(f"groups-disk: failed: {error.kind}: {error}")
-            report.failures.append(("groups-disk", error.details))
+            report.fail("groups-disk", error)
     print(_told(report.results))
     report.judge(TARGETS)
     return report

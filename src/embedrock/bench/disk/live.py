@@ -169,8 +169,7 @@ def measure(task: Task) -> Report:
                 turns = child.call("turns", effort.rounds)
                 child.call("close")
         except ChildError as error:
-            print(f"live: failed: {error.kind}: {error}")
-            return Report(failures=[("live", error.details)])
+            return Report().fail("live", error)
     lines = _lines(found)
     report = Report([*lines, {"name": "all, in turns", "status": "ok", **turns}])
     print(format_lines(_FIELDS, lines))

@@ -140,8 +140,7 @@ def measure(task: Task) -> Report:
             with effort.confined(Stream, workload, folder, effort.memory, sizes) as (child, _):
                 line = {"name": "stream", "status": "ok", "ids": workload.rows, **child.call("run")}
         except ChildError as error:
-            print(f"stream: failed: {error.kind}: {error}")
-            return Report(failures=[("stream", error.details)])
+            return Report().fail("stream", error)
     report = Report([line])
     print(_told(line))
     report.judge(targets())

@@ -145,8 +145,7 @@ def measure(task: Task) -> Report:
         try:
             report = _measured(folder / "words", workload, effort)
         except ChildError as error:
-            print(f"vocabulary: failed: {error.kind}: {error}")
-            return Report(failures=[("vocabulary", error.details)])
+            return Report().fail("vocabulary", error)
     print(_told(report.results))
     report.judge(targets(effort))
     return report

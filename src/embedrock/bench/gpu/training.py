@@ -98,8 +98,7 @@ class GpuRunner:
                 with self._effort.child(Limits, self._device) as child:
                     found: dict[str, float] = child.call(name)
             except ChildError as error:
-                print(f"limits, {name}: failed: {error.kind}: {error}\n", flush=True)
-                report.failures.append((f"limits, {name}", error.details))
+                report.fail(f"limits, {name}", error)
                 continue
             self._limits |= found
             report.results.append({"name": f"limits, {name}", "unit": "GB/s", **found})

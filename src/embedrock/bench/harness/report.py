@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.runner import Result
 from embedrock.bench.harness.targets import Target, Verdict, format_verdicts, judge
 from embedrock.terminal.tables import Field, format_lines
@@ -37,6 +38,12 @@ class Report:
         self.results += other.results
         self.verdicts += other.verdicts
         self.failures += other.failures
+
+    def fail(self, name: str, error: ChildError) -> Report:
+        """Note, and print, that what was measured in a process has failed; return this report."""
+        print(f"{name}: failed: {error.kind}: {error}", flush=True)
+        self.failures.append((name, error.details))
+        return self
 
     def judge(self, targets: Sequence[Target]) -> None:
         """Compare its lines with targets, and print the verdicts."""

@@ -99,8 +99,7 @@ def measure(task: Task) -> Report:
         probes = [_probe(workload, task.arguments.touch if index == 0 else 0, task.effort) for index in range(runs)]
         imports = [import_facts() for _ in range(runs)]
     except ChildError as error:
-        print(f"create: failed: {error.kind}: {error}")
-        return Report(failures=[("create", error.details)])
+        return Report().fail("create", error)
     lines = {"create": medians([made for made, _ in probes]), "touch": probes[0][1], "import": medians(imports)}
     table = {"rows": workload.rows, "dim": workload.dim, "runs": runs}
     report = Report([{"name": name, **table, **line} for name, line in lines.items()])
