@@ -53,7 +53,7 @@ class AutoPool(Pool):
     def _measure(self) -> None:
         tiers = [share.tier for share in list(self.shares)]
         used = sum(tier.bytes_used for tier in tiers if tier is not None)
-        self.total = used + max(0, available_bytes() - memory_limit() // RESERVE)
+        self.total = used + max(0, _left())
         if pressure() > STALLED:
             self.total = min(self.total, int(used * KEPT))
         self.total = max(self.total, sum(share.claim.least for share in self.shares))  # or no batch could be stepped
@@ -109,7 +109,7 @@ class AutoShare(Share):
 
     @property
     def may_double(self) -> bool:
-        return available_bytes() - memory_limit() // RESERVE > self.nbytes
+        return _left() > self.nbytes
 
     def offer(self, claim: Claim) -> int:
         return max(claim.least, super().offer(claim))
@@ -125,6 +125,11 @@ class AutoShare(Share):
         tier = self.tier
         if tier is not None and self.nbytes <= self.due:  # it has what was meant for it
             self._wanted = tier.wanted_bytes
+
+
+def _left() -> int:
+    """Return the bytes of RAM that tables may take in addition; negative: others lack what is left to them."""
+    return available_bytes() - memory_limit() // RESERVE
 
 
 def pool_of(memory: Size | None) -> Pool:

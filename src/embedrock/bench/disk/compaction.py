@@ -15,7 +15,6 @@ from embedrock.bench.disk.contenders import TABLE, Job, train, write_table
 from embedrock.bench.disk.effort import DiskEffort
 from embedrock.bench.disk.files import scratch_folder
 from embedrock.bench.harness.bench import Bench, Task
-from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.targets import Target, each
 from embedrock.bench.harness.workload import Workload
@@ -79,13 +78,11 @@ def measure(task: Task) -> Report:
     """Make a table, train it for long, and print what was written."""
     workload, effort = task.workload, task.effort
     with scratch_folder(effort.folder, 4 * 3 * workload.table_bytes) as folder:
-        try:
-            with effort.confined(LongRun, Job(workload, folder, effort.memory)) as (child, _):
-                line = {"name": "long run", "status": "ok", "rows": workload.rows, **child.call("run")}
-        except ChildError as error:
-            return Report().fail("compaction", error)
-    report = Report([line])
-    print(_told(line))
+        report = effort.run(
+            "compaction", LongRun, Job(workload, folder, effort.memory), name="long run", rows=workload.rows
+        )
+    for line in report.results:
+        print(_told(line))
     report.judge(targets())
     return report
 

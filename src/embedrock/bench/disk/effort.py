@@ -11,7 +11,8 @@ from typing import Any
 from embedrock.bench.harness.bench import EFFORT, SIZES
 from embedrock.bench.harness.cgroups import MemoryCgroup, confined, why_not
 from embedrock.bench.harness.effort import Effort
-from embedrock.bench.harness.processes import Child
+from embedrock.bench.harness.processes import Child, ChildError
+from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.workload import Workload
 from embedrock.machine.sizes import format_bytes
 
@@ -47,6 +48,16 @@ class DiskEffort(Effort):
         """Return what a ``with`` statement enters to have ``factory(*args)`` in a process of its own, in a cgroup."""
         limit = self.limit if limited else None
         return confined(limit, factory, *args, environment=self.environment(), timeout_s=self.timeout_s)
+
+    def run(self, bench: str, factory: Callable[..., object], *args: Any, **facts: Any) -> Report:
+        """Let ``factory(*args)`` `run` in a process of its own: a line of `facts` and what it tells, or a failure."""
+        report = Report()
+        try:
+            with self.confined(factory, *args) as (child, _):
+                report.results.append({"name": bench, "status": "ok", **facts, **child.call("run")})
+        except ChildError as error:
+            report.fail(bench, error)
+        return report
 
     def limit_note(self) -> str:
         """Return one line about the cgroups."""

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from embedrock.bench.disk.effort import DiskEffort
 from embedrock.bench.disk.files import scratch_folder
 from embedrock.bench.harness.bench import Bench, Task
-from embedrock.bench.harness.processes import ChildError
 from embedrock.bench.harness.report import Report
 from embedrock.bench.harness.targets import Target, each
 from embedrock.bench.harness.workload import Workload, bounded_zipf
@@ -136,13 +135,9 @@ def measure(task: Task) -> Report:
         f"max_rows={sizes[1]:,}, dim {workload.dim}, a commit every {STEPS_A_COMMIT} steps"
     )
     with scratch_folder(effort.folder, 5 * sizes[1] * 12 * workload.dim) as folder:
-        try:
-            with effort.confined(Stream, workload, folder, effort.memory, sizes) as (child, _):
-                line = {"name": "stream", "status": "ok", "ids": workload.rows, **child.call("run")}
-        except ChildError as error:
-            return Report().fail("stream", error)
-    report = Report([line])
-    print(_told(line))
+        report = effort.run("stream", Stream, workload, folder, effort.memory, sizes, ids=workload.rows)
+    for line in report.results:
+        print(_told(line))
     report.judge(targets())
     return report
 
