@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,15 @@ def as_many_threads() -> Iterator[None]:
     threads = sys.modules.get("embedrock.kernels.cpu.threads")
     if threads is not None and threads.get_threads() != threads._default_threads():
         threads.set_threads(threads._default_threads())
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Draw in each test what it draws in every run: a layer of Keras without a seed takes one from `random`."""
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
