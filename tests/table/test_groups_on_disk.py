@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import embedrock as er
 from disk_groups import ADAM, KINDS, made, step
 from embedrock.errors import ClosedTableError, TableFileError, TableLockedError
+from embedrock.machine.vfs import OSSystem
 from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
@@ -273,6 +275,64 @@ def test_pools_lend_each_other_the_budget(tmp_path: Path) -> None:
         for name in alone:
             check_same(group[name], alone[name])
         group.commit()
+
+
+# -------------------------------------------------------------------- reads of all members
+
+
+class Counting(OSSystem):
+    """Counts the reads of many records."""
+
+    reads = 0
+
+    def read_many(
+        self, fds: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, out: np.ndarray, starts: np.ndarray
+    ) -> None:
+        self.reads += 1
+        super().read_many(fds, offsets, sizes, out, starts)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Iterator[tuple[er.Group, er.Group, Counting]]:
+    """Six tables of one pool and two of another, with 2,000 rows each in files; the same in RAM; and their system."""
+    system, ids = Counting(), np.arange(2000)
+    kinds = {f"t{k}": {"rows": 2000, "dim": 4 if k < 6 else 5, "rule": ADAM, "seed": k} for k in range(8)}
+    groups = [er.Group(path=tmp_path / "m", system=system), er.Group()]
+    for group in groups:
+        for name, kind in kinds.items():
+            group.table(name, **kind)
+        group.update(dict.fromkeys(kinds, ids), {name: np.ones((2000, group[name].dim)) for name in kinds})
+    groups[0].commit()
+    groups[0].close()
+    with er.open(tmp_path / "m", memory="400KiB", system=system) as group:
+        yield group, groups[1], system
+
+
+def test_rows_of_all_members_of_a_pool_are_one_read(counted: tuple[er.Group, er.Group, Counting]) -> None:
+    group, alone, system = counted
+    before, ids = system.reads, {name: np.arange(7, 40) for name in group}
+    found, expected = group.lookup(ids), alone.lookup(ids)
+    assert system.reads == before + 2  # one for each pool
+    assert all(np.array_equal(found[name], expected[name]) for name in group)
+    batches = [{name: np.arange(lo, lo + 50) for name in group} for lo in (100, 300, 500)]
+    before = system.reads
+    for batch in group.prefetch(batches, depth=1):
+        found, expected = group.lookup(batch), alone.lookup(batch)
+        assert all(np.array_equal(found[name], expected[name]) for name in group)
+    assert system.reads == before + 2 * len(batches)  # by prefetch alone
+
+
+def test_a_window_that_is_too_large_says_what_the_group_needs(counted: tuple[er.Group, er.Group, Counting]) -> None:
+    group, path = counted[0], str(counted[0].path)
+    batches = [{name: np.arange(lo, lo + 300) for name in group} for lo in (0, 300, 600)]
+    with pytest.raises(er.CacheTooSmallError, match=r"depth=2 .* here 7,?200 rows: memory=(\d+) ") as caught:
+        list(group.prefetch(batches, depth=2))
+    enough = int(str(caught.value).rpartition("memory=")[2].split()[0])
+    group.close()
+    with er.open(path, memory=enough) as group:
+        assert len(list(group.prefetch(batches, depth=2))) == 3
+    with er.open(path, memory=enough // 2) as group, pytest.raises(er.CacheTooSmallError):
+        list(group.prefetch(batches, depth=2))
 
 
 # -------------------------------------------------------------------- crashes and failures

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from embedrock.errors import CacheTooSmallError
 from embedrock.machine.vfs import OSSystem
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
+from embedrock.tiers.tier import Ticket
 from slow import slow
 
 
-class FakeTicket:
+class FakeTicket(Ticket):
     def __init__(self, table: Fake, ids: Any) -> None:
         self.table, self.ids = table, ids
 
@@ -47,8 +48,9 @@ class Fake:
         self.brought.append(ids)
         return ticket
 
-    def memory_for(self, rows: int) -> int:
-        return 1000 * rows
+    def room_for(self, batches: Sequence[int]) -> tuple[int, int]:
+        rows = len(set(batches))
+        return rows, 1000 * rows
 
     def holds(self) -> list[Any]:
         return sorted(ticket.ids for ticket in list(self.held.values()))
@@ -371,6 +373,7 @@ def test_a_fork_in_the_loop():
     program = """
 import os, sys
 from embedrock.table.prefetch import prefetch
+from embedrock.tiers.tier import Ticket
 class Ticket:
     def release(self): pass
 class Table:
@@ -390,6 +393,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), list(items))
 INTERRUPTED = """
 import gc, signal, sys, threading, time
 from embedrock.table.prefetch import prefetch
+from embedrock.tiers.tier import Ticket
 
 held, inside = set(), threading.Event()
 def doze():
@@ -486,6 +490,7 @@ import atexit, threading
 atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
 import numpy as np, embedrock as er
 from embedrock.table.prefetch import prefetch
+from embedrock.tiers.tier import Ticket
 table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
 batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
 print(table.lookup(next(batches)).shape)

@@ -20,8 +20,9 @@ from embedrock.keras.layers.row_layer import RowLayer
 from embedrock.keras.training.lookup import checked_ids
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.spans import span
-from embedrock.table.prefetch import Ticket
+from embedrock.table.bringing import Bringer, Wanted, joined, of_bringer
 from embedrock.table.table import Table
+from embedrock.tiers.tier import Ticket
 from embedrock.wording import counted
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
@@ -185,16 +186,18 @@ class _Passes:
         brought = _Brought([part.copy() for part in ids], [])  # TensorFlow will use their memory again
         window.append(brought)
         with span("fetch"):
-            for reference, part in zip(self._tables, brought.ids, strict=True):
-                table = reference()
-                if table is None:
-                    return
+            for bringer, part in self._wanted(brought):
                 try:
-                    brought.tickets.append(table.bring(part))
+                    brought.tickets.append(bringer.bring(part))
                 except IdError:
                     return  # of which the layer will tell when it looks them up
                 except CacheTooSmallError as error:
-                    raise self._explained(error, window, table) from error
+                    raise self._explained(error, window, bringer) from error
+
+    def _wanted(self, brought: _Brought) -> Wanted:
+        """Return the ids of a batch by who brings their rows, as far as there are tables."""
+        tables = [reference() for reference in self._tables]
+        return joined([(table, ids) for table, ids in zip(tables, brought.ids, strict=True) if table is not None])
 
     @property
     def _size(self) -> int:
@@ -203,11 +206,9 @@ class _Passes:
         several = any(len(layer.handle.cells()) > 1 for layer in layers)
         return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
 
-    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought], table: Table) -> CacheTooSmallError:
-        """Say how much memory the batches of a window need of the table that could not bring up the last one's rows."""
-        which = len(window[-1].tickets)
-        rows = len(np.unique(np.concatenate([brought.ids[which] for brought in window])))
-        memory = table.memory_for(rows)
+    def _explained(self, error: CacheTooSmallError, window: Sequence[_Brought], bringer: Bringer) -> CacheTooSmallError:
+        """Say how much memory the batches of a window need of who could not bring up the last one's rows."""
+        rows, memory = bringer.room_for(of_bringer(bringer, [self._wanted(brought) for brought in window]))
         return CacheTooSmallError(
             f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
             f"once, here {counted(rows, 'row')} of {len(window)}: memory={memory} ({format_bytes(memory)}) is "

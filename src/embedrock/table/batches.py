@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients, sum_segments
 from embedrock.batch.ids import as_ids, check_ids, check_range
 from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
-from embedrock.batch.plan import bounds_of, make_plan
+from embedrock.batch.plan import bounds_of
 from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.buffers import buffers
@@ -393,39 +393,50 @@ def _checked(feature: Feature) -> np.ndarray:
     return check_ids(feature.ids, feature.table.rows, feature.table.subject)
 
 
-def look_up(features: Sequence[Feature]) -> list[np.ndarray]:
-    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. The caller has the group alone."""
+def look_up(features: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
+    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. The caller has the group alone.
+
+    Args:
+        features: one of each table, without bags.
+        routes: of the group.
+    """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[Pool, list[int]] = {}
-    found: dict[int, np.ndarray] = {}
+    pools: dict[Pool | None, list[int]] = {}
     for number, feature in enumerate(checked):
         rows = rows_of(feature.table)
         rows.check()
-        if rows.lags:
-            found[number] = rows.look_up(np.asarray(feature.ids))
-        else:
-            pools.setdefault(part_of(rows).pool, []).append(number)
+        pools.setdefault(None if rows.lags else part_of(rows).pool, []).append(number)
+    found: dict[int, np.ndarray] = {}
     for pool, numbers in pools.items():
-        asked = [(rows_of(checked[number].table), np.asarray(checked[number].ids)) for number in numbers]
-        for number, out in zip(numbers, _looked_up(pool, asked), strict=True):
-            found[number] = out
+        asked = [checked[number] for number in numbers]
+        if pool is None:
+            read_rows = read(plan(asked, routes), for_weights=False).outputs
+        else:
+            read_rows = _looked_up(pool, asked, routes)
+        found |= dict(zip(numbers, read_rows, strict=True))
     return [found[number] for number in range(len(checked))]
 
 
-def _looked_up(pool: Pool, asked: Sequence[tuple[Rows, np.ndarray]]) -> Iterator[np.ndarray]:
-    """Go through what `look_up` returns for tables of one pool."""
-    keys = keys_of([(rows, ids.reshape(-1)) for rows, ids in asked])
-    all_rows = buffers.empty((len(keys), pool.dim), np.float32)
-    is_missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), all_rows) < 0
-    any_missing, start = is_missing.any(), 0
-    for rows, ids in asked:
-        own = slice(start, start + ids.size)
-        out, missing = all_rows[own], is_missing[own]
-        if any_missing:
-            absent = ids.reshape(-1)[missing]
-            out[missing] = rows.read(make_plan(absent)) if pool.tier.evicts else rows.first_values(absent)
-        start += ids.size
-        yield out.reshape(*ids.shape, pool.dim)
+def _looked_up(pool: Pool, asked: Sequence[Feature], routes: Routes) -> list[np.ndarray]:
+    """Return what `look_up` does for tables of one pool, none of which lags behind."""
+    flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
+    cuts = bounds_of([ids.size for ids in flat])[1:-1]
+    keys = keys_of([(rows_of(feature.table), ids) for feature, ids in zip(asked, flat, strict=True)])
+    out = buffers.empty((len(keys), pool.dim), np.float32)
+    missing = pool.tier.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
+    if missing.any():
+        absent = [ids[own] for ids, own in zip(flat, np.split(missing, cuts), strict=True)]
+        out[missing] = _absent(pool, [feature.table for feature in asked], absent, routes)
+    parts = zip(asked, np.split(out, cuts), strict=True)
+    return [own.reshape(*np.shape(feature.ids), pool.dim) for feature, own in parts]
+
+
+def _absent(pool: Pool, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: Routes) -> np.ndarray:
+    """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
+    pairs = zip(tables, ids, strict=True)
+    if not pool.tier.evicts:
+        return np.concatenate([rows_of(table).first_values(own) for table, own in pairs])
+    return read(plan([Feature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
 def unread(batch: GroupPlan) -> Reading:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, ClosedTableError, UnknownTableError, UnsupportedError
 from embedrock.initializers import Initializer
@@ -24,7 +25,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
-from embedrock.table import batches, checks, named, opened
+from embedrock.table import batches, bringing, checks, named, opened
 from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
@@ -40,6 +41,7 @@ from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
 from embedrock.tiers.pools import Pools
+from embedrock.tiers.tier import Ticket
 from embedrock.tiers.turn import Turn
 from embedrock.wording import did_you_mean
 
@@ -360,7 +362,7 @@ class Group:
         """
         features = [Feature(self[name], of_table) for name, of_table in ids.items()]
         with self.turn.alone():
-            return dict(zip(ids, batches.look_up(features), strict=True))
+            return dict(zip(ids, batches.look_up(features, self._routes), strict=True))
 
     def update(
         self, ids: Mapping[str, npt.ArrayLike], grads: Mapping[str, npt.ArrayLike], lr: float | None = None
@@ -439,6 +441,18 @@ class Group:
         That changes no bit of any result: see `Table.prefetch`. What a batch leaves out needs no rows.
         """
         return prefetch(batches, {self[name]: functools.partial(_ids_of, name) for name in self}, depth)
+
+    def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Ticket:
+        """Bring rows of members up from disk that a later batch will use, those of a pool at once: see `Table.bring`.
+
+        Args:
+            ids: by member: see `Table.lookup`.
+        """
+        return bringing.bring(self.turn, _by_rows(ids))
+
+    def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
+        """Return how many different rows batches have together, and a `memory` of the group that holds these."""
+        return bringing.room_for([_by_rows(ids) for ids in batches])
 
     # ---------------------------------------------------------------- on disk
 
@@ -652,6 +666,12 @@ def _another(
 def _described(member: Rows | Resting) -> dict[str, Any]:
     tier, spec = (member.tier, describe_spec(member.spec)) if isinstance(member, Rows) else (member.part, member.spec)
     return {**spec, "steps": member.steps, "rows_touched": tier.count}
+
+
+def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[Rows, np.ndarray]:
+    for table in ids:
+        rows_of(table).check()
+    return {rows_of(table): check_ids(own, table.rows, table.subject) for table, own in ids.items()}
 
 
 def _ids_of(name: str, batch: Mapping[str, Any]) -> Any:

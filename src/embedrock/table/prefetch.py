@@ -17,13 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
-
-import numpy as np
+from typing import Any, Generic, TypeVar
 
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process.interrupts import held_back
+from embedrock.table.bringing import Bringer, Wanted, joined, of_bringer
+from embedrock.tiers.tier import Ticket
 from embedrock.wording import counted
 
 # How long the end of a loop waits for its thread, so that the rows are free again. Not for ever: garbage collection
@@ -34,29 +34,6 @@ _open: weakref.WeakSet[_Window[Any]] = weakref.WeakSet()  # those whose threads 
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Bringer")
-
-
-class Ticket(Protocol):
-    """Rows that were brought up, and stay until they are released."""
-
-    def release(self) -> None:
-        """Let the rows go. Doing so twice is allowed."""
-        ...
-
-
-class Bringer(Protocol):
-    """What rows are brought up by: a `Table`."""
-
-    def bring(self, ids: Any) -> Ticket:
-        """Bring up the rows of ids, and keep them."""
-        ...
-
-    def memory_for(self, rows: int) -> int:
-        """Return the smallest `memory` that holds so many rows at once."""
-        ...
-
-
-Wanted = list[tuple[Bringer, Any]]  # ids, by table
 
 
 def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int = 2) -> Iterator[T]:
@@ -126,18 +103,12 @@ def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], dep
         window.join(CLOSING_SECONDS)
 
 
-def _count_rows(table: Bringer, several: list[Wanted]) -> int:
-    """Return how many different ids of a table are wanted in all."""
-    ids = [np.ravel(ids) for wanted in several for owner, ids in wanted if owner is table]
-    return len(np.unique(np.concatenate(ids)))
-
-
 class _Item(Generic[T]):
     """An item of the source on its way to the caller.
 
     Attributes:
         value: the item.
-        wanted: the ids that it needs, by table.
+        wanted: the ids that it needs, by who brings their rows.
         tickets: of the rows that were brought for it.
         error: what is raised in its place.
     """
@@ -145,7 +116,7 @@ class _Item(Generic[T]):
     value: T
 
     def __init__(self) -> None:
-        self.wanted: Wanted = []
+        self.wanted: Wanted = ()
         self.tickets: list[Ticket] = []
         self.error: BaseException | None = None
         # Held until it can be handed out, or its error raised. Not an Event: Ctrl-C, in the wait for one, may come
@@ -155,8 +126,8 @@ class _Item(Generic[T]):
 
     def bring(self) -> None:
         try:
-            for table, ids in self.wanted:
-                self.tickets.append(table.bring(ids))
+            for bringer, ids in self.wanted:
+                self.tickets.append(bringer.bring(ids))
         except BaseException as error:
             self.error = error
         self._unready.release()
@@ -222,13 +193,12 @@ class _Window(Generic[T]):
             getattr(function, "refuse_outside", lambda value: None)(value)
 
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
-        """Say what the table, which knows of no window, cannot: how much memory its items at once need of it."""
+        """Say what a table, which knows of no window, cannot: how much memory its items at once need of it."""
         failed = self.items[0]
-        table, _ = failed.wanted[len(failed.tickets)]
-        # Those that were kept when it failed; and those after it, of which there may be more (at the beginning).
-        before, after = [*self._done, failed.wanted], [item.wanted for item in self.items]
-        rows = max(_count_rows(table, before), _count_rows(table, after))
-        memory = table.memory_for(rows)
+        bringer, _ = failed.wanted[len(failed.tickets)]
+        near = [*self._done, *(item.wanted for item in self.items)]
+        windows = [near[k : k + self._depth + 1] for k in range(max(1, len(near) - self._depth))]
+        rows, memory = max(bringer.room_for(of_bringer(bringer, window)) for window in windows)
         return CacheTooSmallError(
             f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
             f"once, here {counted(rows, 'row')}: memory={memory} ({format_bytes(memory)}) is enough for them, "
@@ -253,7 +223,7 @@ class _Window(Generic[T]):
 
     def _ask(self, item: _Item[T]) -> None:
         try:
-            item.wanted = [(table, function(item.value)) for table, function in self._ids_of.items()]
+            item.wanted = joined([(table, function(item.value)) for table, function in self._ids_of.items()])
         except Exception as error:
             item.fail(error)
 

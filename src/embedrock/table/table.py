@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -16,7 +16,7 @@ from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
 from embedrock.store.verify import Verification
-from embedrock.table import checks, named, opened, saved
+from embedrock.table import bringing, checks, named, opened, saved
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.growing import Growing
 from embedrock.table.keeper import Keeper
@@ -368,11 +368,11 @@ class Table(Growing):
             IdError, IdTypeError: as for `lookup`.
             CacheTooSmallError: the rows do not fit the cache together with those in use.
         """
-        checked = self._checked_ids(ids)
-        with self._rows.turn.lock:
-            tier = self._checked_rows().tier
-            tier.begin_bring()
-        return tier.bring_ahead(checked)
+        return bringing.bring(self._rows.turn, {self._checked_rows(): self._checked_ids(ids)})
+
+    def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
+        """Return how many different rows batches of ids have together, and a `memory` whose cache holds these."""
+        return bringing.room_for([{self._rows: np.asarray(ids)} for ids in batches])
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Go through batches of ids while the rows of the next `depth` ones are brought up from disk.

@@ -13,7 +13,7 @@ from embedrock.store.manifest import MAX_PARTS, PART_BITS
 from embedrock.store.runs import damaged
 from embedrock.store.store import keys_of_part
 from embedrock.tiers.records import Records
-from embedrock.tiers.tier import Placement, Ticket, Tier
+from embedrock.tiers.tier import Placement, Tier
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; a larger one, or one with open ids, has a pool alone
 T = TypeVar("T", bound=Tier)
@@ -184,11 +184,8 @@ class Part(Tier):
     def changing(self, slots: np.ndarray) -> None:
         self.pool.tier.changing(slots)
 
-    def begin_bring(self) -> None:
-        self.pool.tier.begin_bring()
-
-    def bring_ahead(self, ids: np.ndarray) -> Ticket:
-        return self.pool.tier.bring_ahead(self.keys(ids))
+    def beneath(self, ids: np.ndarray) -> tuple[Tier, np.ndarray]:
+        return self.pool.tier, self.keys(ids)
 
     def stay(self) -> None:
         self.pool.tier.stay()

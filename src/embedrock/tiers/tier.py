@@ -178,6 +178,10 @@ class Tier(ABC):
         records = [np.empty((0, self.spec.record_bytes), np.uint8), *(records for _, records in batches)]
         return np.concatenate(ids), np.concatenate(records)
 
+    def beneath(self, ids: np.ndarray) -> tuple[Tier, np.ndarray]:
+        """Return the tier that has the records, and what it calls the rows of ids: for several tables, a pool's."""
+        return self, ids
+
     def begin_bring(self) -> None:  # noqa: B027
         """Announce a call of `bring_ahead`, so that files stay open for it. The caller holds the table's lock."""
 

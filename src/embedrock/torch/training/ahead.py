@@ -28,7 +28,8 @@ from embedrock.shards import stages
 from embedrock.shards.exchange import Ask, Sizes
 from embedrock.shards.messages import pack_all, words_of
 from embedrock.shards.owners import Shard
-from embedrock.table.prefetch import Ticket
+from embedrock.table.bringing import Tickets
+from embedrock.tiers.tier import Ticket
 from embedrock.torch.training.sharing import Crew, Sharing
 
 T = TypeVar("T")
@@ -240,11 +241,12 @@ class Ahead:
 
     def bring(self, ids: Round) -> Ticket:
         """Wait for what the others ask for, and bring the rows that are here near."""
-        return _Tickets(ids.bring_near())
+        return Tickets(ids.bring_near())
 
-    def memory_for(self, rows: int) -> int:
-        """Return the `memory` that holds so many rows of every table."""
-        return max(sharing.table.memory_for(rows) for sharing in self._ids_of)
+    def room_for(self, batches: Sequence[Round]) -> tuple[int, int]:
+        """Return how many rows batches have of this rank's own ids, and the `memory` that holds those of each table."""
+        told = [sharing.table.room_for([each.flat[sharing] for each in batches]) for sharing in self._ids_of]
+        return sum(rows for rows, _ in told), max(memory for _, memory in told)
 
     def _send_last(self) -> Round | None:
         last, self._last = self._last, None
@@ -289,18 +291,6 @@ class _Counted:
     def refuse_outside(self, batch: Any) -> None:
         """Raise the `IdError` of a batch with ids outside of the table."""
         self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
-
-
-class _Tickets:
-    """Those of several tables."""
-
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
-        self._tickets = tickets
-
-    def release(self) -> None:
-        """Let the rows go."""
-        for ticket in self._tickets:
-            ticket.release()
 
 
 def _checked(sharing: Sharing, ids_of: Any, batch: Any) -> np.ndarray:
