@@ -269,7 +269,8 @@ class TracedPair(Pair):
             assert getattr(table, name) == getattr(ram, name), name
         assert table.memory_for(7) == ram.memory_for(7)
         count, memory = table.room_for([[3, 4], [4]])
-        assert count == 2 and memory >= table.memory_for(2)  # of a member: what its pool needs
+        assert count == 2
+        assert memory >= table.memory_for(2)  # of a member: what its pool needs
         assert (table.is_on_disk, ram.is_on_disk, table.mode) == (True, False, "w")
         assert str(self.folder) == table.path == table.options["path"]
         assert table.is_open_here
