@@ -59,13 +59,13 @@ def pair(pairs: list[Ranks]) -> Ranks:
 class Model(nn.Module):
     """Two tables, one of them looked up twice, and bags of a third."""
 
-    def __init__(self, sharded: Sequence[Any], dense: bool) -> None:
+    def __init__(self, sharded: Sequence[Any], dense: bool, positions: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        init = er.Normal(std=0.1)
-        self.users = ert.Embedding(None, DIM, init=init, seed=1, sharded=sharded[0])
-        self.items = ert.Embedding(10**6, DIM, init=init, seed=2, sharded=sharded[1])
-        self.tags = ert.EmbeddingBag(10**6, DIM, mode="sum", init=init, seed=3, sharded=sharded[2])
+        alike: dict[str, Any] = {"init": er.Normal(std=0.1), "positions": positions}
+        self.users = ert.Embedding(None, DIM, seed=1, sharded=sharded[0], **alike)
+        self.items = ert.Embedding(10**6, DIM, seed=2, sharded=sharded[1], **alike)
+        self.tags = ert.EmbeddingBag(10**6, DIM, mode="sum", seed=3, sharded=sharded[2], **alike)
         self.head = nn.Linear(DIM, 1) if dense else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -82,18 +82,19 @@ def ids_of(step: int, block: int) -> torch.Tensor:
     return torch.from_numpy(draw.zipf(1.2, (BLOCK, 3)).clip(max=10**6 - 1).astype(np.int64))
 
 
-def trained(net: Any, model: Model, blocks: Sequence[int], of: int, clip: float) -> dict[str, Any]:
-    """Train by some blocks of each batch, one after the other, with all that PyTorch does to gradients."""
+def trained(net: Any, model: Model, batches: Sequence[Sequence[int]], of: int, clip: float) -> dict[str, Any]:
+    """Train by batches of some blocks, one after the other, with all that PyTorch does to gradients."""
     weights = ert.dense_parameters(model)
     rows = ert.Adam(model, lr=0.05)
     optimizers = [rows, *([torch.optim.SGD(weights, lr=0.05)] if weights else [])]
     scaler, norms = torch.amp.GradScaler("cpu", init_scale=1024.0), []
     for step in range(STEPS):
-        for k, block in enumerate(blocks):
-            waits = k < len(blocks) - 1 and net is not model
+        for k, blocks in enumerate(batches):
+            waits = k < len(batches) - 1 and net is not model
             with net.no_sync() if waits else contextlib.nullcontext():
-                loss = nn.functional.softplus(net(ids_of(step, block))).sum() / of
-                scaler.scale(loss * (math.inf if (step, block) == (2, 1) else 1.0)).backward()  # on one rank only
+                ids = torch.cat([ids_of(step, block) for block in blocks])
+                loss = nn.functional.softplus(net(ids)).sum() / of
+                scaler.scale(loss * (math.inf if step == 2 and 1 in blocks else 1.0)).backward()  # on one rank only
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norms.append(float(nn.utils.clip_grad_norm_([*weights, *ert.handles(model)], clip)))
@@ -105,21 +106,26 @@ def trained(net: Any, model: Model, blocks: Sequence[int], of: int, clip: float)
     return {"facts": facts, "rows": [table.export() for table in model.tables], "dense": [w.detach() for w in weights]}
 
 
-def one_of_two(rank: int, sharded: Sequence[Any], dense: bool, clip: float, ddp: dict[str, Any]) -> dict[str, Any]:
-    model = Model(sharded, dense)
+def one_of_two(
+    rank: int, sharded: Sequence[Any], dense: bool, clip: float, ddp: dict[str, Any], positions: bool = False
+) -> dict[str, Any]:
+    model = Model(sharded, dense, positions)
     net = DistributedDataParallel(model, **ddp)
-    found = trained(net, model, [rank, 2 + rank], 2, clip)
+    found = trained(net, model, [[rank], [2 + rank]], 2, clip)
     model.eval()
     with torch.no_grad():
         found["seen"] = [layer(torch.arange(50)[:, None]) for layer in (model.users, model.items, model.tags)]
     return found
 
 
+APART, TOGETHER = ((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))
+
+
 @functools.cache
-def alone(dense: bool, clip: float) -> dict[str, Any]:
-    """One process, which adds the gradients of the same blocks one after the other."""
+def alone(dense: bool, clip: float, batches: Sequence[Sequence[int]] = APART) -> dict[str, Any]:
+    """One process, which adds the gradients of the same blocks one after the other, or of all ranks' as one batch."""
     model = Model([False] * 3, dense)
-    found = trained(model, model, range(4), 4, clip)
+    found = trained(model, model, batches, 4, clip)
     model.eval()
     with torch.no_grad():
         found["seen"] = [layer(torch.arange(50)[:, None]) for layer in (model.users, model.items, model.tags)]
@@ -149,6 +155,13 @@ def test_two_processes_train_rows_to_the_bits_of_one(pair: Ranks, sharded: Seque
     check(pair.run(one_of_two, sharded, False, clip, {}), alone(False, clip), sharded)
 
 
+def test_by_position_two_processes_train_rows_to_the_bits_of_one_with_their_batches_as_one(pair: Ranks) -> None:
+    found, expected = pair.run(one_of_two, KINDS[1], False, 0.5, {}, True), alone(False, 0.5, TOGETHER)
+    check(found, expected, KINDS[1])
+    apart = alone(False, 0.5)["rows"][0][1]
+    assert not np.array_equal(apart, expected["rows"][0][1])  # or any order would do
+
+
 @pytest.mark.parametrize("ddp", ["gradient_as_bucket_view", "find_unused_parameters"])
 def test_dense_layers_train_beside_as_ddp_does_it(pair: Ranks, ddp: str) -> None:
     found, expected = pair.run(one_of_two, KINDS[1], True, 0.5, {ddp: True}), alone(True, 0.5)
@@ -161,7 +174,7 @@ def test_dense_layers_train_beside_as_ddp_does_it(pair: Ranks, ddp: str) -> None
 
 def one_of_four(rank: int, sharded: Sequence[Any]) -> dict[str, Any]:
     model = Model(sharded, False)
-    return trained(DistributedDataParallel(model), model, [rank], 1, 0.5)
+    return trained(DistributedDataParallel(model), model, [[rank]], 1, 0.5)
 
 
 @pytest.mark.slow
@@ -560,7 +573,7 @@ def test_what_wire_may_be_is_told(options: dict[str, Any], said: str) -> None:
 def test_layers_on_one_table_share_it_by_the_same_terms() -> None:
     layer = one_layer(True, wire="bfloat16")
     assert ert.Embedding(layer.table, sharded=True, wire="bfloat16").handle is layer.handle
-    with pytest.raises(er.ArgumentError, match=r"by sharded=True and wire='bfloat16' already: got True and 'float32'"):
+    with pytest.raises(er.ArgumentError, match=r"by sharded=True, wire='bfloat16', positions=False already: got"):
         ert.Embedding(layer.table, sharded=True)
 
 
@@ -869,10 +882,10 @@ def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_pat
 
 
 def traffic(
-    rank: int, sharded: Any, dtype: torch.dtype, wire: str = "float32", goes_ahead: bool = False
+    rank: int, sharded: Any, dtype: torch.dtype, goes_ahead: bool = False, **options: Any
 ) -> tuple[float, float, float]:
     """Return the bytes that one step sends, what it should, and how many messages are exchanged."""
-    layer = ert.Embedding(None, 64, seed=1, sharded=sharded, dtype=dtype, wire=wire)
+    layer = ert.Embedding(None, 64, seed=1, sharded=sharded, dtype=dtype, **options)
     optimizer = ert.SGD(layer, lr=0.1)
     ids = torch.from_numpy(np.random.default_rng(rank).zipf(1.05, 20_000).astype(np.int64))
     assert layer.handle.sharing is not None
@@ -881,25 +894,32 @@ def traffic(
     for batch in ert.prefetch([ids], {layer: lambda ids: ids}) if goes_ahead else [ids]:
         layer(batch).float().sum().backward()
         optimizer.step()
-    unique, weight = len(ids.unique()), 2 if wire == "bfloat16" else 4
+    unique, weight = len(ids.unique()), 2 if "wire" in options else 4
+    brought = unique
+    if "positions" in options:  # the owner of a row that comes often gets all of its gradients
+        brought = 2 * int((owners(ids.numpy(), 2) != rank).sum()) if sharded else len(ids)
     row = 64 * min(weight, torch.finfo(dtype).bits // 8)
-    expected = ((row + 64 * weight + 16) if sharded else 2 * (64 * 4 + 8)) * unique * 1 / 2
+    expected = ((row + 8) * unique + (64 * weight + 8) * brought) / 2 if sharded else (64 * 4 + 8) * brought
     return ranks.sent + ahead.sent - sent, expected, ranks.rounds - rounds
 
 
 @pytest.mark.parametrize(
-    ("given", "rounds"),
+    ("given", "options", "rounds"),
     [
-        ((True, torch.float32), 6),
-        ((True, torch.bfloat16), 6),
-        ((False, torch.float32), 3),
-        ((True, torch.float32, "bfloat16"), 6),
-        ((True, torch.float32, "float32", True), 3),
-        ((True, torch.float32, "bfloat16", True), 3),
+        ((True, torch.float32), {}, 6),
+        ((True, torch.bfloat16), {}, 6),
+        ((False, torch.float32), {}, 3),
+        ((False, torch.float32), {"positions": True}, 3),
+        ((True, torch.float32), {"wire": "bfloat16"}, 6),
+        ((True, torch.float32, True), {}, 3),
+        ((True, torch.float32, True), {"wire": "bfloat16"}, 3),
+        ((True, torch.float32, True), {"positions": True}, 3),
     ],
 )
-def test_a_step_sends_each_unique_row_once_each_way(pair: Ranks, given: Sequence[Any], rounds: int) -> None:
-    for sent, expected, made in pair.run(traffic, *given):
+def test_a_step_sends_each_unique_row_once_each_way(
+    pair: Ranks, given: Sequence[Any], options: dict[str, Any], rounds: int
+) -> None:
+    for sent, expected, made in pair.run(functools.partial(traffic, **options), *given):
         assert abs(sent / expected - 1) < 0.02
         assert made == rounds
 

@@ -59,9 +59,12 @@ class Member(Protocol):
         """What the sums that wait for a step are multiplied by; None: none do."""
         ...
 
-    def fold(self, blocks: Sequence[Block]) -> RowGradients:
-        """Return the sum of what waits and of blocks, in the order of the ranks; raise what its step would raise."""
+    def fold(self, ranks: Sequence[Sequence[Block]]) -> RowGradients:
+        """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
         ...
+
+
+Brought = Mapping[int, tuple[Member, Sequence[Block]]]  # by key, what a backward has brought
 
 
 class Verdict(NamedTuple):
@@ -183,9 +186,7 @@ class Exchange:
 
     # ---------------------------------------------------------------- gradients
 
-    def share(
-        self, brought: Mapping[int, tuple[Member, Block]], find: Callable[[int], Member | None]
-    ) -> list[tuple[Member, Verdict]]:
+    def share(self, brought: Brought, find: Callable[[int], Member | None]) -> list[tuple[Member, Verdict]]:
         """Give each row's gradients to its owners; return what there is then of all tables that any rank has brought.
 
         Args:
@@ -349,9 +350,13 @@ def _shard_of(member: Member) -> Shard:
 # ---------------------------------------------------------------- letters of gradients
 
 
-def _letters(brought: Mapping[int, tuple[Member, Block]], ranks: int) -> list[Letter]:
-    """Return for each rank a letter with the blocks of its rows: each table's key, rows and words, then all of them."""
-    parts = [(key, member.wire, stages.bring(block, member.placement)) for key, (member, block) in brought.items()]
+def _letters(brought: Brought, ranks: int) -> list[Letter]:
+    """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them."""
+    parts = [
+        (key, member.wire, stages.bring(block, member.placement))
+        for key, (member, blocks) in brought.items()
+        for block in blocks
+    ]
     letters = []
     for rank in range(ranks):
         blocks = [(key, Block(own[rank].ids, as_sent(own[rank].values, wire))) for key, wire, own in parts]
@@ -363,23 +368,23 @@ def _letters(brought: Mapping[int, tuple[Member, Block]], ranks: int) -> list[Le
 
 def _by_key(
     messages: Sequence[np.ndarray], find: Callable[[int], Member | None]
-) -> tuple[dict[int, list[Block]], dict[int, Member | None]]:
-    """Return the blocks of each table, in the order of the ranks, and the tables: by their keys, in order on all."""
-    found: dict[int, list[Block]] = {}
+) -> tuple[dict[int, list[list[Block]]], dict[int, Member | None]]:
+    """Return the blocks of each table by rank, and the tables: by their keys, in order on all."""
+    found: dict[int, list[list[Block]]] = {}
     members: dict[int, Member | None] = {}
-    for message in messages:
+    for rank, message in enumerate(messages):
         reader = MessageReader(message)
         heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
         for key, count, words in heads:
             ids, values = reader.ints(count), reader.part(words)
             member = members[key] = members[key] if key in members else find(key)
-            blocks = found.setdefault(key, [])
+            of_ranks = found.setdefault(key, [[] for _ in messages])
             if member is not None:
-                blocks.append(Block(ids, values.sent(count, member.table.dim, member.wire)))
+                of_ranks[rank].append(Block(ids, values.sent(count, member.table.dim, member.wire)))
     return dict(sorted(found.items())), dict(sorted(members.items()))
 
 
-def _unknown(key: int, brought: Mapping[int, tuple[Member, Block]]) -> str:
+def _unknown(key: int, brought: Brought) -> str:
     own = ", ".join(f"{member.label} [{key:x}]" for key, (member, _) in brought.items())
     return f"another rank brings gradients of a table [{key:x}] that this one does not have; its own are {own}"
 

@@ -7,6 +7,7 @@ backwards and ranks. So the same sequence of blocks gives the same bits on any n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -108,9 +109,20 @@ def fold(blocks: Sequence[Block], plan: Callable[[np.ndarray], Plan] = make_plan
     """Return the sum of blocks, added one after the other, in their order.
 
     Args:
-        blocks: at least one; no id twice in one of them.
+        blocks: at least one.
         plan: makes the plan of all their ids.
     """
     ids = np.concatenate([block.ids for block in blocks])
     values = buffers.empty((len(ids), blocks[0].values.shape[1]), np.float32)
     return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))
+
+
+def fold_positions(ranks: Sequence[Sequence[Block]], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+    """Return the sum of gradients by position, as one process sums those of one batch: all ranks' together.
+
+    Args:
+        ranks: by rank, what each lookup brought, in the order of the backward.
+        plan: makes the plan of the ids of a lookup on all ranks.
+    """
+    lookups = ([block for block in of_ranks if block is not None] for of_ranks in itertools.zip_longest(*ranks))
+    return RowGradients.sum_of([fold(blocks, plan) for blocks in lookups])

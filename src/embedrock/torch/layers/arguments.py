@@ -39,7 +39,7 @@ REFUSED = {
 }
 # Arguments of layers that are not the table's.
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
-OF_RANKS = {"sharded", "reshard", "wire"}
+OF_RANKS = {"sharded", "reshard", "wire", "positions"}
 WIRES = ("float32", "bfloat16")
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
@@ -51,6 +51,7 @@ class PretrainedOptions(LayerOptions, total=False):
     sharded: Annotated[Sharded, Option(17, False)]
     reshard: Annotated[str, Option(20, "error")]
     wire: Annotated[str, Option(21, "float32")]
+    positions: Annotated[bool, Option(22, False)]
 
 
 class RowOptions(PretrainedOptions, total=False):
@@ -140,8 +141,30 @@ def check_wire(layer: str, wire: str, sharded: Sharded, dtype: str) -> None:
         )
 
 
-def check_group(layer: str, group: Any, sharded: Sharded) -> None:
-    """Raise `UnsupportedError` where rows in a group are to be shared out."""
+def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOptions) -> None:
+    """Raise an error unless gradients can be summed by position, where a layer is to do so."""
+    positions, wire = options.get("positions", False), options.get("wire", "float32")
+    if not isinstance(positions, bool):
+        raise ArgumentError(f"`positions` of {layer} must be True or False: got {positions!r}.")
+    if positions and wire != "float32":
+        raise ArgumentError(
+            f"`positions` of {layer} are for the bits of one process, which rows lose that are sent in 16 bits: got "
+            f"positions=True and wire={wire!r}. Leave one of them out."
+        )
+    if positions and scale_grad_by_freq:
+        raise UnsupportedError(
+            f"`scale_grad_by_freq` of {layer} does not go with positions=True: a rank knows how often an id occurs in "
+            "its own batch, not in that of all ranks. Leave one of them out."
+        )
+
+
+def check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> None:
+    """Raise `UnsupportedError` where rows in a group are to be shared out, or summed by position."""
+    if group is not None and positions:
+        raise UnsupportedError(
+            f"`group` of {layer} does not go with positions=True: a group sums the gradients of its tables in one go, "
+            "where they arise. Leave one of them out."
+        )
     if group is not None and sharded is not False:
         raise UnsupportedError(
             f"`group` of {layer} does not go with sharded={sharded!r}: a group reads its tables in one go, in one "
@@ -178,7 +201,8 @@ def table_of(
     dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
     check_wire(layer, given.pop("wire"), sharded, dtype)
-    check_group(layer, group if group is not None or not isinstance(rows, Table) else rows.group, sharded)
+    of_group = group if group is not None or not isinstance(rows, Table) else rows.group
+    check_group(layer, of_group, sharded, given.pop("positions"))
     given["path"] = path_here(layer, sharded, path, given.pop("reshard"))
     stored = {**given, "dtype": dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):

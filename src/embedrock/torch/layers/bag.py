@@ -14,7 +14,14 @@ from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
+from embedrock.torch.layers.arguments import (
+    PretrainedOptions,
+    RowOptions,
+    check_norm,
+    check_positions,
+    pretrained_table,
+    table_of,
+)
 from embedrock.torch.layers.features import HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
@@ -37,7 +44,7 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry, the end of the last bag.
         padding_idx: id whose row starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, init, seed, dtype, name, sharded, reshard, wire, rule, directory,
+        path, memory, policy, keep, init, seed, dtype, name, sharded, reshard, wire, positions, rule, directory,
             on_nonfinite, device_memory: as in `Embedding`.
 
     Raises:
@@ -72,6 +79,7 @@ class EmbeddingBag(RowLayer):
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
+        check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
         table = table_of("ert.EmbeddingBag", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
         self.mode, self.include_last_offset = mode, include_last_offset
@@ -93,6 +101,7 @@ class EmbeddingBag(RowLayer):
         **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
         """Make a layer whose rows start as those of `embeddings`: see `Embedding.from_pretrained`."""
+        check_positions("ert.EmbeddingBag", scale_grad_by_freq, options)
         table = pretrained_table("ert.EmbeddingBag", embeddings, dtype, options)
         more = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         layer = cls(table, None, max_norm, norm_type, scale_grad_by_freq, mode, **more)

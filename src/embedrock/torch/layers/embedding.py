@@ -14,7 +14,14 @@ from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions, check_norm, pretrained_table, table_of
+from embedrock.torch.layers.arguments import (
+    PretrainedOptions,
+    RowOptions,
+    check_norm,
+    check_positions,
+    pretrained_table,
+    table_of,
+)
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
@@ -57,6 +64,9 @@ class Embedding(RowLayer):
             "auto", its rows are shared out anew first, for which all ranks must see the same disk.
         wire: what float32 rows that are shared out, and their gradients, are sent as: "float32", exactly, or
             "bfloat16", rounded to the nearest number of 16 bits. See docs/shards.md.
+        positions: several processes train rows to the bits of one that has the batches of all as one batch: gradients
+            are sent for each position, and summed in that order. Else those of each rank are summed before they are
+            sent, which sends less. See docs/shards.md.
         policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
 
     Raises:
@@ -88,6 +98,7 @@ class Embedding(RowLayer):
         **options: Unpack[RowOptions],
     ) -> None:
         check_norm(max_norm, norm_type)  # before a table is opened, whose path an error would keep
+        check_positions("ert.Embedding", scale_grad_by_freq, options)
         table = table_of("ert.Embedding", num_embeddings, embedding_dim, padding_idx, options)
         super().__init__(table, padding_idx, max_norm, norm_type, scale_grad_by_freq, Terms.of(options))
 
@@ -123,6 +134,7 @@ class Embedding(RowLayer):
             >>> layer(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
+        check_positions("ert.Embedding", scale_grad_by_freq, options)
         table = pretrained_table("ert.Embedding", embeddings, dtype, options)
         layer = cls(table, None, padding_idx, max_norm, norm_type, scale_grad_by_freq)
         layer.handle.share_by(Terms.of(options))

@@ -88,7 +88,7 @@ class RowLayer(nn.Module):
         self._number = number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
-        if terms is not None and terms.sharded is not False:  # layers on a table that is shared need not say so again
+        if terms is not None and not terms.are_default:  # layers on a table that is shared need not say so again
             self.handle.share_by(terms)
 
     def name_in_errors(self, path: str | None = None) -> None:

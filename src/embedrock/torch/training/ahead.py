@@ -194,9 +194,10 @@ class Ahead:
         return _Counted(self, sharing, ids_of)
 
     def count(self, sharing: Sharing, ids: np.ndarray) -> None:
-        """Note what a batch looks up in a replicated table."""
-        unique = make_plan(np.ascontiguousarray(ids, np.int64)).ids
-        self._copies[sharing] = len(unique) - len(self._dropped(sharing, unique))
+        """Note what a batch looks up in a replicated table, int64 of any shape."""
+        ids = np.ascontiguousarray(ids, np.int64)
+        brought = ids.reshape(-1) if sharing.sums_positions else make_plan(ids).ids
+        self._copies[sharing] = len(brought) - len(self._dropped(sharing, brought))
 
     def __call__(self, batch: Any) -> Round:
         """Let the ids of the batch that was pulled go ahead."""
@@ -263,7 +264,8 @@ class Ahead:
         words = np.full(ranks, 2 + 6 * len(trains))
         for sharing in trains:
             if sharing in made.plans:
-                ids, shard = made.plans[sharing].ids, _shard_of(sharing)
+                shard, ids = _shard_of(sharing), made.plans[sharing].ids
+                ids = made.flat[sharing] if sharing.sums_positions else ids
                 counts = np.diff(shard.split(ids).bounds)
                 np.subtract.at(counts, shard.owners(self._dropped(sharing, ids)), 1)
             else:
@@ -273,7 +275,7 @@ class Ahead:
         return words.tolist()
 
     def _dropped(self, sharing: Sharing, ids: np.ndarray) -> np.ndarray:
-        """Return those of unique ids that get no gradient."""
+        """Return those of ids that get no gradient."""
         paddings = self._paddings[sharing]
         padding = next(iter(paddings)) if len(paddings) == 1 else None  # else another layer brings it
         return ids[:0] if padding is None else ids[ids == padding]

@@ -345,12 +345,11 @@ class Handle(nn.Parameter):
 
     def share_by(self, terms: Terms) -> None:
         """Share the rows with other processes as a layer says."""
-        is_said = self._sharing is not None or self.terms.sharded is not False
-        if is_said and (terms.sharded, terms.wire) != (self.terms.sharded, self.terms.wire):
+        is_said = self._sharing is not None or not self.terms.are_default
+        if is_said and terms._replace(path=None) != self.terms._replace(path=None):
             raise ArgumentError(
-                f"the rows of {self.label} are shared with other processes by sharded={self.terms.sharded!r} and "
-                f"wire={self.terms.wire!r} already: got {terms.sharded!r} and {terms.wire!r}. Say so in the first "
-                "layer on a table."
+                f"the rows of {self.label} are shared with other processes by {self.terms.told} already: got "
+                f"{terms.told}. Say so in the first layer on a table."
             )
         if terms.sharded is not False and self.table.spec.has_residents:
             raise UnsupportedError(

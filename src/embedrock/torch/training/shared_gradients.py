@@ -42,9 +42,9 @@ class SharedGradients(HostGradients):
         return SharedGradients(*parts, math.isfinite(square), exchange, placement)
 
     @property
-    def sums(self) -> np.ndarray:
+    def sums(self) -> RowGradients:
         """What blocks of later backwards are added to: sums over ranks, scaled as the number was."""
-        return self.scaled(self.factor * self.placement.ranks).values
+        return self.scaled(self.factor * self.placement.ranks)
 
     def seen_as(self, number: Tensor) -> SharedGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""

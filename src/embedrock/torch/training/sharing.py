@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import weakref
@@ -23,13 +24,14 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.shards import stages
-from embedrock.shards.exchange import Exchange, Member
+from embedrock.shards.exchange import Brought, Exchange
 from embedrock.shards.owners import Placement, Replica, Shard
 from embedrock.shards.stages import Block
 from embedrock.shards.uneven import Op
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.host_side import HostGradients, HostSide
+from embedrock.torch.training.positions import PositionGradients, PositionSide
 from embedrock.torch.training.ranks import Ranks, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
 from embedrock.torch.training.steps import DueStep, step_all
@@ -54,20 +56,31 @@ class Terms(NamedTuple):
     """How a layer shares its rows with other processes.
 
     Attributes:
-        sharded, wire: as in `Embedding`.
+        sharded, wire, positions: as in `Embedding`.
         path: where rows that are shared out are on disk; None: in RAM.
     """
 
     sharded: Sharded = False
     path: str | None = None
     wire: str = "float32"
+    positions: bool = False
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Terms:
         """Return those that a layer was given among its options."""
         path = options.get("path")
-        given = {name: options[name] for name in ("sharded", "wire") if name in options}
+        given = {name: options[name] for name in ("sharded", "wire", "positions") if name in options}
         return Terms(path=None if path is None else os.fspath(path), **given)
+
+    @property
+    def are_default(self) -> bool:
+        """Whether nothing was said, but where rows are."""
+        return self._replace(path=None) == Terms()
+
+    @property
+    def told(self) -> str:
+        """What was said, in words."""
+        return f"sharded={self.sharded!r}, wire={self.wire!r}, positions={self.positions!r}"
 
 
 def check_sharded(layer: str, sharded: Sharded) -> None:
@@ -106,7 +119,7 @@ class Crew:
         self.current: dict[bool, Round] = {}
         self._ahead: Ranks | None = None
         self._members: weakref.WeakValueDictionary[int, Sharing] = weakref.WeakValueDictionary()
-        self._arrived: weakref.WeakKeyDictionary[Backward, dict[Sharing, Block]] = weakref.WeakKeyDictionary()
+        self._arrived: weakref.WeakKeyDictionary[Backward, dict[Sharing, Sequence[Block]]] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Crew:
@@ -126,18 +139,18 @@ class Crew:
         """Take in a table."""
         self._members[sharing.key] = sharing
 
-    def arrive(self, sharing: Sharing, block: Block) -> None:
+    def arrive(self, sharing: Sharing, blocks: Sequence[Block]) -> None:
         """Take what a backward brings for a table; all go to their owners in one exchange, once it is over."""
         run = Backward.current()
         if run not in self._arrived:
             self._arrived[run] = {}
             _queue(lambda: self._exchange(run), TURNS)
-        self._arrived[run][sharing] = block
+        self._arrived[run][sharing] = blocks
 
     def _exchange(self, run: Backward) -> None:
-        self._share({sharing.key: (sharing, block) for sharing, block in self._arrived.pop(run).items()})
+        self._share({sharing.key: (sharing, blocks) for sharing, blocks in self._arrived.pop(run).items()})
 
-    def _share(self, arrived: Mapping[int, tuple[Member, Block]]) -> None:
+    def _share(self, arrived: Brought) -> None:
         for member, verdict in self.exchange.share(arrived, self._members.get):
             assert isinstance(member, Sharing)
             member.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
@@ -244,6 +257,7 @@ class Sharing:
     Attributes:
         group: of the ranks.
         wire: the dtype that float32 rows and gradients are sent as.
+        sums_positions: gradients are sent by position, and summed by owners in the order of all ranks' batch.
         side: where its rows are looked up: at their owners, or here.
     """
 
@@ -251,14 +265,15 @@ class Sharing:
         self._handle, self.group = weakref.ref(handle), group
         self._crew = Crew.of(group)
         self.placement = _placement(handle, self._crew.ranks)
-        self.wire = handle.terms.wire
-        known_as = f"{handle.known_as} {self.placement._replace(rank=0)} {self.wire}"
+        self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
+        known_as = f"{handle.known_as} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(known_as.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
-        self.side: HostSide = HostSide(handle.table)
         if isinstance(self.placement, Shard):
-            self.side = ShardSide(handle.table, self)
+            self.side: HostSide = (ShardPositionSide if self.sums_positions else ShardSide)(handle.table, self)
             rows_of(handle.table).owns = self.placement.owns
+        else:
+            self.side = (PositionSide if self.sums_positions else HostSide)(handle.table)
 
     @property
     def exchange(self) -> Exchange:
@@ -275,8 +290,12 @@ class Sharing:
     @property
     def label(self) -> str:
         """What error messages call it."""
+        return f"{self.handle.label} ({self.handle.known_as}{self._sent})"
+
+    @property
+    def _sent(self) -> str:
         sent = "" if self.wire == Terms().wire else f", sent as {self.wire}"
-        return f"{self.handle.label} ({self.handle.known_as}{sent})"
+        return f"{sent}, by position" if self.sums_positions else sent
 
     @property
     def table(self) -> Table:
@@ -329,8 +348,9 @@ class Sharing:
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
-        """Take what a backward brings, summed by row."""
-        self._crew.arrive(self, Block(grads.plan.ids, grads.values))
+        """Take what a backward brings."""
+        blocks = grads.lookups if isinstance(grads, PositionGradients) else [Block(grads.plan.ids, grads.values)]
+        self._crew.arrive(self, blocks)
 
     @property
     def waits(self) -> float | None:
@@ -346,12 +366,16 @@ class Sharing:
         elif isinstance(pending.grads, SharedGradients):
             pending.grads = replace(pending.grads, factor=factor)
 
-    def fold(self, blocks: Sequence[Block]) -> RowGradients:
-        """Return the sum of what waits and of blocks, in their order; raise what its step would raise."""
+    def fold(self, ranks: Sequence[Sequence[Block]]) -> RowGradients:
+        """Return the sum of what waits and of the blocks of each rank, in order; raise what a step would raise."""
         handle = self.handle
         waits = handle.pending.grads if handle.grad is not None else None
-        before = [Block(waits.plan.ids, waits.sums)] if isinstance(waits, SharedGradients) else []
-        folded = stages.fold([*before, *blocks], handle.table.plan)
+        before = [waits.sums] if isinstance(waits, SharedGradients) else []
+        if self.sums_positions:
+            folded = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
+        else:
+            waiting = [Block(grads.plan.ids, grads.values) for grads in before]
+            folded = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
         if handle.table.mode == "w":
             handle.table.check_step(folded)  # or a step would be made by those that have room, and no others
         return folded
@@ -417,6 +441,10 @@ class ShardSide(HostSide):
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return each row once: float32 (unique, dim)."""
         return self._sharing.rows(plan)
+
+
+class ShardPositionSide(PositionSide, ShardSide):
+    """Rows that their owners read, and whose gradients are kept by position."""
 
 
 def sharing_of(handle: Handle, earlier: Sharing | None) -> Sharing | None:
