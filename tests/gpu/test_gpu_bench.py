@@ -319,6 +319,7 @@ def test_the_kernel_on_host_memory_touches_what_it_is_told():
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.usefixtures("in_process")
 def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

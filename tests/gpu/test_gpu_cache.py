@@ -15,6 +15,7 @@ from tensors import DEVICE, Poisoned, one, same, tensor
 
 from embedrock.kernels.gpu import cache, homes, plan
 from embedrock.kernels.reference import device
+from slow import slow
 
 START = 2**22 - 5  # the first stamp: they soon begin anew
 
@@ -246,7 +247,7 @@ BEGIN = st.tuples(st.just("begin"), st.sets(st.integers(-2, ROWS + 1), max_size=
 OTHER = st.sampled_from([("exchange",), ("look_up",), ("step", 1), ("step", 1), ("step", 0)])
 
 
-@settings(max_examples=25)
+@settings(max_examples=6)
 @given(
     near=st.integers(1, 9),
     window=st.integers(1, 9),
@@ -261,7 +262,7 @@ def test_random_programs(near: int, window: int, record_bytes: int, program: lis
     world.finish()
 
 
-@pytest.mark.parametrize("near", [3, 8])
+@pytest.mark.parametrize("near", [3, *slow(8)])
 def test_a_long_program(near: int) -> None:
     rng, world = np.random.default_rng(near), World(near, ROWS, 6, 16)
     for _ in range(25):

@@ -218,7 +218,7 @@ FLOATS = (
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
     values = data.draw(arrays.arrays(np.float32, (2, 70), elements=FLOATS))
     words, ids, seed = np.zeros((2, 70), STORAGES[dtype].words), np.array([-5, 2**40]), np.uint64(2**64 - 3)
@@ -242,9 +242,12 @@ def test_every_word_decodes(dtype: str) -> None:
     np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("dim", [*DIMS, 1030])
-@pytest.mark.parametrize("rule", [None, Adam(dense=True)], ids=repr)
+BEGUN = list(itertools.product([None, Adam(dense=True)], [*DIMS, 1030], STORAGES))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim", "dtype"), [*BEGUN[::4], *slow(*(case for k, case in enumerate(BEGUN) if k % 4))], ids=str
+)
 def test_begin(rule: Rule | None, dim: int, dtype: str) -> None:
     check_begin(rule, dim, dtype, ("normal", 0.3, 0.7))
 
@@ -304,9 +307,19 @@ def test_steps_are_those_of_the_cpu(rule: Rule, dtype: str) -> None:
     check_steps(rule, dtype, 17, 11)
 
 
-@pytest.mark.parametrize("rule", [SGD(), RowwiseAdagrad(), Adam(), Adam(dense=True)], ids=repr)
-@pytest.mark.parametrize(("dim", "dtype"), [(1, "float32"), (2, "bfloat16"), (64, "float32"), (2500, "bfloat16")])
-def test_rows_of_any_width(rule: Rule, dim: int, dtype: str) -> None:
+WIDE = list(
+    itertools.product(
+        [SGD(), RowwiseAdagrad(), Adam(), Adam(dense=True)],
+        [(1, "float32"), (2, "bfloat16"), (64, "float32"), (2500, "bfloat16")],
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"), [*WIDE[::3], *slow(*(case for k, case in enumerate(WIDE) if k % 3))], ids=str
+)
+def test_rows_of_any_width(rule: Rule, width: tuple[int, str]) -> None:
+    dim, dtype = width
     check_steps(rule, dtype, dim, 3)
 
 
@@ -321,12 +334,12 @@ def test_steps_with_a_rate_of_zero_are_those_of_the_cpu(rule: Rule) -> None:
 
 
 # They fade fast, so that what is left of a long absence is made at once.
-FADING = (
+FADING = [
     Momentum(momentum=0.5, nesterov=True, dense=True),
     RMSprop(alpha=0.5, dense=True),
     Adam(betas=(0.5, 0.9), dense=True),
-    AdamW(lr=0.1, betas=(0.5, 0.9), dense=True),
-)
+    *slow(AdamW(lr=0.1, betas=(0.5, 0.9), dense=True)),
+]
 
 
 @pytest.mark.parametrize("rule", FADING, ids=repr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from test_gpu_sums import Plan, close, plan_of, run
 
 from embedrock.kernels import reference
 from embedrock.kernels.gpu import pooling, sums
+from slow import slow
 
 DIMS = 1, 17
 SIZES = [3, 1, 20, 2, 64, 1]  # of segments
@@ -47,10 +49,12 @@ class Bags:
         return rows
 
 
-@pytest.mark.parametrize("skip", [-1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("dim", DIMS)
+KINDS = list(itertools.product(DIMS, [False, True], [False, True], [-1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("dim", "mean", "weighted", "skip"), [*KINDS[::5], *slow(*(kind for k, kind in enumerate(KINDS) if k % 5))]
+)
 def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     bags = Bags(SIZES, dim, weighted)
     count, weights, plan = len(bags.grads), tensor(bags.weights), bags.plan

@@ -12,6 +12,7 @@ from tensors import DEVICE, Poisoned, one, same, tensor
 from embedrock.kernels import reference
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.reference import device
+from slow import slow
 
 DIMS = 1, 3, 17, 64
 SHORT = [1, 2, 5, 64, 3, 63, 1, 1]
@@ -83,8 +84,11 @@ def close(got: np.ndarray, grads: np.ndarray, plan: Plan, expected: np.ndarray) 
     same(got[short], expected[short])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", DIMS)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+KINDS = [(dim, dtype) for dim in DIMS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [*KINDS[::4], *slow(*(kind for k, kind in enumerate(KINDS) if k % 4))])
 def test_short_segments(dim: int, dtype: torch.dtype) -> None:
     plan, rng = plan_of(SHORT), np.random.default_rng(dim)
     grads = tensor(rng.standard_normal((140, dim + 3)).astype(np.float32)).to(dtype)[:, :dim]  # rows with a stride
@@ -93,8 +97,11 @@ def test_short_segments(dim: int, dtype: torch.dtype) -> None:
     same(summed(grads, plan, -1), expected)
 
 
-@pytest.mark.parametrize("sizes", LONG, ids=str)
-@pytest.mark.parametrize("skipped", [None, min, max])
+LONGEST = [(LONG[-1], None), (LONG[-1], max), (LONG[1], min)]
+OTHERS = [(sizes, skipped) for sizes in LONG for skipped in (None, min, max) if (sizes, skipped) not in LONGEST]
+
+
+@pytest.mark.parametrize(("sizes", "skipped"), [*LONGEST, *slow(*OTHERS)], ids=str)
 def test_long_segments(skipped: Any, sizes: list[int]) -> None:
     plan, dim = plan_of(sizes), 5
     skip = -1 if skipped is None else sizes.index(skipped(sizes))
@@ -132,7 +139,7 @@ def check_norm(values: np.ndarray, count: int, rtol: float = 0.0) -> None:
     assert tickets.item() == 0
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [17, *slow(1, 3, 64)])
 def test_norm_of_many_rows(dim: int) -> None:
     check_norm(np.random.default_rng(dim).standard_normal((2100, dim)).astype(np.float32), 2090, rtol=2e-7)
 
