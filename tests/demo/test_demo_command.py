@@ -159,6 +159,38 @@ def test_killed_and_started_again_it_goes_on(
     assert wanted["disk"]["reads_per_step"] > 0
 
 
+def auc_of(*options: str, out: Path) -> float:
+    assert main(["demo", *options, "--json", str(out)]) == 0
+    return json.loads(out.read_text())["training"]["curve"][-1]["auc"]
+
+
+def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = auc_of(*TINY, "--no-compare", "--in-ram", out=tmp_path / "one.json")
+    both = auc_of(*TINY, "--no-compare", "--in-ram", "--ranks", "2", out=tmp_path / "both.json")
+    assert "2 processes, each with its part of the rows" in capsys.readouterr().out
+    assert both == pytest.approx(one, abs=1e-4)
+    assert 0.55 < one < 0.9
+    kept, shared = (json.loads((tmp_path / name).read_text())["training"] for name in ("one.json", "both.json"))
+    assert shared["curve"][-1]["loss"] == pytest.approx(kept["curve"][-1]["loss"], rel=1e-4)
+    assert shared["tables"]["users"]["rows_touched"] == kept["tables"]["users"]["rows_touched"]
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_killed_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    options = ["--steps", "300", "--memory", "1MiB", *SMALL, "--ranks", "2"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = tmp_path / "demo"
+    with start(*options, "--path", str(folder), folder=tmp_path) as process:
+        wait_for(folder / "checkpoints", "*.pt")
+        process.kill()
+        process.communicate(timeout=300)
+    wait_for_the_end_of(process.pid)  # the other process ends with it
+    out = tmp_path / "out.json"
+    resumed = auc_of(*options, "--path", str(folder), out=out)
+    assert json.loads(out.read_text())["training"]["resumed_at"] in (75, 150, 225, 250)
+    assert resumed == auc_of(*options, "--path", str(tmp_path / "other"), out=out)  # as if nothing had happened
+
+
 def wait_for(folder: Path, pattern: str) -> None:
     deadline = time.monotonic() + 300
     while not any(folder.glob(pattern)):
@@ -197,6 +229,11 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path, capsys: pytest.
         (["--in-ram", "--path", "x"], "argument --in-ram: does not go with --path or --memory"),
         (["--data", __file__, "--in-ram"], "argument --in-ram: only goes without --data FILE"),
         (["--data", __file__, "--keras"], "argument --keras: only goes without --data FILE"),
+        (
+            ["--keras", "--ranks", "2"],
+            "argument --ranks: does not go with --keras: processes of PyTorch train together",
+        ),
+        (["--data", __file__, "--ranks", "2"], "argument --ranks: only goes without --data FILE"),
         (["--keras", "--no-compare"], "argument --no-compare: does not go with --keras, which compares nothing"),
         (["--speed", "3"], "unrecognized arguments: --speed 3"),
     ],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 from embedrock.demo.course import format_sizes, train
@@ -16,28 +17,39 @@ from embedrock.terminal.tables import format_facts
 
 def run(options: ClickOptions) -> dict[str, Any]:
     """Train on planted clicks and print how it goes; return all numbers, as plain JSON values."""
-    framework = _framework(options)
-    framework.use_threads(options.threads)
-    spec = _spec_in_ram(options)
-    print(_format_start(options, spec))
-    framework.warm_up(spec)
-    log = PlantedLog(options.users, options.items, options.seed)
-    split = PlantedSplit(log, options.batch_size)
-    results: dict[str, Any] = {"training": train(framework.make_learner, spec, split, options)}
+    with _framework(options) as framework:
+        framework.use_threads(options.threads)
+        spec = _spec_in_ram(options)
+        print(_format_start(options, spec))
+        framework.warm_up(spec)
+        training = train(framework.make_learner, spec, _split(options), options)
+    results: dict[str, Any] = {"training": training}
     if options.compare and not options.keras:
         from embedrock.demo.torch.contest import compare_backends
 
-        results["contest"] = [asdict(each) for each in compare_backends(spec, replace(log), options)]
+        results["contest"] = [asdict(each) for each in compare_backends(spec, _log(options), options)]
     return results
 
 
-def _framework(options: ClickOptions) -> Framework:
+def _log(options: ClickOptions) -> PlantedLog:
+    return PlantedLog(options.users, options.items, options.seed)
+
+
+def _split(options: ClickOptions) -> PlantedSplit:
+    return PlantedSplit(_log(options), options.batch_size)
+
+
+def _framework(options: ClickOptions) -> AbstractContextManager[Framework]:
     # Only the one that is asked for has to be installed.
     if options.keras:
         from embedrock.demo.keras import learner
+    elif options.ranks > 1:
+        from embedrock.demo.torch.ranks import Ranks
+
+        return Ranks(options, _split)
     else:
         from embedrock.demo.torch import learner
-    return learner
+    return nullcontext(learner)
 
 
 def _spec_in_ram(options: ClickOptions) -> PairSpec:
@@ -57,4 +69,7 @@ def _format_start(options: ClickOptions, spec: PairSpec) -> str:
     """Return what is going to be trained, and on what."""
     clicks = f"{options.users:,} users x {options.items:,} items, popularity Zipf({ZIPF}), seed {options.seed}"
     model = f"{options.model}, Adam(lr={options.lr:g}), {options.steps:,} batches of {options.batch_size:,}"
-    return f"{format_facts({'clicks': clicks, 'model': model})}\n\n{format_sizes(spec.embeddings)}"
+    facts = {"clicks": clicks, "model": model}
+    if options.ranks > 1:
+        facts["ranks"] = f"{options.ranks} processes, each with its part of the rows and of every batch"
+    return f"{format_facts(facts)}\n\n{format_sizes(spec.embeddings)}"

@@ -39,6 +39,9 @@ With --data FILE, on a log of your own, one interaction per line: user item [rat
 commas or whitespace, with or without a header line. The last item of each user is held out and ranked among 100
 items that the user never touched (HR@10, NDCG@10); the same model on nn.Embedding + SparseAdam runs beside.
 
+With --ranks N, the demo without --data trains in N processes under torch.distributed and DistributedDataParallel. Each
+has its part of the rows, and of every batch; the AUC is that of one process.
+
 With --keras, the demo without --data trains by Keras' fit, on TensorFlow, and compares nothing.
 
 With --stream, on items that are born and die, as strings, by a table of open ids with and without admission and
@@ -89,6 +92,7 @@ def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     _add_option(parser, "items", type=_rows, metavar="N", text="items")
     _add_option(parser, "max_rows", type=_rows, metavar="N", text="the most rows of a table")
     _add_option(parser, "max_bag", type=count, metavar="N", text="the most ids of a feature")
+    _add_option(parser, "ranks", type=count, metavar="N", text="processes that share the rows out, and train together")
     _add_option(parser, "steps_a_day", type=count, metavar="N", text="batches of each day")
     _add_option(parser, "days", type=count, metavar="N", text="days of the stream")
     _add_option(parser, "alive", type=count, metavar="N", text="items that are there at a time")
@@ -201,6 +205,8 @@ def _options(arguments: Namespace) -> DemoOptions:
         arguments.parser.error("argument --in-ram: does not go with --path or --memory, which are of tables on disk")
     if isinstance(options, ClickOptions) and options.keras and not options.compare:
         arguments.parser.error("argument --no-compare: does not go with --keras, which compares nothing")
+    if isinstance(options, ClickOptions) and options.keras and options.ranks > 1:
+        arguments.parser.error("argument --ranks: does not go with --keras: processes of PyTorch train together")
     if isinstance(options, ClickOptions | LogOptions):
         _check_dim(options, arguments.parser)
     if isinstance(options, DlrmOptions):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,8 +16,6 @@ from embedrock.demo.training_folder import TrainingFolder
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.ram import rss_bytes
 from embedrock.machine.sizes import format_bytes
-from embedrock.table.group import Group
-from embedrock.table.keeper import UncommittedWarning
 from embedrock.terminal.progress import print_above, progress
 from embedrock.terminal.tables import Column, format_count, format_facts, format_head, format_row, format_table
 
@@ -33,16 +30,17 @@ def train(make_learner: MakeLearner, spec: ModelSpec, source: Source, options: S
     """Train from the last checkpoint on, print how it goes, and return all numbers, as plain JSON values."""
     if options.in_ram:
         try:
-            return _train(make_learner(spec, None), spec, source, options.batches)
+            return train_learner(make_learner(spec, None), spec, source, options.batches)
         except MemoryBudgetError as error:
             remedy = "In the demo: fewer --steps, or a smaller --batch-size or --dim."
             raise MemoryBudgetError(f"{error} {remedy}") from error
     with TrainingFolder.of(spec, options).claimed(options) as folder:
         placed = folder.placed(spec)
-        return _train(make_learner(placed, folder.checkpoints), placed, source, options.batches)
+        return train_learner(make_learner(placed, folder.checkpoints), placed, source, options.batches)
 
 
-def _train(learner: Learner, spec: ModelSpec, source: Source, batches: int) -> dict[str, Any]:
+def train_learner(learner: Learner, spec: ModelSpec, source: Source, batches: int) -> dict[str, Any]:
+    """Train until there were so many batches, as `train` does; give the tables back."""
     try:
         training = Training(learner, lambda learner: {"auc": _auc(learner, source)}, RECENT)
         first = learner.resume()
@@ -55,7 +53,7 @@ def _train(learner: Learner, spec: ModelSpec, source: Source, batches: int) -> d
         print(_format_training(results))
         return results
     finally:
-        _close(learner.group)
+        learner.tables.close()
 
 
 def _train_parts(training: Training, source: Source, steps: range, meter: DiskMeter | None) -> None:
@@ -79,13 +77,6 @@ def _auc(learner: Learner, source: Source) -> float:
     return auc(source.test.labels, learner.scores(*source.test.inputs))
 
 
-def _close(group: Group) -> None:
-    """Give the tables back. What no checkpoint has is lost, which is said elsewhere."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncommittedWarning)
-        group.close()
-
-
 def _results(training: Training, spec: ModelSpec, source: Source, steps: range) -> dict[str, Any]:
     """Return all numbers of a training, as plain JSON values.
 
@@ -96,7 +87,7 @@ def _results(training: Training, spec: ModelSpec, source: Source, steps: range) 
         steps: of this process; those before were earlier processes'.
     """
     seconds = accumulate(part.train_s for part in training.parts)
-    names, group = [feature.name for feature in spec.features], training.learner.group
+    names, tables = [feature.name for feature in spec.features], training.learner.tables
     return {
         "curve": [
             {"step": part.step, "train_s": train_s, "loss": part.loss, **part.scores}
@@ -105,8 +96,8 @@ def _results(training: Training, spec: ModelSpec, source: Source, steps: range) 
         "resumed_at": steps.start,
         "planted_auc": source.best,
         "tested": len(source.test.labels),
-        "tables": {name: group[member].stats() for name, member in zip(names, group, strict=True)},
-        "group": group.stats(),
+        "tables": dict(zip(names, tables.each(), strict=True)),
+        "group": tables.stats(),
         "rss_bytes": rss_bytes(),
         **source.facts(steps.stop),
     }

@@ -38,7 +38,7 @@ class DiskMeter:
         return _rates(self._start, self._now(step))
 
     def _now(self, step: int) -> dict[str, float]:
-        stats = self._learner.group.stats()
+        stats = self._learner.tables.stats()
         counts = {name: stats[name] for name in NAMES}
         waited = {} if self._learner.waited_s is None else {"waited_s": self._learner.waited_s}
         return {**counts, **waited, "steps": step, "time_s": time.perf_counter()}

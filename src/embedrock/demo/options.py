@@ -76,9 +76,10 @@ class ClickOptions(SourceOptions):
         model: a name in `DIM_MULTIPLES`.
         users, items: rows of the two tables.
         keras: train with Keras on TensorFlow.
+        ranks: processes that share the rows out, and train together.
     """
 
-    SAME: ClassVar = ("keras", "model", "users", "items", *SourceOptions.SAME)
+    SAME: ClassVar = ("keras", "model", "users", "items", "ranks", *SourceOptions.SAME)
 
     model: str = "mf"
     lr: float = 0.005
@@ -86,6 +87,7 @@ class ClickOptions(SourceOptions):
     items: int = 2_000_000
     steps: int | None = 3000
     keras: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

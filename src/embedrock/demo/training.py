@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.demo.data.examples import Examples
 from embedrock.demo.model_spec import PairSpec
-from embedrock.table.group import Group
+from embedrock.demo.tables import Tables
 
 DEPTH = 2  # batches that are looked ahead
 SAVE_STEPS = 250  # between two checkpoints
@@ -24,7 +24,7 @@ class Learner(Protocol):
 
     Attributes:
         name: of what keeps and steps the rows, for people.
-        group: of the tables of its features, in their order.
+        tables: of its features, in their order.
         waited_s: how long `train` has waited for rows from the disk, seconds; None: the framework does not say.
     """
 
@@ -32,7 +32,7 @@ class Learner(Protocol):
     def name(self) -> str: ...
 
     @property
-    def group(self) -> Group: ...
+    def tables(self) -> Tables: ...
 
     @property
     def waited_s(self) -> float | None: ...

@@ -17,6 +17,7 @@ import embedrock.keras as erk
 from embedrock import errors
 from embedrock.demo.keras.models import make_model
 from embedrock.demo.model_spec import PairSpec
+from embedrock.demo.tables import GroupTables
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
 from embedrock.errors import EmbedrockError
 
@@ -58,6 +59,11 @@ class KerasLearner:
         self._users, self._items = (self.model.get_layer(name) for name in ("user_rows", "item_rows"))
         self.group: er.Group = self._users.table.group
         self._checkpoints = [erk.TableCheckpoint(checkpoints, SAVE_STEPS, resume=False)] if checkpoints else []
+
+    @property
+    def tables(self) -> GroupTables:
+        """Those that it trains."""
+        return GroupTables(self.group)
 
     def resume(self) -> int:
         """Go on from the last checkpoint, if there is one; return its step."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,27 @@ def first_values(spec: EmbeddingSpec) -> torch.Tensor:
 
 def _our_embeddings(spec: ModelSpec) -> list[nn.Module]:
     group = spec.group()
-    return [_our_embedding(each, group) for each in spec.embeddings]
+    return [_our_embedding(each, group=group) for each in spec.embeddings]
 
 
-def _our_embedding(spec: EmbeddingSpec, group: er.Group) -> nn.Module:
-    options: dict[str, Any] = {"init": spec.first_values, "seed": spec.seed, "group": group, "name": spec.feature.name}
+def shared_out(ranks: int) -> Backend:
+    """Return Embedrock with tables whose rows so many processes share out, each with an equal part of the memory."""
+    return replace(EMBEDROCK, embeddings=partial(_shared_embeddings, ranks=ranks), together=_OneByOne)
+
+
+def _shared_embeddings(spec: ModelSpec, ranks: int) -> list[nn.Module]:
+    return [_our_embedding(each, sharded=True, **_own_place(spec, each, ranks)) for each in spec.embeddings]
+
+
+def _own_place(spec: ModelSpec, of: EmbeddingSpec, ranks: int) -> dict[str, Any]:
+    if spec.folder is None:
+        return {}
+    memory = None if spec.memory is None else spec.memory // (ranks * len(spec.embeddings))
+    return {"path": spec.folder / f"{of.feature.name}.rock", "memory": memory}
+
+
+def _our_embedding(spec: EmbeddingSpec, **place: Any) -> nn.Module:
+    options: dict[str, Any] = {"init": spec.first_values, "seed": spec.seed, "name": spec.feature.name, **place}
     if spec.feature.bag:
         return ert.EmbeddingBag(spec.rows, spec.dim, mode="sum", **options)
     return ert.Embedding(spec.rows, spec.dim, **options)

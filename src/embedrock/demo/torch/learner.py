@@ -17,6 +17,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.demo.data.examples import Examples
 from embedrock.demo.model_spec import ModelSpec
+from embedrock.demo.tables import GroupTables, Tables
 from embedrock.demo.torch.backends import EMBEDROCK, Backend
 from embedrock.demo.torch.models import make_model
 from embedrock.demo.training import DEPTH, SAVE_STEPS, Batches
@@ -62,7 +63,7 @@ class TorchLearner:
         self.name = backend.name
         self._layers = backend.embeddings(spec)
         torch.manual_seed(spec.seed)  # of the dense weights, which are drawn next
-        self.model = make_model(spec, self._layers, backend.together)
+        self.model = self.net = make_model(spec, self._layers, backend.together)
         self.optimizers = backend.optimizers(self.model, spec.lr)
         self._score_ids, self._checkpoints = spec.score_ids, checkpoints
         self._next_s = self._making_s = 0.0
@@ -71,6 +72,11 @@ class TorchLearner:
     def group(self) -> er.Group:
         """Embedrock's tables."""
         return next(layer.table.group for layer in self._layers if isinstance(layer, ert.Embedding | ert.EmbeddingBag))
+
+    @property
+    def tables(self) -> Tables:
+        """Those that it trains."""
+        return GroupTables(self.group)
 
     @property
     def waited_s(self) -> float:
@@ -114,7 +120,7 @@ class TorchLearner:
         """Train on a batch, and return its mean loss of before."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        logits = self.model(*map(torch.from_numpy, examples.inputs))
+        logits = self.net(*map(torch.from_numpy, examples.inputs))
         loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(examples.labels))
         loss.backward()
         for optimizer in self.optimizers:

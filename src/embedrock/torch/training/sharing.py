@@ -32,7 +32,7 @@ from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.positions import PositionGradients, PositionSide
-from embedrock.torch.training.ranks import Ranks, group_of
+from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
 from embedrock.torch.training.steps import DueStep, step_all
 
@@ -49,7 +49,10 @@ Sharded = Any  # bool, "rank N" or a ProcessGroup
 
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()
 
-_made: dict[str, int] = {}  # how many tables had a handle, by what tells them apart
+# How many tables had a handle, by what tells them apart: of each time that processes were a group, so that what one of
+# them has made before does not count.
+_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_made_alone: dict[str, int] = {}
 
 
 class Terms(NamedTuple):
@@ -405,7 +408,10 @@ def known_as(table: Table) -> str:
     spec = table.spec
     name = "" if table.name is None else f"{table.name!r}, "
     told = f"{name}{spec.rows} x {spec.dim} {spec.dtype}, seed {spec.seed}, {type(spec.init).__name__}"
-    _made[told] = nth = _made.get(told, 0) + 1
+    is_in_group = are_there_groups()
+    told += "" if is_in_group else ", made before the process group"
+    made = _made.setdefault(dist.group.WORLD, {}) if is_in_group else _made_alone
+    made[told] = nth = made.get(told, 0) + 1
     return told if nth == 1 else f"{told}, number {nth}"
 
 
