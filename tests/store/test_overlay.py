@@ -193,11 +193,11 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mmap, "mmap", Refusing)
     overlay, ids = Overlay(), np.arange(1000)
     with pytest.raises(
-        MemoryBudgetError, match=r"index of 217 rows .* needs 20\.0 KiB, and the system refused"
+        MemoryBudgetError, match=r"index of 235 rows .* needs 20\.0 KiB, and the system refused"
     ) as error:
         overlay.insert(ids, ids)
     assert "compact()" in str(error.value)
-    assert overlay.find(ids).tolist() == [*range(217), *([-1] * 783)]
+    assert overlay.find(ids).tolist() == [*range(235), *([-1] * 765)]
 
 
 def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.MonkeyPatch):
@@ -212,6 +212,6 @@ def test_its_size_can_be_asked_for_while_it_is_resized(monkeypatch: pytest.Monke
     monkeypatch.setattr(mmap, "mmap", Asking)
     overlay = Overlay()
     overlay.insert(np.arange(1000), np.arange(1000))
-    assert sizes[0] == (PAGE, PAGE, 217)
+    assert sizes[0] == (PAGE, PAGE, 235)
     assert all(nbytes == most and count < 1000 for nbytes, most, count in sizes)
     check_size(overlay)

@@ -21,6 +21,9 @@ from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
+# Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such large
+# parts that folding wrote a fifth more.
+CHUNKS, SMALL_CHUNK_BYTES = 64, 8 << 20
 LEAST_CHUNK_ROWS = 64  # a chunk may have so many, however large they are; a power of two
 PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
 NO_AGE = 1 << 62  # of a goal that is about rows only
@@ -326,8 +329,8 @@ class _Writer:
 
         They are halves of halves of all ids there could be: where no row is new, the next compaction cuts as this one.
         """
-        stride = self._store.content.record_bytes + CRC_BYTES
-        size = max(LEAST_CHUNK_ROWS, (1 << (CHUNK_BYTES // stride).bit_length()) // 2)
+        stride, rows = self._store.content.record_bytes + CRC_BYTES, self._source.base.count + len(self._source.fresh)
+        size = chunk_rows(rows, stride)
         root = 0 if first >= 0 else -(2**63)
         waiting = [(root, max(size, 1 << (end - root - 1).bit_length()))]
         while waiting:
@@ -382,6 +385,21 @@ class _Writer:
         """Return whether training fills the overlay faster than this will empty it: it would have to wait then."""
         filled = self._store.fullness - self._fullness
         return filled * self._total >= self._written * (1 - self._fullness)
+
+
+def chunk_rows(rows: int, stride: int) -> int:
+    """Return how many records a chunk has, at most: a power of two.
+
+    Args:
+        rows: in the base.
+        stride: bytes of a record.
+
+    Example:
+        >>> chunk_rows(10**5, 772), chunk_rows(10**6, 772), chunk_rows(10**9, 772)
+        (8192, 8192, 131072)
+    """
+    nbytes = min(CHUNK_BYTES, max(SMALL_CHUNK_BYTES, rows * stride // CHUNKS))
+    return max(LEAST_CHUNK_ROWS, (1 << (nbytes // stride).bit_length()) // 2)
 
 
 def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> None:

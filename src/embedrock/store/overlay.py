@@ -14,8 +14,8 @@ from embedrock.process import platform
 
 ENTRY_BYTES = 16
 PAGE = 4096
-FULLEST = 0.85  # share of entries in use at which an overlay grows
-GROWTH = 1.25  # so an entry in use costs at most 16 * 1.25 / 0.85 = 23.5 bytes, and a page
+FULLEST = 0.92  # share of entries in use at which an overlay grows
+GROWTH = 1.25  # so an entry in use costs at most 16 * 1.25 / 0.92 = 21.7 bytes, and a page
 BYTES_A_ROW = 24  # more than that, and a page, is given back
 SHRUNK = 0.75  # share in use after that
 
