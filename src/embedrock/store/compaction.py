@@ -21,8 +21,8 @@ from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
-# Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such large
-# parts that folding wrote a fifth more.
+# Less in a smaller base, so that it has so many: with 8 chunks instead of 61, room in the overlay was made in such
+# large parts that folding wrote a fifth more.
 CHUNKS, SMALL_CHUNK_BYTES = 64, 8 << 20
 LEAST_CHUNK_ROWS = 64  # a chunk may have so many, however large they are; a power of two
 PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
