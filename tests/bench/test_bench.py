@@ -648,6 +648,7 @@ def check_lines(document: dict, names: Sequence[str]) -> None:
         assert 0 < line["rss_bytes"] <= line["peak_bytes"]
 
 
+@pytest.mark.usefixtures("in_process")
 def test_step_with_one_contender_of_each_kind(tmp_path, capsys):
     pytest.importorskip("torch")
     names = ["torch-sparse-adam", "ours-adam"]
@@ -733,7 +734,7 @@ def test_rows(tmp_path):
 
 
 def test_create(tmp_path, capsys):
-    document = run_json(tmp_path, "create", "--rows=1M", "--dim=8", "--touch=1000", "--runs=2", "--threads=1")
+    document = run_json(tmp_path, "create", "--rows=1M", "--dim=8", "--touch=1000", "--runs=1", "--threads=1")
     created, touched, imported = document["results"]
     assert [line["name"] for line in document["results"]] == ["create", "touch", "import"]
     assert created["seconds"] > 0

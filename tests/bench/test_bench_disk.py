@@ -320,7 +320,7 @@ raise SystemExit(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_leaves_no_files(tmp_path: Path, number: int):
     options = ["--rows=200k", "--steps=100000", "--seconds=100", "--contenders=memmap"]
     command = [sys.executable, "-c", WITH_SHORT_PROBES, "disk", *options]

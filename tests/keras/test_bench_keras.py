@@ -45,6 +45,7 @@ def test_names_are_unique_and_targets_name_them():
     assert all(isinstance(race, Race) and {*race.fast, *race.slow} <= {*NAMES} for race in races)
 
 
+@pytest.mark.slow
 def test_ours_beside_keras(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     document = bench(tmp_path, "ours-adam,keras-adam")
     check_lines(document, ["ours-adam", "keras-adam"])

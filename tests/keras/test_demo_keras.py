@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slow import slow
+
 pytest.importorskip("tensorflow")
 pytest.importorskip("tqdm")
 
@@ -90,7 +92,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path):
     assert resumed["curve"][-1]["auc"] == pytest.approx(whole["curve"][-1]["auc"], abs=1e-6)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["neumf", *slow(*(name for name in MODELS if name != "neumf"))])
 def test_models_train(model: str):
     made = make_model(PairSpec(model=model, users=300, items=100, dim=16, lr=0.01, seed=3))
     inputs = {"users": np.arange(64) % 7, "items": np.arange(64) % 5}

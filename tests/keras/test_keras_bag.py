@@ -23,6 +23,12 @@ WEIGHTS = RNG.standard_normal((ROWS, DIM)).astype(np.float32)
 IDS = np.array([[3, 3, 5, 7, 3], [1, 0, 2, 0, 0], [0, 0, 0, 0, 0], [19, 19, 19, 19, 19]])
 RAGGED: Any = tf.RaggedTensor  # TensorFlow's stubs know few of its methods
 MODES = ["sum", "mean", "sqrtn", "max"]
+FUNCTIONS = [
+    pytest.param(lambda f: f, False, id="eager"),
+    pytest.param(tf.function, True, id="masked in a program"),
+    pytest.param(lambda f: f, True, id="masked", marks=pytest.mark.slow),
+    pytest.param(tf.function, False, id="in a program", marks=pytest.mark.slow),
+]
 
 
 def bag(mode: str = "sum", **options: Any) -> erk.EmbeddingBag:
@@ -88,15 +94,13 @@ def check(layer: Any, ids: Any, factors: Any, lists: tuple[Any, Any], function: 
         np.testing.assert_allclose(np.ravel(of_factors), flat, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [lambda f: f, tf.function], ids=["eager", "function"])
-@pytest.mark.parametrize("mask_zero", [False, True])
+@pytest.mark.parametrize(("function", "mask_zero"), FUNCTIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_padded_ids(mode: str, mask_zero: bool, function: Callable):
     check(bag(mode, mask_zero=mask_zero), IDS, None, (IDS.tolist(), np.ones(IDS.shape).tolist()), function)
 
 
-@pytest.mark.parametrize("function", [lambda f: f, tf.function], ids=["eager", "function"])
-@pytest.mark.parametrize("mask_zero", [False, True])
+@pytest.mark.parametrize(("function", "mask_zero"), FUNCTIONS)
 @pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn"])
 def test_weights(mode: str, mask_zero: bool, function: Callable):
     factors = RNG.uniform(0.2, 2, IDS.shape).astype(np.float32)

@@ -28,6 +28,7 @@ from embedrock.keras import callers
 from embedrock.keras.saving.loading import load_model
 from embedrock.table.keeper import UncommittedWarning
 from embedrock.table.options import LayerOptions, declared
+from slow import slow
 
 ROWS, DIM = 50, 4
 IDS = np.random.default_rng(0).integers(0, ROWS, (32, 3))
@@ -597,7 +598,7 @@ class Interrupted(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [False, *slow(True)])
 def test_backup_and_restore_goes_on_as_if_nothing_had_happened(tmp_path, double):
     whole = make_model(path=tmp_path / "whole.rock")
     train(whole, 4)

@@ -71,8 +71,8 @@ def test_a_schedule_may_end_at_zero(rule: er.Rule) -> None:
     assert layer.table.steps == 16
 
 
-# Each is part of another case.
-PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam"
+# Each is part of another case, or a rule that tests/keras/test_rules_against_keras.py follows step by step.
+PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam", "adam, schedule", "rmsprop", "nesterov", "adagrad"
 
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in PARTS), *slow(*PARTS)])
@@ -396,7 +396,7 @@ def scaled_sgd():
 
 @pytest.mark.parametrize(
     ("copied", "make"),
-    [(pickled, Adam), (copy.deepcopy, scaled_sgd), *slow((pickled, scaled_sgd), (copy.deepcopy, Adam))],
+    [(pickled, Adam), *slow((copy.deepcopy, scaled_sgd), (pickled, scaled_sgd), (copy.deepcopy, Adam))],
 )
 def test_an_optimizer_can_be_pickled_and_copied(copied, make):
     (inputs, targets), results = batches(), []

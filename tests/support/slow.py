@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,3 +12,9 @@ def slow(*values: Any) -> list[Any]:
     """Return the parameters, marked slow; a plain tuple has the values of several arguments."""
     sets = (value if type(value) is tuple else (value,) for value in values)
     return [pytest.param(*arguments, marks=pytest.mark.slow) for arguments in sets]
+
+
+def slow_but(cases: Mapping[str, Any], *fast: str) -> list[Any]:
+    """Return each case under its name, marked slow unless its name is given: those run every time."""
+    assert set(fast) <= set(cases), fast
+    return [pytest.param(case, id=name, marks=() if name in fast else pytest.mark.slow) for name, case in cases.items()]
