@@ -39,6 +39,7 @@ def run(clone: Path, cache: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # four processes import Numba
 def test_clones_share_code_until_any_kernel_file_changes(tmp_path: Path) -> None:
     first, second, cache = clone(tmp_path / "a"), clone(tmp_path / "b"), tmp_path / "cache"
     assert run(first, cache) == "[0, -1, 2] 0"

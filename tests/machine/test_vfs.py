@@ -29,6 +29,8 @@ from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import BLOCK, OS_SYSTEM, OSSystem, aligned_empty, create, open_file, read_whole, write_whole
 from embedrock.testing import FaultFS
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 def random_bytes(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)

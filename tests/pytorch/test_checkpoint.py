@@ -22,6 +22,7 @@ from disks import check_full, memory_disk
 from embedrock.fronts import checkpoints
 from embedrock.machine.vfs import OSSystem
 from embedrock.torch.saving import checkpoint
+from slow import slow
 
 
 def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
@@ -377,13 +378,14 @@ def work(folder: Path, event: int) -> None:
     os._exit(0)
 
 
-def test_a_kill_at_every_moment_of_a_save(tmp_path: Path):
+@pytest.mark.parametrize("stride", [3, *slow(1)])
+def test_a_kill_at_every_moment_of_a_save(tmp_path: Path, stride: int):
     expected = {0: Model(), 1: Model(), 2: Model()}
     for k, model in expected.items():
         train(model, optimizers_of(model), range(1, k + 1))
     found, event, code = set(), 0, 9
     while code == 9:
-        event += 1
+        event += stride
         folder = tmp_path / str(event)
         child = os.fork()
         if child == 0:

@@ -108,7 +108,7 @@ def several_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("several_threads")
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), *slow(("spawn", 2))])
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), *slow(("spawn", 1), ("spawn", 2))])
 def test_data_loader_workers_beside_a_table(method: str, workers: int):
     layer = ert.Embedding(100_000, 16)
     optimizer = ert.Adam(layer)

@@ -18,6 +18,7 @@ from embedrock.testing import RULE_CASES, RuleSuite
 from embedrock.testing.kernels import DEFAULTS, DENSE, FORMS, step_numbers
 from embedrock.testing.rules import DIM, ROWS, check_rate_of_zero
 from first_values import FIRST_VALUES
+from slow import slow
 
 
 class TestDirect(RuleSuite):
@@ -256,7 +257,9 @@ def test_reading_under_dense_rules_changes_nothing(rule: er.Rule) -> None:
     np.testing.assert_array_equal(again.lookup(np.arange(50)), never.lookup(np.arange(50)))
 
 
-@each_pair
+@pytest.mark.parametrize(
+    "pair", [PAIRS[1], PAIRS[3], *slow(PAIRS[0], PAIRS[2], *PAIRS[4:])], ids=lambda pair: repr(pair.rule)
+)
 def test_dense_rules_after_a_long_absence(pair: Pair) -> None:
     """Rows that rest for thousands of steps take the shortcut; it must not change what they would have become."""
     torch = pytest.importorskip("torch")
