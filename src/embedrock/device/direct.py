@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device import joint
+from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
 from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.placement import DevicePlacement
@@ -21,6 +23,7 @@ from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
+from embedrock.rules import Rule
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import Memory, take_ram
 from embedrock.wording import counted
@@ -79,7 +82,7 @@ class DirectSide(DeviceSide):
         assert count is not None  # or its slots would not be its ids
         assert drawn is not None  # or the host plans, and draws
         self.placement, self._count, self._memory = placement, count, tier
-        self._drawn = drawn
+        self.drawn = drawn
         self.first = First(drawn, self.uploaded(self.spec.first_state))
         self._pinned = None
         if placement.mode != "device":
@@ -195,9 +198,7 @@ class DirectSide(DeviceSide):
             plan = replace(ahead.plan, shape=tuple(ids.shape))
         else:  # of a batch that was brought ahead it was counted then what was near
             plan = self._brought(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
-        if not trains or self._is_looked_up:
-            self.faults.ask()  # else the step that follows does
-        self._is_looked_up = trains
+        self.end_batch(trains)
         return plan
 
     def _brought(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool) -> DevicePlan:
@@ -237,7 +238,7 @@ class DirectSide(DeviceSide):
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, len(positions))
-        rows.read(*which, self.near.homes, int(self.spec.key), self._drawn, self.form, out)
+        rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
 
     def prepare(self, grads: DeviceGradients) -> None:
         """Do nothing: the kernel that steps rows makes their records."""
@@ -253,6 +254,44 @@ class DirectSide(DeviceSide):
             self._batch = self._ahead.plan.stamp
         self._is_looked_up, self._is_newer = False, True
 
+    # ------------------------------------------------------------ together with other tables
+
+    @property
+    def joins(self) -> joint.Kind | None:
+        return joint.kind_of(self)
+
+    @functools.cached_property
+    def known(self) -> joint.Known:
+        """What kernels know of the table that step it together with others."""
+        return joint.known_of(self)
+
+    def feature(self, ids: Tensor, padding: int | None) -> joint.Feature:
+        return joint.Feature(self, ids, padding)
+
+    def begin_batch(self) -> None:
+        """Begin a batch that is planned together with those of other tables, and by nobody ahead of time."""
+        self.check()
+        self._begin()
+        self.timeline.wait_for_copies()
+        self._ahead = self._expected = None
+        self._stamp += 1
+
+    def end_batch(self, trains: bool) -> None:
+        """Note that a batch was planned; `trains`: a step may follow."""
+        if not trains or self._is_looked_up:
+            self.faults.ask()  # else the step that follows does
+        self._is_looked_up = trains
+
+    def begin_step(self, rule: Rule, number: int) -> Any:
+        """Count a step that is made together with those of other tables, and return its numbers."""
+        self._begin()
+        self.timeline.wait_for_copies()
+        numbers = self.rows.count_step(rule)
+        self.note_change()
+        if number:
+            self.faults.note_step(number)
+        return numbers
+
     # ------------------------------------------------------------ gradients
 
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
@@ -262,7 +301,7 @@ class DirectSide(DeviceSide):
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
-        summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self._none)
+        summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
         most = self._count + 1  # with the key of no row: however many batches accumulate
         plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most])
-        return replace(summed, plan=plan, values=summed.values[:most])
+        return replace(summed, sums=Sums(plan, summed.values[:most]))

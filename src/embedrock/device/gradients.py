@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,21 +13,40 @@ from embedrock.device.plan import DevicePlan, carved
 from embedrock.kernels.gpu import sums
 
 
+class RowSums(Protocol):
+    """One gradient for each row of a plan."""
+
+    @property
+    def plan(self) -> DevicePlan:
+        """Whose rows."""
+        ...
+
+    @property
+    def values(self) -> Tensor:
+        """The gradients: float32 (n, dim), anything beyond the rows that there are."""
+        ...
+
+
+class Sums(NamedTuple):
+    """`RowSums` of a table that was summed alone."""
+
+    plan: DevicePlan
+    values: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceGradients:
     """One gradient for each row of a plan, on a device.
 
     Attributes:
-        plan: whose rows.
-        values: float32 (n, dim), anything beyond the rows that there are.
+        sums: the rows and their gradients, before whatever the number tells.
         shown: float32 (), their L2 norm, which stands for them outside; Inf where one of them is not finite.
         growth: float32 (), the norm once more, for autograd to keep.
         number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients.
         clip_value: what they are clamped to after that, None: nothing.
     """
 
-    plan: DevicePlan
-    values: Tensor
+    sums: RowSums
     shown: Tensor
     number: Tensor
     growth: Tensor
@@ -36,7 +56,17 @@ class DeviceGradients:
     def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
         """Take summed gradients, and their norm twice, float32 (2,)."""
         shown = norms[0]
-        return DeviceGradients(plan, values, shown, shown, norms[1])
+        return DeviceGradients(Sums(plan, values), shown, shown, norms[1])
+
+    @property
+    def plan(self) -> DevicePlan:
+        """Whose rows."""
+        return self.sums.plan
+
+    @property
+    def values(self) -> Tensor:
+        """The gradients as they were summed: float32 (n, dim), anything beyond the rows that there are."""
+        return self.sums.values
 
     def row_ids(self) -> np.ndarray:
         """Return the ids of the rows. It waits for the device."""

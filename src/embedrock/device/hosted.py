@@ -192,4 +192,4 @@ class HostedSide(DeviceSide):
         with self._turn():
             plan = self._planned(self._located(make_plan(ids)))
         plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
-        return sum_rows(values, plan, self._none)
+        return sum_rows(values, plan, self.no_row)

@@ -55,7 +55,13 @@ class DevicePlan:
 
 
 def make_plan(
-    keys: Tensor, rows: int, fault: Tensor, stamp: int, arrival: Arrival | None = None, merges: bool = False
+    keys: Tensor,
+    rows: int,
+    fault: Tensor,
+    stamp: int,
+    arrival: Arrival | None = None,
+    merges: bool = False,
+    tickets: int = 0,
 ) -> DevicePlan:
     """Decide what a batch needs, by sorting. Nothing waits for the device.
 
@@ -67,18 +73,19 @@ def make_plan(
         stamp: number of the batch.
         arrival: of its rows, which is noted; None where no rows come and go.
         merges: keys of other plans are among these, and no row is no fault.
+        tickets: how many there are beside those of sums.
     """
     n, device = keys.numel(), keys.device
-    sizes = 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n)
-    unique, starts, inverse, count, counts, tickets = carved(torch.int32, device, sizes)
+    sizes = 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n) + tickets
+    unique, starts, inverse, count, counts, drawn = carved(torch.int32, device, sizes)
     unique, positions = unique.view(torch.int64), keys.reshape(-1)
     if positions.dtype == torch.int64:  # half of the bytes to sort by; what does not fit is outside, and stays there
         positions = positions.clamp(LEAST_ID, MOST_ID).to(torch.int32)
     ordered, order = torch.sort(positions, stable=True)
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
-    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, tickets, arrival)
+    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
     shape = tuple(keys.shape)
-    return DevicePlan(shape, unique, unique, starts, order, inverse, count, tickets, stamp, positions, ordered)
+    return DevicePlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
 
 
 def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:

@@ -132,7 +132,7 @@ class DeviceSide(ABC):
         self._batch = self._stamp + 1  # stamp of the first lookup since the last step
         self._seen = -1  # version of the table that it knows of
         self._histories = _Histories(device, self.timeline)
-        self._none = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
+        self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
 
     @property
     def rows(self) -> Rows:
@@ -192,6 +192,16 @@ class DeviceSide(ABC):
         return self.rows.side is self and self.rows.spec.layout == self.spec.layout and has_tier
 
     # ------------------------------------------------------------ lookups
+
+    @property
+    def stamp(self) -> int:
+        """The number of the last batch."""
+        return self._stamp
+
+    @property
+    def joins(self) -> Any:
+        """What tables that are looked up together with this one have as well; None: it is looked up alone."""
+        return None
 
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
@@ -268,7 +278,7 @@ class DeviceSide(ABC):
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         """Return which row of a plan is that of an id, int32 (1,), -1 for none, and the plan without it."""
         if padding is None or not plan.ids.numel():
-            return self._none, plan
+            return self.no_row, plan
         found = plan.ids == padding
         row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
@@ -336,8 +346,7 @@ class DeviceSide(ABC):
             grads: of the rows.
             judged: how and whether it is made.
         """
-        if not rule.same_layout(self.rows.spec.rule):
-            raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
+        self.check_rule(rule)
         with self.working():
             plan = grads.plan
             self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, judged.verdict)
@@ -351,6 +360,11 @@ class DeviceSide(ABC):
             args = judged.verdict, grads.clip_value, plan.count, self.near.homes, self.first
             rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form)
             self.faults.ask()
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raise `ArgumentError` unless a rule is laid out as the table's."""
+        if not rule.same_layout(self.rows.spec.rule):
+            raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
 
     @abstractmethod
     def prepare(self, grads: DeviceGradients) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from embedrock.device import joint
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
 from embedrock.device.timeline import enough_memory
@@ -58,8 +59,14 @@ class DeviceStep(NamedTuple):
 
     def step(self) -> None:
         """Make the step that was judged."""
-        for k, part in enumerate(self.due):
-            part.side.step(part.rule, part.grads, Judged(self.verdicts[k], self.number))
+        k = 0
+        for part in joint.runs_of(self.due):
+            if isinstance(part, joint.Run):
+                joint.step(part, self.verdicts, self.number)
+                k += len(part.due)
+            else:
+                part.side.step(part.rule, part.grads, Judged(self.verdicts[k], self.number))
+                k += 1
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:

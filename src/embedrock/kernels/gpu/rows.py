@@ -22,7 +22,7 @@ ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 byte
 
 
 @inlined
-def _rows(count, ROWS: tl.constexpr):
+def rows_of_program(count, ROWS: tl.constexpr):
     u = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if count.dtype.is_ptr():
         count = tl.load(count)
@@ -50,6 +50,44 @@ def _state(place, FORM: tl.constexpr, ALIGN: tl.constexpr):
     return tl.multiple_of(place.to(tl.pointer_type(tl.float32)), ALIGN) + FORM.state_start
 
 
+@inlined
+def read_rows(
+    u,
+    here,
+    key,
+    where,
+    limit,
+    near,
+    far,
+    fresh,
+    seed,
+    a,
+    b,
+    c,
+    out,
+    DRAW: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the weights of records to the lines `u` of `out` that are `here`."""
+    place, known, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
+    _, inside = _tile(u, may_read, BLOCK, FORM)
+    values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
+    if DRAW is None:
+        at, inside = _tile(-1 - key, here & (key < 0), BLOCK, FORM)
+        values = tl.where(has[:, None], values, tl.load(fresh + at, mask=inside, other=0.0))
+    else:
+        absent = here & (has == 0)
+        if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
+            drawn = DRAW(key, seed, a, b, c, BLOCK)
+            values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
+    at, inside = _tile(u, here, BLOCK, FORM)
+    tl.store(out + at, values, mask=inside)
+
+
 @kernel("count", "limit", "seed")
 def _read(
     keys,
@@ -72,22 +110,9 @@ def _read(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    u, here = _rows(count, ROWS)
+    u, here = rows_of_program(count, ROWS)
     key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
-    place, known, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
-    may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
-    _, inside = _tile(u, may_read, BLOCK, FORM)
-    values = decode(tl.load(_weights(place, BLOCK, FORM, ALIGN), mask=inside, other=0), FORM)
-    if DRAW is None:
-        at, inside = _tile(-1 - key, here & (key < 0), BLOCK, FORM)
-        values = tl.where(has[:, None], values, tl.load(fresh + at, mask=inside, other=0.0))
-    else:
-        absent = here & (has == 0)
-        if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-            drawn = DRAW(key, seed, a, b, c, BLOCK)
-            values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
-    at, inside = _tile(u, here, BLOCK, FORM)
-    tl.store(out + at, values, mask=inside)
+    read_rows(u, here, key, where, limit, near, far, fresh, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
 
 
 @kernel("limit")
@@ -106,7 +131,7 @@ def _scatter(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    u, here = _rows(count, ROWS)
+    u, here = rows_of_program(count, ROWS)
     key = tl.load(keys + u, mask=here, other=-1)
     place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
     at, inside = _tile(u, has, BLOCK, FORM)
@@ -115,12 +140,14 @@ def _scatter(
 
 
 @inlined
-def _begin(u, place, new, ids, seed, a, b, c, first_state, DRAW, FORM: tl.constexpr, ALIGN, ROWS, BLOCK: tl.constexpr):
+def _begin(
+    u, place, new, ids, shift, seed, a, b, c, first_state, DRAW, FORM: tl.constexpr, ALIGN, ROWS, BLOCK: tl.constexpr
+):
     # Write the records of new rows: their first values, and their first state.
     words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2  # to where state begins
     tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
     columns = tl.arange(0, BLOCK)[None, :]
-    drawn = DRAW(tl.load(ids + u, mask=new, other=0), seed, a, b, c, BLOCK)
+    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, BLOCK)
     bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
     tl.store(_weights(place, BLOCK, FORM, ALIGN), bits, mask=new[:, None] & (columns < words))
     if tail > 0:
@@ -129,6 +156,54 @@ def _begin(u, place, new, ids, seed, a, b, c, first_state, DRAW, FORM: tl.conste
         first = tl.broadcast_to(first[None, :], [ROWS, columns.shape[0]])
         at = _state(place, FORM, ALIGN)[:, None] + columns[None, :]
         tl.store(at, first, mask=new[:, None] & (columns < tail)[None, :])
+
+
+@inlined
+def step_rows(
+    u,
+    here,
+    key,
+    ids,
+    shift,
+    values,
+    factor,
+    clip,
+    homes,
+    first,
+    step,
+    numbers,
+    steps,
+    DRAW: tl.constexpr,
+    UPDATE: tl.constexpr,
+    CLIPS: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Step the records of keys that are `here`, by the lines `u` of `values`; their ids are ``ids[u] - shift``."""
+    where, dirty, limit, near, far = homes
+    seed, a, b, c, first_state = first
+    place, here, has, word = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
+    settle(key, here, has, word, where, dirty, KIND)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        if DRAW is not None:
+            new = here & (has == 0)
+            if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
+                _begin(u, place, new, ids, shift, seed, a, b, c, first_state, DRAW, FORM, ALIGN, ROWS, BLOCK)
+                tl.debug_barrier()  # what was written is read
+        at, inside = _tile(u, here, BLOCK, FORM)
+        g = tl.load(values + at, mask=inside, other=0.0) * factor
+        if CLIPS:
+            g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
+        weights = _weights(place, BLOCK, FORM, ALIGN)
+        w = decode(tl.load(weights, mask=inside, other=0), FORM)
+        w = UPDATE(w, g, _state(place, FORM, ALIGN), here, numbers, steps, FORM)
+        if FORM.dtype_name != "float32":
+            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, step, BLOCK)
+            w = encode_stochastic(w, random, FORM)
+        tl.store(weights, w, mask=inside)
 
 
 @kernel("limit", "seed", "step", "steps")
@@ -161,28 +236,35 @@ def _step(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    u, here = _rows(count, ROWS)
+    u, here = rows_of_program(count, ROWS)
     here &= tl.load(verdict + _LIVE) != 0
     key = tl.load(keys + u, mask=here, other=-1)
-    place, here, has, word = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
-    settle(key, here, has, word, where, dirty, KIND)
-    if tl.max(here.to(tl.int32), 0) > 0:
-        if DRAW is not None:
-            new = here & (has == 0)
-            if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
-                _begin(u, place, new, ids, seed, a, b, c, first_state, DRAW, FORM, ALIGN, ROWS, BLOCK)
-                tl.debug_barrier()  # what was written is read
-        at, inside = _tile(u, here, BLOCK, FORM)
-        g = tl.load(values + at, mask=inside, other=0.0) * tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
-        if CLIPS:
-            g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
-        weights = _weights(place, BLOCK, FORM, ALIGN)
-        w = decode(tl.load(weights, mask=inside, other=0), FORM)
-        w = UPDATE(w, g, _state(place, FORM, ALIGN), here, numbers, steps, FORM)
-        if FORM.dtype_name != "float32":
-            random = rounding_words(tl.load(ids + u, mask=here, other=0), seed, step, BLOCK)
-            w = encode_stochastic(w, random, FORM)
-        tl.store(weights, w, mask=inside)
+    factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
+    homes = where, dirty, limit, near, far
+    first = seed, a, b, c, first_state
+    step_rows(
+        u,
+        here,
+        key,
+        ids,
+        0,
+        values,
+        factor,
+        clip,
+        homes,
+        first,
+        step,
+        numbers,
+        steps,
+        DRAW,
+        UPDATE,
+        CLIPS,
+        KIND,
+        FORM,
+        ALIGN,
+        ROWS,
+        BLOCK,
+    )
 
 
 @kernel("limit", "steps")
@@ -204,7 +286,7 @@ def _refresh(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    u, here = _rows(count, ROWS)
+    u, here = rows_of_program(count, ROWS)
     key = tl.load(keys + u, mask=here, other=-1)
     place, _, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
     at, inside = _tile(u, here, BLOCK, FORM)
@@ -272,10 +354,10 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
     clips = clip is not None
     draws, drawn = draw_args(seed, ("constant", 0.0) if first is None else first.drawn)
     args = keys, ids, values, verdict, single(clip) if clips else 0.0, count, *homes.arguments(keys), *draws
-    args = *args, values if first is None else first.state, step % 2**32, *_apart(numbers)
+    args = *args, values if first is None else first.state, step % 2**32, *apart(numbers)
     constexprs = {"DRAW": None if first is None else drawn["DRAW"], "UPDATE": rules.UPDATES[type(numbers)]}
     constexprs |= {"CLIPS": clips, "KIND": homes.kind_to_step}
-    _launch(_step, keys, args, form, _most_rows(numbers), **constexprs)
+    _launch(_step, keys, args, form, most_rows(numbers), **constexprs)
 
 
 def refresh(rows, keys, count, homes, numbers, form):
@@ -284,8 +366,8 @@ def refresh(rows, keys, count, homes, numbers, form):
     Rows without a record were never stepped: their state is 0.
     """
     refresh = rules.REFRESHES[type(numbers)]
-    args = rows, keys, count, *homes.arguments(keys), *_apart(numbers)
-    _launch(_refresh, keys, args, form, _most_rows(numbers), REFRESH=refresh, KIND=homes.kind)
+    args = rows, keys, count, *homes.arguments(keys), *apart(numbers)
+    _launch(_refresh, keys, args, form, most_rows(numbers), REFRESH=refresh, KIND=homes.kind)
 
 
 def _launch(kernel, keys, args, form, rows=None, **constexprs):
@@ -295,11 +377,11 @@ def _launch(kernel, keys, args, form, rows=None, **constexprs):
     launch(kernel, part.programs(keys.shape[0]), *args, FORM=form, ALIGN=align, **options)
 
 
-def _most_rows(numbers):
+def most_rows(numbers):
     return 1 if type(numbers) in rules.ONE_ROW else None
 
 
-def _apart(numbers):
+def apart(numbers):
     """Return a rule's numbers as float32 and tensors, and its only integer, which varies from step to step."""
     steps = getattr(numbers, "steps", 0)
     plain = [value if hasattr(value, "data_ptr") else single(value) for value in numbers]

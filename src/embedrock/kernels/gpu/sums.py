@@ -97,7 +97,7 @@ def _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS):
 
 
 @inlined
-def _is_last(ticket, others):
+def is_last(ticket, others):
     """Return whether all others have come here before, and what they stored can be read."""
     tl.debug_barrier()  # what all threads of this program stored goes first
     came = tl.atomic_add(ticket, 1, sem="acq_rel")
@@ -131,7 +131,7 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
 @inlined
 def _norm_by_the_last(squares, size, tickets, norms):
     """Add up the squares that all programs have left, and write the root twice: infinity where it is not finite."""
-    if _is_last(tickets, tl.num_programs(0) - 1):
+    if is_last(tickets, tl.num_programs(0) - 1):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
         start = 0
@@ -170,6 +170,7 @@ def _sum(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     program, count, skip = tl.program_id(0), tl.load(counts), tl.load(skips)
     found = _piece(program, starts, order, inverse, count, skip, n, blocks, ROWS)
@@ -195,8 +196,11 @@ def _sum(
         place = target.to(tl.int64)[:, None] * DIM + column
         tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < count))[:, None])
         tl.store(partial + place, total, mask=(column < DIM) & (program >= blocks) & (begin < end))
-    # Each program leaves a sum of squares, and each window that of the row whose second chunk begins there.
-    if is_row:
+    # Each program leaves a sum of squares, and each window that of the row whose second chunk begins there; or there is
+    # one for each row.
+    if EACH:
+        tl.store(squares + target, total_squares, mask=is_row & (target < count) & (chunks < 2))
+    elif is_row:
         tl.store(squares + program, tl.sum(tl.where(chunks < 2, total_squares, 0.0), axis=0))
     else:
         is_other = (target < size - blocks) & ((chunks < 2) | (second != target))
@@ -208,12 +212,14 @@ def _sum(
             pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
             if pieces > 1:
                 window = tl.sum(tl.where(mine, second, 0), axis=0)
-                if _is_last(tickets + 1 + window, pieces - 1):
+                if is_last(tickets + 1 + window, pieces - 1):
                     whose = tl.sum(tl.where(mine, row, 0), axis=0)
                     of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
-                    tl.store(squares + blocks + window + tl.arange(0, 1), of_row)
+                    place = whose if EACH else blocks + window
+                    tl.store(squares + place + tl.arange(0, 1), of_row)
             line += 1
-    _norm_by_the_last(squares, size, tickets, norms)
+    if not EACH:
+        _norm_by_the_last(squares, size, tickets, norms)
 
 
 class Scratch(NamedTuple):
@@ -221,7 +227,7 @@ class Scratch(NamedTuple):
 
     Attributes:
         partial: float32 (partial_rows(n), dim).
-        squares: float64 (square_sums(n, dim),).
+        squares: float64 (square_sums(n, dim),), or (n,) where each row's sum is wanted.
         tickets: int32 (1 + partial_rows(n),), zeros; they are so again when the sums are there.
     """
 
@@ -235,7 +241,7 @@ def square_sums(n, dim):
     return -(-n // tile(dim)["ROWS"]) + (partial_rows(n) if n > CHUNK else 0)
 
 
-def sum_shares(what, grads, share, plan, skip, scratch, values, norms):
+def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):
     """Sum what each position gives to its row.
 
     Args:
@@ -247,6 +253,7 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms):
         scratch: see `Scratch`.
         values: float32 (n, dim) receives the sums; nothing beyond count.
         norms: float32 (2,) receives the root of the sum of all squares twice, infinity where it is not finite.
+        each: instead, ``scratch.squares`` receives the sum of each row.
     """
     starts, order, inverse, count = plan
     n, form = order.shape[0], tile(values.shape[1])
@@ -259,20 +266,20 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms):
     known = (given if given is not None else inverse for given in share)
     args = grads, grads.stride(0), *known, starts, order, inverse, count, skip, *scratch, values, norms
     size = square_sums(n, values.shape[1])
-    constexprs = {"WHAT": what, "WEIGHTED": weighted, **form}
+    constexprs = {"WHAT": what, "WEIGHTED": weighted, **form, "EACH": each}
     launch(_sum, blocks + later, *args, n, blocks, size, num_warps=WARPS, **constexprs)
 
 
-def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, norms):
+def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, norms, each=False):
     """Sum the gradients of equal ids.
 
     Args:
         grads: float32, bfloat16 or float16 (m, dim), of positions; any row stride, contiguous columns.
         starts, order, inverse, count: of the plan.
-        skip, scratch, values, norms: as in `sum_shares`.
+        skip, scratch, values, norms, each: as in `sum_shares`.
     """
     nothing = None, None, None, None
-    sum_shares(PLAIN, grads, nothing, (starts, order, inverse, count), skip, scratch, values, norms)
+    sum_shares(PLAIN, grads, nothing, (starts, order, inverse, count), skip, scratch, values, norms, each)
 
 
 @kernel("size")

@@ -12,6 +12,7 @@ a batch is, and nothing else.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -291,3 +292,71 @@ def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         root = np.sqrt(np.square(values[: count[0]], dtype=np.float64).sum()).astype(np.float32)
     norms[:] = np.inf if np.isnan(root) else root
+
+
+# ---------------------------------------------------------------- several tables
+
+
+def join(
+    ids: Int64Array, cuts: Int64Array, tables: Sequence[int], firsts: Int64Array, rows: Sequence[int], keys: Int32Array
+) -> None:
+    """Write the keys of ids of features, one after the other, where several tables share a space of keys.
+
+    Args:
+        ids: (n,); of feature f, those from ``cuts[f]`` to ``cuts[f + 1]``.
+        cuts: see above.
+        tables: which table each feature is of.
+        firsts: the key of each table's first row. The one before is of ids that are less than 0, and the one after the
+            last row of those that are too large.
+        rows: of each table.
+        keys: see above.
+    """
+    for feature, table in enumerate(tables):
+        own = slice(cuts[feature], cuts[feature + 1])
+        keys[own] = firsts[table] + np.clip(ids[own], -1, rows[table])
+
+
+def bounds(
+    firsts: Int64Array,
+    rows: Sequence[int],
+    unique: Int64Array,
+    ids: Int64Array,
+    bounds: Int32Array,
+    faults: Int64Array,
+    number: int,
+) -> None:
+    """Write which of unique keys are of each table, int32 (k + 1,), and note in its fault an id that is outside of it.
+
+    Args:
+        firsts, rows: see `join`.
+        unique: sorted.
+        ids: of which the keys were made.
+        bounds: see above.
+        faults: int64 (k, 4): see `mark`.
+        number: see `mark`.
+    """
+    bounds[:] = np.searchsorted(unique, firsts - 1)
+    for table, first in enumerate(firsts[:-1]):
+        own = slice(bounds[table], bounds[table + 1])
+        bad = ids[own][(unique[own] < first) | (unique[own] >= first + rows[table])]
+        if bad.size and not faults[table, 0]:
+            faults[table, :3] = OUT_OF_RANGE, number, bad[0]
+
+
+def norms(
+    firsts: Int64Array,
+    paddings: Sequence[int],
+    unique: Int64Array,
+    bounds: Int32Array,
+    squares: npt.NDArray[np.float64],
+    norms: npt.NDArray[np.float32],
+) -> None:
+    """Write the root of the sum of the squares of each table's rows twice, float32 (2 * k,).
+
+    That of the row whose id is the table's padding does not count.
+    """
+    k = len(paddings)
+    for table, padding in enumerate(paddings):
+        own = slice(bounds[table], bounds[table + 1])
+        total = np.sqrt(squares[own][unique[own] != firsts[table] + padding].sum())
+        norms[[table, k + table]] = total if total == total else np.inf

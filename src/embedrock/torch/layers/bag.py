@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from embedrock.batch.wrong_ids import Place, in_bags
 from embedrock.errors import ArgumentError, IdError, UnsupportedError
 from embedrock.table.batches import Feature
+from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
@@ -22,7 +23,7 @@ from embedrock.torch.layers.arguments import (
     pretrained_table,
     table_of,
 )
-from embedrock.torch.layers.features import HostBags, check_bounds
+from embedrock.torch.layers.features import BagInput, HostBags, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
@@ -168,6 +169,16 @@ class EmbeddingBag(RowLayer):
         bags = side.bags(plan, bounds, self.mode, self.padding_idx)
         return PooledReading(handle, side, bags, self._options()), weights
 
+    def joined_by(self, given: BagInput) -> Any:
+        """Return what layers that can be looked up with this one in one call have as well; None: it is alone."""
+        joins = super().joined_by(given)
+        if joins is None or isinstance(joins, Group):
+            return joins
+        # A GPU reads bags of one id as rows, together with others.
+        ids, *others = given
+        is_one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1 and not is_jagged(ids)
+        return joins if is_one and others == [None] * len(others) and self.padding_idx is None else None
+
     def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None) -> Asked:
         """Return what the layer asks of a lookup together with others.
 
@@ -176,6 +187,9 @@ class EmbeddingBag(RowLayer):
             host: the ids and offsets, where they are arrays already.
         """
         handle = self._usable_handle()
+        if not isinstance(handle.pending.side.joins, Group):  # each bag has one id: see `joined_by`
+            feature = handle.pending.side.feature(check_ids(ids, handle.label)[:, 0], None)
+            return Asked(handle, feature, None, self.dtype, self._trains(handle))
         bounds = None
         if host is not None:
             array, bounds = host

@@ -180,25 +180,25 @@ class Collection(nn.Module, Generic[Given]):
         return [found[feature] for feature in self.features]
 
     def _joined(self, given: Sequence[Given]) -> dict[str, Tensor]:
-        """Return what those layers return whose tables are in a group: each group is looked up in one call."""
+        """Return what those layers return whose tables are used together: each group is looked up in one call."""
         found = {}
         for group, parts in self._groups(given).items():
             outputs = self._asked_of(group, parts, look_up)
             found |= {feature: self._shaped(one, out) for (feature, one), out in zip(parts, outputs, strict=True)}
         return found
 
-    def _groups(self, given: Sequence[Given]) -> dict[Group, list[tuple[str, Given]]]:
-        """Return the features whose tables are in a group, and what is given of them, by group."""
-        groups: dict[Group, list[tuple[str, Given]]] = {}
+    def _groups(self, given: Sequence[Given]) -> dict[Any, list[tuple[str, Given]]]:
+        """Return the features whose tables are used together, and what is given of them: see `RowSide.joins`."""
+        groups: dict[Any, list[tuple[str, Given]]] = {}
         layers, names = self._layers, self._name_of
         for feature, one in zip(names, given, strict=True):
-            group = self._group_of(layers[names[feature]])
+            group = self._group_of(layers[names[feature]], one)
             if group is not None:
                 groups.setdefault(group, []).append((feature, one))
         return groups
 
     def _asked_of(
-        self, group: Group, parts: Sequence[tuple[str, Given]], call: Callable[[Group, Sequence[Asked]], Result]
+        self, group: Any, parts: Sequence[tuple[str, Given]], call: Callable[[Any, Sequence[Asked]], Result]
     ) -> Result:
         given, layers, names = dict(parts), self._layers, self._name_of
         asked = self._all_told(lambda feature: self._asked(layers[names[feature]], given[feature]), given)
@@ -207,10 +207,10 @@ class Collection(nn.Module, Generic[Given]):
         except IdError as error:
             raise self._outside(error, parts) from None
 
-    def _group_of(self, layer: Any) -> Group | None:
+    def _group_of(self, layer: Any, given: Given) -> Any:
         is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
         has_hooks = any(map(vars(layer).get, HOOKS))
-        return layer.joined_by if is_own and not has_hooks else None
+        return layer.joined_by(given) if is_own and not has_hooks else None
 
     def _outside(self, error: IdError, parts: Sequence[tuple[str, Given]]) -> IdError:
         """Return the error of ids with the feature that they are of, and their place in it."""

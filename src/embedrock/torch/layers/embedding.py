@@ -10,7 +10,6 @@ from torch import Tensor
 
 from embedrock.errors import IdError
 from embedrock.process.spans import span
-from embedrock.table.batches import Feature
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers import operators
@@ -26,7 +25,7 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.layers.transforms import flat_ids, is_jagged, jagged_like, on_plain_tensors, place_in
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.joint_lookup import Asked
-from embedrock.torch.training.lookup import Lookup, Reading, check_ids, host_ids
+from embedrock.torch.training.lookup import Lookup, Reading, check_ids
 from embedrock.torch.training.sharing import Terms
 
 
@@ -185,7 +184,7 @@ class Embedding(RowLayer):
     def asked(self, ids: Tensor) -> Asked:
         """Return what the layer asks of a lookup together with others: the rows of dense ids."""
         handle = self._usable_handle()
-        feature = Feature(self.table, host_ids(ids, handle.label), padding=self.padding_idx)
+        feature = handle.pending.side.feature(check_ids(ids, handle.label), self.padding_idx)
         return Asked(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:

@@ -16,7 +16,6 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.fronts.arguments import lags_behind, resolve_padding
 from embedrock.fronts.references import Remedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
-from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
@@ -32,7 +31,6 @@ from embedrock.torch.layers.row_state import (
     weights_of,
 )
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.lookup import Options, renormalize
 from embedrock.torch.training.sharing import Terms
 from embedrock.torch.training.side import RowSide
@@ -203,13 +201,16 @@ class RowLayer(nn.Module):
         if self.training:
             handle.vigil.check(handle.label)
 
-    @property
-    def joined_by(self) -> Group | None:
-        """The group whose tables can be looked up with the layer's in one call; None: it is looked up alone."""
-        group, handle = self._table.group, self._own_handle()
-        if group is None or self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
+    def joined_by(self, given: Any) -> Any:
+        """Return what layers that can be looked up with this one in one call have as well; None: it is alone.
+
+        Args:
+            given: what they are called with.
+        """
+        handle = self._own_handle()
+        if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
-        return group if type(handle.side()) is HostSide else None
+        return handle.side().joins if self._table.group is not None or handle.rows_on is not None else None
 
     def _options(self) -> Options:
         return Options(self.dtype, self.padding_idx, self.scale_grad_by_freq)

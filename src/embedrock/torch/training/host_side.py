@@ -16,6 +16,8 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.table import stepping
+from embedrock.table.batches import Feature
+from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.steps import DueStep
 
@@ -112,6 +114,15 @@ class HostSide:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+
+    @property
+    def joins(self) -> Group | None:
+        """The table's group."""
+        return self.table.group
+
+    def feature(self, ids: Tensor, padding: int | None) -> Feature:
+        """Return ids that are looked up together with those of others."""
+        return Feature(self.table, ids.cpu().numpy(), padding=padding)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return rows for no gradient, in one pass: float32 ``ids.shape + (dim,)``."""

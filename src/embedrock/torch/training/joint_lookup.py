@@ -1,16 +1,16 @@
-"""Rows and bags of many features out of the tables of a group as tensors, and their gradients back to the handles."""
+"""Rows and bags of many features, out of tables that are used together, as tensors; and their gradients back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.process.spans import span
-from embedrock.table.batches import Feature, may_be_side_by_side
+from embedrock.table.batches import may_be_side_by_side
 from embedrock.table.group import Group
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.handle import Handle
@@ -22,28 +22,70 @@ class Asked(NamedTuple):
     """What a layer asks of a lookup for one feature.
 
     Attributes:
-        handle: of the rows, which the CPU uses.
-        feature: ids of the table, and what becomes of their rows.
+        handle: of the rows.
+        feature: ids of the table, and what becomes of their rows, for the side that uses these.
         weights: of the positions of bags, (n,), to which gradients may come back; `feature` has their values.
         dtype: of the output.
         trains: whether gradients of the rows come back.
     """
 
     handle: Handle
-    feature: Feature
+    feature: Any
     weights: Tensor | None
     dtype: torch.dtype
     trains: bool
 
 
-def look_up(group: Group, asked: Sequence[Asked]) -> list[Tensor]:
-    """Return what layers on tables of one group ask for, read in one call of the host."""
-    return _looked_up(JointReading(group, asked, side_by_side=False))
+class JointReading(Protocol):
+    """A lookup of many features that gradients come back to.
+
+    Attributes:
+        asked: of it.
+    """
+
+    asked: Sequence[Asked]
+
+    def read(self, for_weights: bool) -> list[Tensor]:
+        """Return the output of each feature, or one of all; `for_weights`: `weight_grads` will be asked for."""
+        ...
+
+    def trains(self) -> list[bool]:
+        """Return for each output whether gradients come back to it."""
+        ...
+
+    def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
+        """Return the gradients of the rows of each table that some came back to."""
+        ...
+
+    def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
+        """Return the gradients of the positions' weights: (n,), of each feature that has some."""
+        ...
+
+    def taken(self, grads: Tensor) -> Any:
+        """Return the gradient of an output as `gradients` and `weight_grads` take it."""
+        ...
 
 
-def look_up_side_by_side(group: Group, asked: Sequence[Asked]) -> Tensor:
+def look_up(joins: Any, asked: Sequence[Asked]) -> list[Tensor]:
+    """Return what layers on tables that are used together ask for, read in one call.
+
+    Args:
+        joins: what their sides have in common, see `RowSide.joins`.
+        asked: see above.
+    """
+    if isinstance(joins, Group):
+        return _looked_up(GroupReading(joins, asked, side_by_side=False))
+    found: dict[int, Tensor] = {}
+    for share in joins.shares([one.feature for one in asked]):
+        found |= zip(share, _looked_up(DeviceReading([asked[number] for number in share])), strict=True)
+    return [found[number] for number in range(len(asked))]
+
+
+def look_up_side_by_side(joins: Any, asked: Sequence[Asked]) -> Tensor:
     """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
-    reading = JointReading(group, asked, side_by_side=True)
+    if not isinstance(joins, Group):
+        return torch.cat(look_up(joins, asked), dim=1)
+    reading = GroupReading(joins, asked, side_by_side=True)
     found = _looked_up(reading)
     return found[0] if reading.side_by_side else torch.cat(found, dim=1)
 
@@ -56,8 +98,8 @@ def _looked_up(reading: JointReading) -> list[Tensor]:
     return reading.read(for_weights=False)
 
 
-class JointReading:
-    """A lookup of many features that gradients come back to.
+class GroupReading:
+    """A lookup in the tables of a group: a `JointReading`.
 
     Args:
         group: of all tables.
@@ -67,6 +109,8 @@ class JointReading:
     Attributes:
         side_by_side: whether they can.
     """
+
+    taken = staticmethod(host_floats)
 
     def __init__(self, group: Group, asked: Sequence[Asked], side_by_side: bool) -> None:
         self._group, self.asked = group, asked
@@ -114,6 +158,45 @@ class JointReading:
         ]
 
 
+class DeviceReading:
+    """A lookup in tables of one kind on a GPU: a `JointReading` of rows, as which bags of one id are read, too.
+
+    Args:
+        asked: of it.
+    """
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        from embedrock.device.joint import JointReading as Reading  # which needs Triton: that of their sides
+
+        self.asked = asked
+        self._reading = Reading([one.feature for one in asked], any(one.trains for one in asked))
+
+    def read(self, for_weights: bool) -> list[Tensor]:
+        """Return the output of each feature."""
+        with span("read"):
+            found = self._reading.read()
+        return [out.to(one.handle.device, one.dtype) for one, out in zip(self.asked, found, strict=True)]
+
+    def trains(self) -> list[bool]:
+        """Return for each output whether gradients come back to it."""
+        return [one.trains for one in self.asked]
+
+    @staticmethod
+    def taken(grads: Tensor) -> Tensor:
+        """Return the gradient of an output as it is."""
+        return grads
+
+    def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
+        """Return the gradients of the rows of each table that some came back to."""
+        own = [part if one.trains else None for one, part in zip(self.asked, grads, strict=True)]
+        found = self._reading.sum(own)
+        return {one.handle: found[one.feature.side] for one in self.asked if one.feature.side in found}
+
+    def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
+        """Return nothing: there are no weights of positions."""
+        return []
+
+
 class JointLookup(torch.autograd.Function):
     """Rows and bags of features; the gradients go to the tables' handles and to the weights of the positions."""
 
@@ -142,7 +225,7 @@ class JointLookup(torch.autograd.Function):
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
-        given = [None if grads is None else host_floats(grads.resolve_neg()) for grads in grad_outputs]
+        given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
         found = reading.gradients(given) if any(needs[:count]) else {}
         nodes = ctx.next_functions  # which makes a list of all, each time
         of_handles = [

@@ -75,6 +75,18 @@ class RowSide(Protocol):
         ...
 
     @property
+    def joins(self) -> Any:
+        """What tables that can be looked up with this one in one call have as well; None: it is looked up alone.
+
+        It is a `Group`, or of a GPU.
+        """
+        ...
+
+    def feature(self, ids: Tensor, padding: int | None) -> Any:
+        """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
+        ...
+
+    @property
     def judge(self) -> Callable[[Sequence[Any], bool], Sequence[PreparedStep]]:
         """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
 

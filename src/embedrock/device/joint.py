@@ -1,0 +1,400 @@
+"""Tables of one form on a GPU, planned, read, summed and stepped together: as if they were one table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.gradients import DeviceGradients, room_for_sums
+from embedrock.device.plan import DevicePlan, carved, make_plan
+from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu.runtime import Form, single
+from embedrock.process.spans import spanned
+
+if TYPE_CHECKING:
+    from embedrock.device.direct import DirectSide
+    from embedrock.device.steps import DeviceDue
+
+NO_PADDING = -2
+
+
+MOST_KEYS = 2**31 - 2  # of tables that are used together: int32
+
+
+class Kind(NamedTuple):
+    """What tables that are used together have in common.
+
+    Attributes:
+        device: that uses them.
+        form: of their records.
+        homes: where these are, see `homes.Kind`.
+        draw: how first values are drawn.
+    """
+
+    device: torch.device
+    form: Form
+    homes: Any
+    draw: str
+
+    def shares(self, features: Sequence[Feature]) -> list[list[int]]:
+        """Return which of the features are looked up together: as many as there are keys for, in order."""
+        keys: dict[DirectSide, int] = {}
+        shares: list[list[int]] = [[]]
+        for number, feature in enumerate(features):
+            keys[feature.side] = feature.side.known.rows + 2
+            if sum(keys.values()) > MOST_KEYS:
+                keys = {feature.side: keys[feature.side]}
+                shares.append([])
+            shares[-1].append(number)
+        return [share for share in shares if share]
+
+
+class Known(NamedTuple):
+    """What kernels know of a table, wherever its keys are: see `kernels.Entry`."""
+
+    rows: int
+    where: int
+    near: int
+    far: int
+    seed: int
+    state: int
+    fault: int
+    numbers: tuple[int, int, int]
+
+
+class Feature(NamedTuple):
+    """Ids that are looked up together with those of others.
+
+    Attributes:
+        side: of their table, which has a `kind`.
+        ids: of any shape, on the host or there.
+        padding: the id that gets no gradient.
+    """
+
+    side: DirectSide
+    ids: Tensor
+    padding: int | None
+
+
+def kind_of(side: DirectSide) -> Kind | None:
+    """Return which tables can be used together with one; None: it is used alone.
+
+    That is so for those with a cache, whose rows come and go, and under dense rules, whose rows lag behind.
+    """
+    if side.near.is_cache or side.rows.history is not None:
+        return None
+    return Kind(side.device, side.form, side.near.homes.kind, side.drawn[0])
+
+
+def known_of(side: DirectSide) -> Known:
+    """Return what kernels know of a table."""
+    homes, (_, *numbers) = side.near.homes, side.drawn
+    words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
+    assert side.first is not None  # the GPU plans
+    addresses = side.first.state.data_ptr(), side.faults.tensor.data_ptr()
+    seed = int(side.spec.key) % 2**64
+    return Known(homes.limit, homes.where.data_ptr(), *homes.memory[:2], seed, *addresses, tuple(words))
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(known: tuple[tuple[Known, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
+    firsts, words = [1], []
+    for table, padding in known:
+        words.append(kernels.Entry(firsts[-1], *table, padding).words)
+        firsts.append(firsts[-1] + table.rows + 2)
+    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
+
+
+@functools.lru_cache(maxsize=64)
+def _cuts(sizes: tuple[int, ...], tables: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = np.cumsum([0, *sizes])
+    return torch.tensor([*bounds.tolist(), *tables], dtype=torch.int64, device=device)
+
+
+@contextmanager
+def _working(sides: Sequence[DirectSide]) -> Iterator[None]:
+    """Hold the locks of tables, and do work on the device in the order of all."""
+    with ExitStack() as stack:
+        for side in sorted(sides, key=lambda side: side.rows.turn.number):  # as `turn.together` takes them
+            stack.enter_context(side.working())
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """What one batch of several tables needs. Its rows, and its positions, lie table by table.
+
+    Attributes:
+        sides: of the tables.
+        tables: the same for kernels.
+        firsts: the key of each table's first row.
+        plan: of all positions.
+        bounds: int32 (k + 1,), which of its rows are of each table.
+        cuts: where the positions of each table begin, and the last ones end.
+        paddings: the id of each table that gets no gradient.
+        stamps: the number of the batch, for each table.
+    """
+
+    sides: tuple[DirectSide, ...]
+    tables: kernels.Tables
+    firsts: tuple[int, ...]
+    plan: DevicePlan
+    bounds: Tensor
+    cuts: tuple[int, ...]
+    paddings: tuple[int, ...]
+    stamps: tuple[int, ...]
+
+    def of(self, table: int) -> DevicePlan:
+        """Return the plan of one table, as it would have been made alone."""
+        whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
+        n, first, rows = stop - begin, self.firsts[table], self.tables_rows(table)
+        lane = torch.arange(n + 1, device=self.bounds.device)
+        place = lane + self.bounds[table]
+        count = (self.bounds[table + 1] - self.bounds[table]).reshape(1)
+        keys = whole.keys[place[:n].clamp(max=len(whole.keys) - 1)] - first
+        is_none = (lane[:n] >= count) | (keys == self.paddings[table])
+        keys = torch.where(is_none, rows, keys)
+        starts = whole.starts[place.clamp(max=len(whole.keys))] - begin
+        order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
+        tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
+        return DevicePlan((n,), keys, keys, starts, order, inverse, count, tickets, self.stamps[table])
+
+    def tables_rows(self, table: int) -> int:
+        """Return how many rows a table has."""
+        return self.firsts[table + 1] - self.firsts[table] - 2
+
+
+class JointReading:
+    """A lookup of features whose tables are of one kind, and what becomes of the gradients that come back.
+
+    Args:
+        features: whose ids they are.
+        trains: a step may follow.
+    """
+
+    def __init__(self, features: Sequence[Feature], trains: bool) -> None:
+        self._features, self._trains = features, trains
+        sides = tuple(dict.fromkeys(feature.side for feature in features))
+        self._table_of = [sides.index(feature.side) for feature in features]
+        # Table by table, so that the positions of each lie together.
+        self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
+        self._sizes = [features[k].ids.numel() for k in self._order]
+        self.plan = self._planned(sides)
+
+    @spanned("plan")
+    def _planned(self, sides: tuple[DirectSide, ...]) -> JointPlan:
+        device, of = sides[0].device, tuple(self._table_of[k] for k in self._order)
+        paddings = [NO_PADDING] * len(sides)
+        for feature, table in zip(self._features, self._table_of, strict=True):
+            paddings[table] = NO_PADDING if feature.padding is None else feature.padding
+        self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
+        known = tuple(zip((side.known for side in sides), paddings, strict=True))
+        with _working(sides):
+            for side in sides:
+                side.begin_batch()
+            entries, firsts = _entries(known, device)
+            kind = kind_of(sides[0])
+            assert kind is not None  # it is that of all
+            tables = kernels.Tables(entries, kind.homes, kind.draw, kind.form)
+            ids = self._joined_ids(sides[0])
+            keys = torch.empty(len(ids), dtype=torch.int32, device=device)
+            kernels.join(ids, _cuts(tuple(self._sizes), of, device), tables, keys)
+            stamp = sides[0].stamp
+            plan = make_plan(keys, firsts[-1] - 1, sides[0].faults.tensor, stamp, tickets=len(sides))
+            bounds = torch.empty(len(sides) + 1, dtype=torch.int32, device=device)
+            kernels.bounds(tables, plan.keys, plan.count, ids, plan.order, plan.starts, bounds, stamp)
+            for side in sides:
+                side.end_batch(self._trains)
+        positions = [0] * (len(sides) + 1)
+        for table, size in zip(of, self._sizes, strict=True):
+            positions[table + 1] += size
+        cuts = tuple(np.cumsum(positions).tolist())
+        stamps = tuple(side.stamp for side in sides)
+        return JointPlan(sides, tables, firsts, plan, bounds, cuts, tuple(paddings), stamps)
+
+    def _joined_ids(self, side: DirectSide) -> Tensor:
+        """Return the ids of all features on the device, int64 or int32."""
+        parts = [self._features[k].ids.reshape(-1) for k in self._order]
+        if len({(part.device, part.dtype) for part in parts}) > 1:
+            parts = [side.on_device(part).to(torch.int64) for part in parts]
+        return side.on_device(torch.cat(parts))
+
+    def read(self) -> list[Tensor]:
+        """Return the row of each position of each feature: float32 ``ids.shape + (dim,)``."""
+        plan, dim = self.plan, self.plan.tables.form.dim
+        with _working(plan.sides):
+            for side in plan.sides:
+                side.timeline.wait_for_copies()
+            assert plan.plan.positions is not None  # the device planned
+            out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
+            kernels.read(plan.plan.positions, plan.tables, out)
+            for side in plan.sides:
+                side.note_use()
+        found = dict(zip(self._order, out.split(self._sizes), strict=True))
+        return [found[k].view(*feature.ids.shape, dim) for k, feature in enumerate(self._features)]
+
+    @spanned("sum")
+    def sum(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
+        """Return the gradients of the tables that some came back to, from those of the features, of any float dtype."""
+        plan = self.plan
+        if not self._are_alike:
+            return self._summed_alone(grads)
+        came = [{k for k, table in enumerate(self._table_of) if table == t} for t in range(len(plan.sides))]
+        for t, features in enumerate(came):
+            missing = {k for k in features if grads[k] is None}
+            if missing and missing != features:
+                return self._summed_alone(grads)
+            came[t] = features - missing
+        with _working(plan.sides):
+            joined = self._joined_grads(grads)
+            n, k, dim = len(joined), len(plan.sides), joined.shape[1]
+            values, _, scratch = room_for_sums(plan.plan, dim)
+            squares, parts, norms = carved(torch.float32, joined.device, (2 * n, 2 * k * kernels.PROGRAMS, 2 * k))
+            scratch = scratch._replace(squares=squares.view(torch.float64))
+            arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
+            sums.sum_segments(joined, *arrays, plan.sides[0].no_row, scratch, values, norms, each=True)
+            tickets = plan.plan.tickets[-k:]
+            args = plan.plan.keys, plan.bounds, scratch.squares, parts.view(torch.float64), tickets, norms
+            kernels.norms(plan.tables, *args)
+        whole, numbers = JointSums(plan, values), norms.unbind()
+        found = {}
+        for t, side in enumerate(plan.sides):
+            if came[t]:
+                shown = numbers[t]
+                found[side] = DeviceGradients(JointPart(whole, t), shown, shown, numbers[k + t])
+        return found
+
+    def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
+        dim = self.plan.tables.form.dim
+        given = [grads[k] for k in self._order]
+        dtypes = {part.dtype for part in given if part is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        device = self.plan.bounds.device
+        return torch.cat([
+            torch.zeros(size, dim, dtype=dtype, device=device) if part is None else part.reshape(size, dim).to(dtype)
+            for part, size in zip(given, self._sizes, strict=True)
+        ])  # fmt: skip
+
+    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
+        """Sum feature by feature: rows of a feature to which nothing came back are not touched."""
+        found: dict[DirectSide, DeviceGradients] = {}
+        for (side, ids, padding), given in zip(self._features, grads, strict=True):
+            if given is not None:
+                more = side.sum(side.plan(ids, self._trains), given, padding, by_frequency=False)
+                found[side] = side.merge(found[side], more) if side in found else more
+        return found
+
+
+class JointSums(NamedTuple):
+    """Gradients of several tables, summed to one for each row.
+
+    Attributes:
+        plan: whose rows.
+        values: float32 (n, dim).
+    """
+
+    plan: JointPlan
+    values: Tensor
+
+
+class JointPart:
+    """The gradients of one of several tables, as `Sums`: those of its rows alone are made when they are asked for.
+
+    Args:
+        whole: of all tables.
+        table: which one of them.
+    """
+
+    def __init__(self, whole: JointSums, table: int) -> None:
+        self.whole, self.table = whole, table
+
+    @functools.cached_property
+    def plan(self) -> DevicePlan:
+        """The plan of the table's rows."""
+        with self.whole.plan.sides[self.table].working():
+            return self.whole.plan.of(self.table)
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """The gradients of the table's rows: float32 (n, dim)."""
+        plan, whole = self.plan, self.whole
+        with whole.plan.sides[self.table].working():
+            rows = torch.arange(len(plan.keys), device=plan.keys.device) + whole.plan.bounds[self.table]
+            values = whole.values[rows.clamp(max=len(whole.values) - 1)]
+            return torch.where((plan.keys == whole.plan.tables_rows(self.table))[:, None], 0.0, values)
+
+
+class Run(NamedTuple):
+    """Tables of one sum that lie together, and are stepped together.
+
+    Attributes:
+        whole: their gradients.
+        due: of the tables, in order.
+        first: which of the tables the first is.
+        verdict: which of the step's verdicts is its.
+    """
+
+    whole: JointSums
+    due: list[DeviceDue]
+    first: int
+    verdict: int
+
+
+def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
+    """Go through the tables of a step: those that can be stepped together as runs, the others one by one."""
+    run: Run | None = None
+    for k, part in enumerate(due):
+        own = part.grads.sums
+        is_joint = isinstance(own, JointPart) and part.side.rows.history is None
+        if run is not None:
+            if is_joint and own.whole is run.whole and own.table == run.first + len(run.due):
+                run.due.append(part)
+                continue
+            yield run
+            run = None
+        if is_joint:
+            run = Run(own.whole, [part], own.table, k)
+        else:
+            yield part
+    if run is not None:
+        yield run
+
+
+def step(run: Run, verdicts: Tensor, number: int) -> None:
+    """Step tables together, by one kernel for neighbours whose numbers are the same.
+
+    Args:
+        run: see `Run`.
+        verdicts: of the step, int32 (tables, LINE).
+        number: of the step, 0 where the host knows that it is made.
+    """
+    plan, values = run.whole
+    sides: Any = [part.side for part in run.due]
+    for part in run.due:
+        part.side.check_rule(part.rule)
+    with _working(sides):
+        sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
+        drafts = [
+            (side.begin_step(part.rule, number), side.rows.steps, part.grads.clip_value)
+            for side, part in zip(sides, run.due, strict=True)
+        ]
+        begin = 0
+        for end in range(1, len(drafts) + 1):
+            if end < len(drafts) and drafts[end] == drafts[begin]:
+                continue
+            numbers, steps, clip = drafts[begin]
+            which = run.first + begin, run.first + end
+            own = verdicts[run.verdict + begin : run.verdict + end]
+            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, steps, numbers)
+            begin = end
+        for side in sides:
+            side.faults.ask()

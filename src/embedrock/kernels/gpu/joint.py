@@ -1,0 +1,334 @@
+"""Reading and stepping tables of one form together: see ``kernels/reference/device.py`` for what each kernel does.
+
+Their rows share a space of keys: each table has a range of it, with one key before and one after its rows, for ids that
+are outside of it. What is known of the tables is in device memory, `WORDS` words for each, in the order of the keys. So
+the keys of a batch are sorted, and planned, as if they were of one table; and whatever comes in the order of the keys
+has the rows of a table together: nearly all programs have to do with one table only.
+"""
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from embedrock.kernels.gpu import gate, rules
+from embedrock.kernels.gpu.generator import DRAWS
+from embedrock.kernels.gpu.plan import NUMBER
+from embedrock.kernels.gpu.rows import ALIGNMENT, apart, most_rows, read_rows, rows_of_program, step_rows
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
+from embedrock.kernels.gpu.sums import is_last
+
+WORDS = 12
+PROGRAMS = 32  # that add up the squares of a table
+LANES = 1024
+
+_WORDS = tl.constexpr(WORDS)
+_PROGRAMS = tl.constexpr(PROGRAMS)
+_LINE, _LIVE, _FACTOR = tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
+_NOBODY = tl.constexpr(2**62)
+
+
+class Entry(NamedTuple):
+    """What kernels know of a table.
+
+    Attributes:
+        first: the key of id 0; those from ``first - 1`` to ``first + rows`` are the table's.
+        rows: of the table.
+        where, near, far: see `homes.Homes`, addresses.
+        seed: 64 bits.
+        state, fault: addresses of the first state, float32, and of the fault, int64 (4,).
+        numbers: of which first values are made: the bits of three float32.
+        padding: the id that gets no gradient, -2 for none.
+    """
+
+    first: int
+    rows: int
+    where: int
+    near: int
+    far: int
+    seed: int
+    state: int
+    fault: int
+    numbers: tuple[int, int, int]
+    padding: int
+
+    @property
+    def words(self):
+        """The words that kernels find: int64 (WORDS,)."""
+        *most, numbers, padding = self
+        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding
+
+
+class Tables(NamedTuple):
+    """Tables on a device, all alike.
+
+    Attributes:
+        entries: int64 (k, WORDS).
+        kind: of their `Homes`; none has a cache.
+        draw: which first values they have, see `generator.DRAWS`.
+        form: of the records.
+    """
+
+    entries: Any
+    kind: Any
+    draw: str
+    form: Any
+
+
+@inlined
+def _table_of(entries, tables, key):
+    """Return the table whose range has a key."""
+    low, high = tables * 0, tables
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(entries + middle * _WORDS) - 1 <= key
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low
+
+
+@inlined
+def _span(entries, tables, key, here):
+    """Return the first and the last table of keys."""
+    first = _table_of(entries, tables, tl.min(tl.where(here, key, _NOBODY), axis=0))
+    return first, _table_of(entries, tables, tl.max(tl.where(here, key, -1), axis=0))
+
+
+@inlined
+def _homes(entry, KIND: tl.constexpr):
+    where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
+    return where, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
+
+
+@inlined
+def _drawn(entry):
+    a = tl.load(entry + 8).to(tl.int32).to(tl.float32, bitcast=True)
+    b = tl.load(entry + 9).to(tl.int32).to(tl.float32, bitcast=True)
+    c = tl.load(entry + 10).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(entry + 5).to(tl.uint64), a, b, c
+
+
+@kernel("n", "features")
+def _join(ids, cuts, entries, keys, n, features, LANES: tl.constexpr):
+    begin = tl.program_id(0) * LANES
+    i, stop = begin + tl.arange(0, LANES), tl.minimum(begin + LANES, n)
+    feature = features * 0
+    while feature < features:
+        first, last = tl.load(cuts + feature), tl.load(cuts + feature + 1)
+        if (first < stop) & (last > begin):
+            entry = entries + tl.load(cuts + features + 1 + feature) * _WORDS
+            here = (i >= first) & (i < last)
+            id = tl.load(ids + i, mask=here, other=0).to(tl.int64)  # noqa: A001
+            id = tl.maximum(tl.minimum(id, tl.load(entry + 1)), -1)  # noqa: A001
+            tl.store(keys + i, (tl.load(entry) + id).to(tl.int32), mask=here)
+        feature += 1
+
+
+def join(ids, cuts, tables, keys):
+    """Write the keys int32 (n,) of ids (n,) of several features, one after the other.
+
+    Args:
+        ids: int64 or int32; those outside of their table get the key before its rows, or the one after.
+        cuts: int64 (2 * features + 1,): where the positions of each feature begin and the last ones end, and the table
+            of each.
+        tables: see `Tables`.
+        keys: see above.
+    """
+    n, features = ids.shape[0], cuts.shape[0] // 2
+    launch(_join, -(-n // LANES), ids, cuts, tables.entries, keys, n, features, LANES=LANES)
+
+
+@inlined
+def _first_from(keys, count, key):
+    """Return the first place in sorted keys of one that is not below `key`: of each lane."""
+    low = tl.zeros_like(key).to(tl.int32)
+    high = low + count
+    while tl.max(high - low, axis=0) > 0:
+        middle = (low + high) // 2
+        is_open = low < high
+        below = is_open & (tl.load(keys + middle, mask=is_open, other=0) < key)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(is_open & (below == 0), middle, high)
+    return low
+
+
+@kernel("tables", "number")
+def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
+    t = tl.arange(0, LANES)
+    here, count = t < tables, tl.load(count)
+    entry = entries + t * _WORDS
+    first, rows = tl.load(entry, mask=here, other=_NOBODY), tl.load(entry + 1, mask=here, other=0)
+    begin, stop = _first_from(keys, count, first - 1), _first_from(keys, count, first + rows + 1)
+    tl.store(bounds + t, begin, mask=here)
+    tl.store(bounds + t + 1, stop, mask=t == tables - 1)
+    some = here & (begin < stop)
+    low = some & (tl.load(keys + begin, mask=some, other=0) == first - 1)
+    high = some & (tl.load(keys + stop - 1, mask=some, other=0) == first + rows)
+    bad = low | high
+    row = tl.where(low, begin, stop - 1)
+    value = tl.load(
+        ids + tl.load(order + tl.load(starts + row, mask=bad, other=0), mask=bad, other=0), mask=bad, other=0
+    )
+    fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
+    bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
+    tl.debug_barrier()  # what was read is overwritten
+    tl.store(fault, tl.zeros_like(first) + NUMBER, mask=bad)
+    tl.store(fault + 1, tl.zeros_like(first) + number, mask=bad)
+    tl.store(fault + 2, value.to(tl.int64), mask=bad)
+
+
+def bounds(tables, keys, count, ids, order, starts, bounds, number):
+    """Write which rows of a plan are of each table, int32 (k + 1,), and note ids outside of a table in its fault.
+
+    Args:
+        tables: see `Tables`.
+        keys, count, order, starts: of the plan.
+        ids: (n,), as they were before `join`.
+        bounds: see above.
+        number: of the batch.
+    """
+    k = tables.entries.shape[0]
+    args = tables.entries, k, keys, count, ids, order, starts, bounds, number
+    launch(_bounds, 1, *args, num_warps=1, LANES=_power(k))
+
+
+def _power(count):
+    return max(2, 1 << (count - 1).bit_length())
+
+
+@kernel("count", "tables")
+def _read_tables(
+    keys,
+    count,
+    entries,
+    tables,
+    out,
+    DRAW: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    u, here = rows_of_program(count, ROWS)
+    key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
+    table, last = _span(entries, tables, key, here)
+    while table <= last:
+        entry = entries + table * _WORDS
+        where, rows, near, far = _homes(entry, KIND)
+        seed, a, b, c = _drawn(entry)
+        own = key - tl.load(entry)
+        mine = here & (own >= -1) & (own <= rows)
+        read_rows(u, mine, own, where, rows, near, far, out, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
+        table += 1
+
+
+def read(keys, tables, out):
+    """Copy the weights of the rows of keys int32 (n,), table by table, to `out` float32 (n, dim): see `rows.read`."""
+    args = keys, keys.shape[0], tables.entries, tables.entries.shape[0], out
+    _launch(_read_tables, keys, args, tables, KIND=tables.kind, DRAW=DRAWS[tables.draw])
+
+
+@kernel("tables")
+def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
+    table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
+    entry = entries + table * _WORDS
+    stop, padding = tl.load(bounds + table + 1), tl.load(entry) + tl.load(entry + 11)
+    u = tl.load(bounds + table) + part * LANES
+    total = tl.zeros([LANES], tl.float64)
+    while u < stop:
+        lane = u + tl.arange(0, LANES)
+        here = (lane < stop) & (tl.load(keys + lane, mask=lane < stop, other=0) != padding)
+        total += tl.load(squares + lane, mask=here, other=0.0)
+        u += _PROGRAMS * LANES
+    tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
+    if is_last(tickets + table, _PROGRAMS - 1):
+        found = tl.load(parts + table * _PROGRAMS + tl.arange(0, _PROGRAMS))
+        norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
+        norm = tl.where(norm == norm, norm, float("inf"))
+        tl.store(norms + table, norm)
+        tl.store(norms + tables + table, norm)
+
+
+def norms(tables, keys, bounds, squares, parts, tickets, norms):
+    """Write the norm of each table's gradients twice, float32 (2, k), infinity where it is not finite.
+
+    Args:
+        tables: see `Tables`. The gradient of a row whose id is the table's `padding` does not count.
+        keys: of the rows.
+        bounds: of the tables, see `bounds`.
+        squares: float64 (n,), of each row's gradient.
+        parts: float64 (k * PROGRAMS,), scratch.
+        tickets: int32 (k,), zeros; they are so again afterwards.
+        norms: see above.
+    """
+    k = tables.entries.shape[0]
+    launch(_norms, k * PROGRAMS, tables.entries, k, keys, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
+
+
+@kernel("tables", "begin", "end", "step", "steps")
+def _step_tables(
+    keys,
+    count,
+    entries,
+    tables,
+    begin,
+    end,
+    values,
+    verdicts,
+    clip,
+    step: tl.uint32,
+    numbers,
+    steps,
+    DRAW: tl.constexpr,
+    UPDATE: tl.constexpr,
+    CLIPS: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    u, here = rows_of_program(count, ROWS)
+    key = tl.load(keys + u, mask=here, other=0)
+    table, last = _span(entries, tables, key, here)
+    table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
+    while table <= last:
+        entry, verdict = entries + table * _WORDS, verdicts + (table - begin) * _LINE
+        where, rows, near, far = _homes(entry, KIND)
+        seed, a, b, c = _drawn(entry)
+        first = tl.load(entry)
+        own = key - first
+        mine = here & (own >= 0) & (own < rows) & (own != tl.load(entry + 11)) & (tl.load(verdict + _LIVE) != 0)
+        factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
+        homes = where, where, rows, near, far
+        new = seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        step_rows(
+            u, mine, own, keys, first, values, factor, clip, homes, new, step, numbers, steps,
+            DRAW, UPDATE, CLIPS, KIND, FORM, ALIGN, ROWS, BLOCK,
+        )  # fmt: skip
+        table += 1
+
+
+def step(keys, count, tables, which, values, verdicts, clip, step, numbers):
+    """Step the rows of some tables that lie together: see `rows.step`.
+
+    Args:
+        keys, count: of the rows of all tables.
+        tables: see `Tables`.
+        which: the first of those that are stepped, and the one after the last.
+        values: float32 (n, dim), the gradients of all rows.
+        verdicts: int32 (stepped tables, LINE), of `gate.judge`.
+        clip, step, numbers: as for `rows.step`; the same for all.
+    """
+    clips = clip is not None
+    args = keys, count, tables.entries, tables.entries.shape[0], *which, values, verdicts
+    args = *args, single(clip) if clips else 0.0, step % 2**32, *apart(numbers)
+    constexprs = {"DRAW": DRAWS[tables.draw], "UPDATE": rules.UPDATES[type(numbers)], "CLIPS": clips}
+    _launch(_step_tables, keys, args, tables, most_rows(numbers), KIND=tables.kind, **constexprs)
+
+
+def _launch(kernel, keys, args, tables, rows=None, **constexprs):
+    part = tile(tables.form.dim, rows)
+    align = gcd(tables.form.record_bytes, ALIGNMENT)
+    launch(kernel, part.programs(keys.shape[0]), *args, FORM=tables.form, ALIGN=align, **part.options, **constexprs)

@@ -1,0 +1,45 @@
+"""How joint.py and sums of several tables are called, for compile_all.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from examples_rows import KEYS, ONE, forms, numbers
+from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
+
+from embedrock.kernels.gpu import gate, joint, sums
+from embedrock.kernels.gpu.homes import Kind
+from embedrock.kernels.gpu.runtime import Form
+from embedrock.rules import SGD, Adam
+
+TABLES = 1, 3
+CUTS = torch.zeros(7, dtype=torch.int64)
+
+
+def tables_of(form: Form, count: int, is_near: bool, draw: str) -> joint.Tables:
+    return joint.Tables(torch.zeros(count, joint.WORDS, dtype=torch.int64), Kind(True, is_near, False), draw, form)
+
+
+def example_plan() -> None:
+    tables = tables_of(forms(Adam())[0], 3, True, "normal")
+    for ids in (KEYS, KEYS.int()):
+        joint.join(ids, CUTS, tables, KEYS.int())
+        joint.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
+    joint.norms(tables, KEYS, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
+
+
+def example_rows() -> None:
+    for draw, is_near, count in itertools.product(("constant", "normal"), (False, True), TABLES):
+        for form in forms(Adam())[:2]:
+            tables, values = tables_of(form, count, is_near, draw), torch.zeros(8, form.dim)
+            joint.read(KEYS.int(), tables, values)
+            verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
+            joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1))
+    tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
+    joint.step(KEYS, ONE, tables, (1, 2), values, torch.zeros(1, gate.LINE).int(), 0.5, 1, numbers(SGD(), 1))
+
+
+def example_sums_of_each_row() -> None:
+    values, room = torch.zeros(N, 64), scratch(64)._replace(squares=torch.zeros(N).double())
+    sums.sum_segments(values, STARTS, ORDER, INVERSE, COUNT, SKIP, room, values, NORMS, each=True)

@@ -1,0 +1,254 @@
+"""Tables of one form that are planned, read, summed and stepped together: the bits of each alone."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import race_detector
+import torch
+from gpu_device import INTERPRETED
+from gpu_models import EVERYTHING, on_device
+from tensors import Poisoned, one, same, tensor
+from torch import Tensor
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device import joint as joint_device
+from embedrock.kernels.gpu import joint, runtime
+from embedrock.kernels.gpu.homes import Kind
+from embedrock.kernels.gpu.runtime import Form
+from embedrock.kernels.reference import device
+from slow import slow
+
+DIM, BATCH = 6, 9
+ROWS = 20, 30, 40
+
+
+class Model:
+    """A collection of features, two of them of one table; the same on the CPU is of a group."""
+
+    def __init__(self, memory: int | None, rule: str = "Adam", padding: int | None = None, **options: Any) -> None:
+        group = er.Group()
+        inits = er.Normal(std=0.5), er.Normal(std=0.1), er.Normal(mean=1.0)
+        self.layers: dict[str, ert.Embedding] = {}
+        for k, (rows, init) in enumerate(zip(ROWS, inits, strict=True)):
+            arguments: dict[str, Any] = {"rows": rows, "dim": DIM, "init": init, "seed": k, **options}
+            alone = memory is not None
+            table = er.Table(device_memory=memory, **arguments) if alone else group.table(f"t{k}", **arguments)
+            self.layers[f"f{k}"] = ert.Embedding(table, padding_idx=padding if k == 1 else None)
+        self.layers["again"] = self.layers["f1"]
+        self.rows = ert.EmbeddingCollection(self.layers)
+        self.step = getattr(ert, rule)(self.rows, lr=0.1)
+        if memory is not None:
+            on_device(self.rows)
+
+    @property
+    def tables(self) -> list[er.Table]:
+        return [self.layers[f"f{k}"].table for k in range(len(ROWS))]
+
+    def loss(self, seed: int, leave_out: str = "") -> Tensor:
+        rng = np.random.default_rng(seed)
+        ids = {
+            feature: torch.from_numpy(np.minimum(rng.zipf(1.3, BATCH) - 1, layer.num_embeddings - 1))
+            for feature, layer in self.layers.items()
+        }
+        found = self.rows(ids)
+        parts = [found[name].square().sum().cpu() * (k + 1) for k, name in enumerate(found) if name not in leave_out]
+        return torch.stack(parts).sum()
+
+    def train(self, steps: int = 2, seed: int = 0) -> Model:
+        for k in range(steps):
+            self.loss(seed + k).backward()
+            self.step.step()
+            self.step.zero_grad()
+        return self
+
+
+def assert_same(mine: Model, theirs: Model) -> None:
+    for a, b in zip(mine.tables, theirs.tables, strict=True):
+        np.testing.assert_array_equal(a.lookup(np.arange(a.rows or 0)), b.lookup(np.arange(b.rows or 0)))
+        for got, expected in zip(a.export(), b.export(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+        assert a.steps == b.steps
+
+
+@contextmanager
+def launches() -> Iterator[collections.Counter[str]]:
+    seen: collections.Counter[str] = collections.Counter()
+    before, runtime.on_launch = runtime.on_launch, lambda kernel, *_: seen.update([kernel.fn.__name__])
+    try:
+        yield seen
+    finally:
+        runtime.on_launch = before
+
+
+JOINT = dict.fromkeys(
+    ("_join", "_mark", "_collect", "_bounds", "_read_tables", "_sum", "_norms", "_judge", "_step_tables"), 1
+)
+
+
+@pytest.mark.parametrize(
+    ("memory", "rule", "options"),
+    [
+        (EVERYTHING, "Adam", {"padding": 0}),
+        (0, "SGD", {"dtype": "bfloat16"}),
+        *slow((0, "Adam", {"padding": 2}), (EVERYTHING, "SGD", {}), (EVERYTHING, "Ftrl", {"dtype": "float16"})),
+    ],
+    ids=str,
+)
+def test_tables_of_one_form_are_trained_by_the_same_kernels(memory: int, rule: str, options: dict[str, Any]):
+    mine, theirs = (Model(where, rule, **options).train(1) for where in (memory, None))
+    with launches() as seen:
+        mine.train(1, seed=1)
+    assert seen == JOINT
+    assert_same(mine, theirs.train(1, seed=1))
+
+
+def test_tables_of_other_forms_are_looked_up_by_others():
+    wide = {"w": ert.Embedding(9, 3, device_memory=EVERYTHING, seed=1)}
+    model = Model(EVERYTHING)
+    rows = ert.EmbeddingCollection({**model.layers, **wide})
+    on_device(rows)
+    with torch.no_grad(), launches() as seen:
+        found = rows({name: torch.arange(3) for name in rows.features})
+    assert seen["_read_tables"] == 2
+    for name, layer in {**model.layers, **wide}.items():
+        np.testing.assert_array_equal(found[name].cpu(), layer.table.lookup(np.arange(3)))
+
+
+def test_what_accumulates_or_is_scaled_is_of_each_table_alone():
+    models = [Model(where, padding=1) for where in (EVERYTHING, None)]
+    for model in models:
+        model.train(1)
+        for seed in (1, 2):
+            model.loss(seed).backward()
+        for handle in ert.handles(model.rows):
+            assert handle.grad is not None
+            handle.grad.mul_(0.5)
+        torch.nn.utils.clip_grad_value_(ert.handles(model.rows), 0.4)
+        model.step.step()
+    for a, b in zip(models[0].tables, models[1].tables, strict=True):
+        np.testing.assert_allclose(a.lookup(np.arange(a.rows or 0)), b.lookup(np.arange(b.rows or 0)), rtol=1e-5)
+    norms = [[handle.grad.item() for handle in ert.handles(model.rows)] for model in models]  # type: ignore[union-attr]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("left_out", ["f0", *slow("f1", "again", "f1 again")])
+def test_a_feature_without_a_gradient_touches_no_row(left_out: str):
+    models = [Model(where).train(1) for where in (0, None)]
+    for model in models:
+        model.loss(1, leave_out=left_out).backward()
+        model.step.step()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("bad", [-7, ROWS[1], *slow(2**40)])
+def test_ids_outside_of_one_table_are_an_error_of_it_and_stop_all(bad: int):
+    model = Model(EVERYTHING).train(1)
+    before = [table.lookup(np.arange(5)) for table in model.tables]
+    ids = {name: torch.tensor([1, 2]) for name in model.layers} | {"f1": torch.tensor([0, bad])}
+    found = model.rows(ids)
+    torch.stack([rows.sum().cpu() for rows in found.values()]).sum().backward()
+
+    def go_on() -> None:
+        model.step.step()
+        model.rows(dict.fromkeys(ids, torch.tensor([1])))
+
+    with pytest.raises(er.IdError, match=rf"`ids` of .* must lie in \[0, {ROWS[1]}\): got {bad} in an earlier batch"):
+        go_on()
+    model.step.zero_grad()
+    for table, rows in zip(model.tables, before, strict=True):
+        np.testing.assert_array_equal(table.lookup(np.arange(5)), rows)
+        assert table.steps == 1
+
+
+def test_bags_of_one_id_are_rows():
+    layers = {name: ert.EmbeddingBag(8, DIM, device_memory=0, mode="sum", seed=k) for k, name in enumerate("ab")}
+    bags = ert.EmbeddingBagCollection(layers)
+    on_device(bags)
+    with torch.no_grad(), launches() as seen:
+        found = bags({"a": torch.tensor([1, 7]), "b": torch.tensor([[2], [2]])}, concatenate=True)
+    assert (seen["_read_tables"], seen["_pool_sum"]) == (1, 0)
+    expected = np.concatenate([layers["a"].table.lookup([1, 7]), layers["b"].table.lookup([2, 2])], axis=1)
+    np.testing.assert_array_equal(found.cpu(), expected)
+
+
+def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joint_device, "MOST_KEYS", ROWS[0] + ROWS[1] + 4)
+    mine, theirs = Model(0), Model(None)
+    with launches() as seen:
+        mine.train(1)
+    assert seen["_read_tables"] == 3  # the last feature is of a table of the first share
+    theirs.train(1)
+    for a, b in zip(mine.tables, theirs.tables, strict=True):  # one table was summed twice
+        np.testing.assert_allclose(a.lookup(np.arange(a.rows or 0)), b.lookup(np.arange(b.rows or 0)), rtol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
+def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
+    detector = race_detector.install(monkeypatch)
+    mine = Model(EVERYTHING).train(2)
+    assert detector.found == set()
+    assert {"_bounds", "_norms", "_step_tables"} <= detector.launched
+    assert_same(mine, Model(None).train(2))
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def made_tables(rows: list[int], paddings: list[int]) -> tuple[joint.Tables, np.ndarray, torch.Tensor]:
+    """Return tables that have nothing but rows and a fault, the keys of their first rows, and the faults."""
+    firsts = np.cumsum([1, *(count + 2 for count in rows)])
+    faults = torch.zeros(len(rows), 4, dtype=torch.int64, device=one(0).device)
+    words = [
+        joint.Entry(int(first), count, 0, 0, 0, 0, 0, fault.data_ptr(), (0, 0, 0), padding).words
+        for first, count, fault, padding in zip(firsts, rows, faults, paddings, strict=False)
+    ]
+    return (
+        joint.Tables(tensor(np.array(words)), Kind(True, True, False), "constant", Form(4, "float32", 16, 4, 0)),
+        firsts,
+        faults,
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_join_bounds_and_norms(dtype: type) -> None:
+    rows, paddings, rng = [5, 1000, 1, 40], [-2, 3, 0, -2], np.random.default_rng(0)
+    tables, firsts, faults = made_tables(rows, paddings)
+    sizes, of = [7, 0, 2000, 3, 90], [0, 0, 1, 2, 3]
+    ids = np.concatenate([rng.integers(0, rows[t], n) for n, t in zip(sizes, of, strict=True)]).astype(dtype)
+    ids[[3, 4, 2008]] = -9, 77, 6
+    n, cuts = len(ids), np.cumsum([0, *sizes])
+    keys, expected = Poisoned((n,), torch.int32), np.empty(n, np.int32)
+    device.join(ids, cuts, of, firsts, rows, expected)
+    joint.join(tensor(ids), tensor(np.array([*cuts, *of])), tables, keys.inside)
+    same(keys.check(n), expected)
+
+    order = np.argsort(expected, kind="stable")
+    unique, starts = np.unique(expected[order], return_index=True)
+    bounds, wanted = Poisoned((5,), torch.int32), np.empty(5, np.int32)
+    found = np.zeros((4, 4), np.int64)
+    device.bounds(firsts, rows, unique, ids[order[starts]], wanted, found, 8)
+    padded = tensor(np.append(unique, [firsts[-1]] * 3).astype(np.int64))
+    plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
+    joint.bounds(tables, padded, one(len(unique)), *plan, bounds.inside, 8)
+    same(bounds.check(5), wanted)
+    same(faults, found)
+    assert found[:, 2].tolist() == [-9, 0, 6, 0]
+
+    squares = rng.random(len(unique) + 3)
+    norms, expected_norms, tickets = (
+        Poisoned((8,), torch.float32),
+        np.empty(8, np.float32),
+        torch.zeros_like(one(0)).repeat(4),
+    )
+    device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
+    parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
+    joint.norms(tables, padded, bounds.inside, tensor(squares), parts, tickets, norms.inside)
+    np.testing.assert_allclose(norms.check(8), expected_norms, rtol=1e-6)
+    assert not tickets.any()
