@@ -54,7 +54,7 @@ class Model:
     def loss(self, seed: int, leave_out: str = "") -> Tensor:
         rng = np.random.default_rng(seed)
         ids = {
-            feature: torch.from_numpy(np.minimum(rng.zipf(1.3, BATCH) - 1, layer.num_embeddings - 1))
+            feature: torch.from_numpy(np.minimum(rng.zipf(1.3, BATCH) - 1, (layer.num_embeddings or 0) - 1))
             for feature, layer in self.layers.items()
         }
         found = self.rows(ids)
@@ -230,11 +230,11 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     same(keys.check(n), expected)
 
     order = np.argsort(expected, kind="stable")
-    unique, starts = np.unique(expected[order], return_index=True)
+    unique, starts = np.unique(expected[order].astype(np.int64), return_index=True)
     bounds, wanted = Poisoned((5,), torch.int32), np.empty(5, np.int32)
     found = np.zeros((4, 4), np.int64)
     device.bounds(firsts, rows, unique, ids[order[starts]], wanted, found, 8)
-    padded = tensor(np.append(unique, [firsts[-1]] * 3).astype(np.int64))
+    padded = tensor(np.append(unique, [firsts[-1]] * 3))
     plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
     joint.bounds(tables, padded, one(len(unique)), *plan, bounds.inside, 8)
     same(bounds.check(5), wanted)

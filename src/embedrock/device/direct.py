@@ -265,9 +265,6 @@ class DirectSide(DeviceSide):
         """What kernels know of the table that step it together with others."""
         return joint.known_of(self)
 
-    def feature(self, ids: Tensor, padding: int | None) -> joint.Feature:
-        return joint.Feature(self, ids, padding)
-
     def begin_batch(self) -> None:
         """Begin a batch that is planned together with those of other tables, and by nobody ahead of time."""
         self.check()

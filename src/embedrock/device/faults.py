@@ -44,6 +44,7 @@ class Faults:
         self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
         self._seen = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+        self._told = self._seen.numpy()  # which is looked at in no time
         self._event = torch.cuda.Event() if self._is_cuda else None
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
@@ -105,7 +106,7 @@ class Faults:
         if not self._is_asked or (self._event is not None and not self._event.query()):
             return
         self._is_asked = False
-        if not self._seen.any():
+        if not self._told[0]:
             while self._launched and self._launched[0] <= self._asked_at:
                 self._launched.popleft()
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,23 +12,17 @@ from torch import Tensor
 from embedrock.device.plan import DevicePlan, carved
 from embedrock.kernels.gpu import sums
 
-
-class RowSums(Protocol):
-    """One gradient for each row of a plan."""
-
-    @property
-    def plan(self) -> DevicePlan:
-        """Whose rows."""
-        ...
-
-    @property
-    def values(self) -> Tensor:
-        """The gradients: float32 (n, dim), anything beyond the rows that there are."""
-        ...
+if TYPE_CHECKING:
+    from embedrock.device.joint import JointPart
 
 
 class Sums(NamedTuple):
-    """`RowSums` of a table that was summed alone."""
+    """One gradient for each row of a plan.
+
+    Attributes:
+        plan: whose rows.
+        values: float32 (n, dim), anything beyond the rows that there are.
+    """
 
     plan: DevicePlan
     values: Tensor
@@ -46,7 +40,7 @@ class DeviceGradients:
         clip_value: what they are clamped to after that, None: nothing.
     """
 
-    sums: RowSums
+    sums: Sums | JointPart
     shown: Tensor
     number: Tensor
     growth: Tensor

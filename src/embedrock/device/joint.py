@@ -79,7 +79,7 @@ class Feature(NamedTuple):
         padding: the id that gets no gradient.
     """
 
-    side: DirectSide
+    side: Any
     ids: Tensor
     padding: int | None
 
@@ -354,16 +354,14 @@ def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
     run: Run | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        is_joint = isinstance(own, JointPart) and part.side.rows.history is None
+        own = own if isinstance(own, JointPart) and part.side.rows.history is None else None
         if run is not None:
-            if is_joint and own.whole is run.whole and own.table == run.first + len(run.due):
+            if own is not None and own.whole is run.whole and own.table == run.first + len(run.due):
                 run.due.append(part)
                 continue
             yield run
-            run = None
-        if is_joint:
-            run = Run(own.whole, [part], own.table, k)
-        else:
+        run = None if own is None else Run(own.whole, [part], own.table, k)
+        if run is None:
             yield part
     if run is not None:
         yield run

@@ -14,6 +14,7 @@ from torch import Tensor
 from embedrock.device import pooling
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
+from embedrock.device.joint import Feature
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
@@ -202,6 +203,10 @@ class DeviceSide(ABC):
     def joins(self) -> Any:
         """What tables that are looked up together with this one have as well; None: it is looked up alone."""
         return None
+
+    def feature(self, ids: Tensor, padding: int | None) -> Feature:
+        """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
+        return Feature(self, ids, padding)
 
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
