@@ -117,8 +117,8 @@ class HostSide:
 
     @property
     def joins(self) -> Group | None:
-        """The table's group."""
-        return self.table.group
+        """The table's group; None of sides that do more than this one, for processes that share rows and averages."""
+        return self.table.group if type(self) is HostSide else None
 
     def feature(self, ids: Tensor, padding: int | None) -> Feature:
         """Return ids that are looked up together with those of others."""
