@@ -27,8 +27,8 @@ def test_every_kernel_compiles(told: dict[str, str]) -> None:
     assert not missing, f"no function example_* in tests/gpu/examples_*.py launches {', '.join(missing)}"
 
 
-# In a step of a table, or of ten that are looked up by a collection: kernels launched, and calls of PyTorch that allocate
-# or do work there. Fewer is better.
+# In a step of a table, or of ten that are looked up by a collection: kernels launched, and calls of PyTorch that
+# allocate or do work there. Fewer is better.
 COSTS = {"near": (6, 13), "in place": (6, 14), "cached": (10, 15), "ten near": (9, 62)}
 
 
