@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import workers
 
 import embedrock as er
 import embedrock.keras as erk
@@ -88,6 +91,31 @@ def test_what_is_resumed_has_the_bits_of_a_group_in_ram_and_each_checkpoint_is_o
     assert_same(rows_in(in_ram), rows_in(group))
     assert group.last_step == 12
     group.close()
+
+
+def _run(folder: Path, killed_at: int) -> list[np.ndarray]:
+    """Fit in a process of its own, with checkpoints; return its rows, unless it is killed after a step."""
+
+    def end(batch: int, logs: Any) -> None:
+        if int(model.optimizer.iterations) == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    folder.mkdir(exist_ok=True)
+    group = group_at(folder)
+    model = model_of(group)
+    saved = erk.TableCheckpoint(folder / "saved", every=3)
+    fit(model, epochs=5, callbacks=[saved, keras.callbacks.LambdaCallback(on_train_batch_end=end)])
+    return [*rows_in(group), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+@pytest.mark.slow
+def test_killed_three_times_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (whole,) = workers.run(_run, tmp_path / "whole", -1, workers=1)
+    for killed_at in (2, 7, 16):
+        (outcome,) = workers.outcomes_of(_run, tmp_path / "killed", killed_at, workers=1)
+        assert outcome.code == -signal.SIGKILL, outcome
+    (ended,) = workers.run(_run, tmp_path / "killed", -1, workers=1)
+    assert_same(whole, ended)
 
 
 def test_a_file_of_a_model_refers_to_the_tables_of_its_group(tmp_path: Path, capsys: Any) -> None:

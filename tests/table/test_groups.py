@@ -442,3 +442,14 @@ def test_rows_of_members_do_not_come_and_go() -> None:
         with pytest.raises(er.UnsupportedError, match=f"`{name}` of table 'users' does not go with `group`: rows of"):
             group.table("users", 10, 4, **{name: value})
     assert not len(group)
+
+
+def test_gpu_memory_is_refused() -> None:
+    for size in ("1GiB", "25%"):
+        with pytest.raises(er.UnsupportedError, match=f"`device_memory` of the group must be None or 0: got '{size}'"):
+            er.Group(device_memory=size)
+    group = er.Group(device_memory=0)
+    with pytest.raises(er.UnsupportedError, match="of table 'users' in a group must be None or 0: got 7"):
+        group.table("users", 10, 4, device_memory=7)
+    assert not len(group)
+    assert group.table("users", 10, 4, device_memory=0).device_memory == 0

@@ -155,7 +155,10 @@ def test_a_dropped_table_gives_its_space_back(tmp_path: Path) -> None:
         group.compact()
         large = group["b"].stats()["disk_bytes"]
         kept = group["a"]
+        table = group["a"]
         group.drop("a")
+        with pytest.raises(ClosedTableError, match=r"It was dropped from the group at .* make it anew by group\.table"):
+            table.lookup([1])
         with pytest.raises(ClosedTableError, match="table 'a' is closed, since"):
             kept.lookup([1])
         assert group.uncommitted

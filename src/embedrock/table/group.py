@@ -68,12 +68,14 @@ class Group:
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
         name: for error messages.
+        device_memory: GPU memory: None or 0, as rows of a group are used in RAM, also by models on a GPU.
 
     Attributes:
         memory, on_nonfinite: what it was given.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
+        UnsupportedError: `device_memory` is given.
         TableFileError: at `path` there is something else, or a table alone.
         TableLockedError: another writer has the group at `path` open.
         CorruptTableError: the files at `path` are damaged.
@@ -101,7 +103,9 @@ class Group:
         mode: str = "w",
         name: str | None = None,
         system: System = OS_SYSTEM,
+        device_memory: Size | None = None,
     ) -> None:
+        refuse_device_memory("the group", device_memory)
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
         options |= {"name": name, "system": system}
         check_on_nonfinite(on_nonfinite)
@@ -165,12 +169,12 @@ class Group:
             dim: weights in a row.
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
-            device_memory: see `Table`.
+            device_memory: see `Group`.
             admission, eviction: of tables alone: refused here.
 
         Raises:
             ArgumentError: a value that cannot work, or there is another table of that name.
-            UnsupportedError: `admission` or `eviction` is given.
+            UnsupportedError: `admission`, `eviction` or `device_memory` is given.
             MemoryBudgetError: no row fits the group's `memory`.
         """
         refuse_policies(f"table {name!r}", {"admission": admission, "eviction": eviction})
@@ -189,6 +193,7 @@ class Group:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
+        refuse_device_memory(f"table {name!r} in a group", given["device_memory"])
         spec, asked = new_spec(rows, dim, given, first)
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
         with self.turn.whole():
@@ -283,6 +288,7 @@ class Group:
             self.files.wait_for_quiet(None)
             self.files.stop_compaction()
             if not isinstance(self._members.get(name), Resting):
+                home_of(self[name]).is_dropped = True
                 self[name].close()
             member = self._members.pop(name)
             assert isinstance(member, Resting)  # as it is closed
@@ -303,10 +309,8 @@ class Group:
                 self.files.check_writable()
                 self.files.changed.advance()
                 self.files.versions[new] = self.files.versions.pop(name)
-            home = rows_of(table).home
-            assert isinstance(home, InGroup)  # members have no other
             self._members = {new if each == name else each: member for each, member in self._members.items()}
-            home.rename(rows_of(table), new)
+            home_of(table).rename(rows_of(table), new)
             table.name = new
             named.register(new, table)
 
@@ -628,6 +632,22 @@ def refuse_policies(subject: str, options: Mapping[str, Any]) -> None:
                 f"`{name}` of {subject} does not go with `group`: rows of its tables come with their first step and "
                 "stay. Leave one of them out: a table alone may have both."
             )
+
+
+def refuse_device_memory(subject: str, size: Size | None) -> None:
+    """Raise `UnsupportedError` where rows of a group are to be in GPU memory."""
+    if parse_device_memory(size):
+        raise UnsupportedError(
+            f"`device_memory` of {subject} must be None or 0: got {size!r}. Rows of a group are used in RAM, also by "
+            "models on a GPU. Leave it out, or make the table outside of a group: a GPU may have its rows."
+        )
+
+
+def home_of(table: Table) -> InGroup:
+    """Return the home of a member."""
+    home = rows_of(table).home
+    assert isinstance(home, InGroup)  # members have no other
+    return home
 
 
 def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:

@@ -35,7 +35,12 @@ class InGroup(Home):
     Args:
         group: whose.
         name: of the table in it.
+
+    Attributes:
+        is_dropped: the group has the table no more, or is about to let it go.
     """
+
+    is_dropped = False
 
     def __init__(self, group: Group, name: str) -> None:
         self.group, self.name, self.subject = group, name, f"table {name!r}"
@@ -118,6 +123,11 @@ class InFolder(InGroup):
     @property
     def reopening(self) -> str:
         path = self.files.opening.path
+        if self.is_dropped:
+            return (
+                f"It was dropped from the group at {path!r}: make it anew by group.table({self.name!r}, ...), or go "
+                "back to a commit that has it, group.rollback(...)."
+            )
         return f"Open the group again, er.open({path!r}), or make it anew by group.table({self.name!r}, ...)."
 
     @property

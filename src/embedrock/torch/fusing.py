@@ -19,7 +19,8 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
 
     A collection of these layers then also looks them up, and sums their gradients, in one call for all; layers that
     are called one by one are looked up one by one. All results stay the same. What moves are tables in RAM that are
-    alone and were given no ``memory=``; tables on disk, on a GPU, of another group, or of averages stay as they are.
+    alone and were given no ``memory=`` or ``device_memory=``; tables on disk, on a GPU, of another group, or of
+    averages stay as they are.
 
     Rows, optimizer state and steps move with a table, and optimizers go on. The table that a layer had before is
     closed: whoever keeps it finds the new one as ``layer.table``. A member is called by the layer's place in the model.
@@ -66,7 +67,7 @@ def _may_move(layer: RowLayer) -> bool:
     if table.is_on_disk or table.group is not None or handle.average is not None or handle.rows_on is not None:
         return False
     tier = rows_of(table).tier
-    return isinstance(tier, Memory) and not tier.placement.is_told
+    return isinstance(tier, Memory) and not tier.placement.is_told and not table.device_memory
 
 
 def _check(handle: Handle, name: str, group: Group) -> None:
