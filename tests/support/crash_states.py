@@ -51,10 +51,11 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {  # what is in a folder: tables b
             "eviction": er.Eviction(max_rows=2 * BATCH, idle=15),
         }
     },
-    "group": {  # two share a pool
+    "group": {  # two share a pool, and rows of one come and go
         "users": {"rows": ROWS, "rule": RULES[0]},
         "items": {"rows": ROWS, "rule": er.Adam(lr=0.2)},
         "words": {"rows": None, "rule": DENSE, "dtype": "bfloat16"},
+        "terms": {"rows": None, "rule": RULES[0], "eviction": er.Eviction(max_rows=2 * BATCH)},
     },
 }
 Tables = dict[str, er.Table]  # by name

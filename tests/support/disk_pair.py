@@ -129,8 +129,8 @@ class Pair:
             self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
             return
         group = er.Group(path=folder, **self.options)
-        for name, rows in ((BESIDE, BATCH), (MEMBER, case.rows)):
-            self.table = group.table(name, rows, DIM, **arguments)
+        group.table(BESIDE, BATCH, DIM, **{**arguments, "admission": None, "eviction": None})
+        self.table = group.table(MEMBER, case.rows, DIM, **arguments)
         # The first commit of a group has no members: so many, and it is not kept any more.
         self.saved, self.first = {group.commit(): copy.deepcopy(self.ram) for _ in range(KEEP)}, KEEP
 

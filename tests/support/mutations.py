@@ -170,12 +170,13 @@ def _come_and_gone() -> dict[str, bytes]:
 
 
 def _group() -> dict[str, bytes]:
-    """Return the files of a group of three tables, of which two share a pool: one came late."""
+    """Return the files of a group of four tables, of which two share a pool: two came late."""
     system, rng = FaultFS(), np.random.default_rng(2)
     kinds: dict[str, Any] = {
         "a": {"rows": 150, "dim": 3, "rule": er.Adam(lr=0.1)},
         "b": {"rows": None, "dim": 2, "rule": er.AdamW(lr=0.1, dense=True)},
         "c": {"rows": 90, "dim": 3, "rule": er.Adam(lr=0.2)},
+        "d": {"rows": 80, "dim": 3, "rule": er.SGD(lr=0.2), "eviction": er.Eviction(max_rows=20)},
     }
     with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="1MiB") as group:
         for step in range(12):

@@ -86,8 +86,8 @@ def drawn_case(seed: int) -> Case:
         small=rng.random() < 0.8,
     )
     if seed % 3 == 1:  # slots for a batch of each, and for the rows that one of them brings beside the other
-        return replace(case, in_group=True, slots=max(case.slots, 3 * BATCH))
-    if case.rule not in LAZY:  # others move rows that a batch does not touch
+        case = replace(case, in_group=True, slots=max(case.slots, 3 * BATCH))
+    if case.rule not in LAZY or (case.in_group and rng.random() < 0.5):  # others move rows that a batch does not touch
         return case
     return replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
 

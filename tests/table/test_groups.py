@@ -435,13 +435,100 @@ def test_other_tables_are_stepped_with_members_or_none_is() -> None:
     assert [table.steps for table in tables] == [1, 1, 1]
 
 
-def test_rows_of_members_do_not_come_and_go() -> None:
+GOING: dict[str, dict[str, Any]] = {
+    "both": {"admission": er.Admission(2, within=20), "eviction": er.Eviction(max_rows=60, idle=15)},
+    "shared": {"admission": er.Admission(3, default="shared")},
+    "sketch": {"admission": er.Admission(2, sketch=256, default="zeros"), "eviction": er.Eviction(max_bytes=4000)},
+    "plain": {},
+}
+
+
+def going(name: str, seed: int) -> dict[str, Any]:
+    return {"rows": None, "dim": 4, "rule": ADAM, "seed": seed, "dtype": "bfloat16", **GOING[name]}
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_rows_of_members_come_and_go_as_those_of_tables_alone(is_on_disk: bool, tmp_path: Path) -> None:
+    def made() -> er.Group:
+        group = er.Group(path=tmp_path / "g", memory=60_000) if is_on_disk else er.Group()
+        for seed, name in enumerate(GOING):
+            group.table(name, **going(name, seed))
+        return group
+
+    group, rng = made(), np.random.default_rng(0)
+    alone = {name: er.Table(**going(name, seed)) for seed, name in enumerate(GOING)}
+    for step in range(30):
+        ids = {name: rng.zipf(1.3, 30) % 400 for name in GOING if step % 7 or name != "both"}
+        grads = {name: rng.standard_normal((30, 4)) for name in ids}
+        for name, rows in group.lookup(ids).items():
+            np.testing.assert_array_equal(rows, alone[name].lookup(ids[name]))
+        group.update(ids, grads)
+        for name in ids:
+            alone[name].update(ids[name], grads[name])
+        if step == 20:
+            group["both"].update([5, 6], np.ones((2, 4)))
+            alone["both"].update([5, 6], np.ones((2, 4)))
+            assert group["sketch"].forget([1, 2]) == alone["sketch"].forget([1, 2])
+            group["shared"].close() if is_on_disk else None  # a member that rests keeps its counts
+        if is_on_disk and step in (10, 20):
+            group.commit()
+            group.close()
+            group = made()
+    for name in GOING:
+        check_same(group[name], alone[name])
+        own, expected = group[name].stats(), alone[name].stats()
+        assert {key: own[key] for key in ("admitted", "evicted") if key in own} == {
+            key: expected[key] for key in ("admitted", "evicted") if key in expected
+        }
+    assert group["both"].stats()["evicted"] > 0
+    group.close() if not is_on_disk else group.commit()
+
+
+def test_none_is_stepped_where_rows_of_one_cannot_leave() -> None:
     group = er.Group()
-    options: dict[str, Any] = {"admission": er.Admission(2), "eviction": er.Eviction(max_rows=5)}
-    for name, value in options.items():
-        with pytest.raises(er.UnsupportedError, match=f"`{name}` of table 'users' does not go with `group`: rows of"):
-            group.table("users", 10, 4, **{name: value})
-    assert not len(group)
+    group.table("plain", None, 4, rule=ADAM)
+    group.table("kept", None, 4, rule=ADAM, eviction=er.Eviction(max_rows=3, keep=[1, 2]))
+    group.table("small", None, 4, rule=ADAM, eviction=er.Eviction(max_rows=3))
+    group.update({"kept": [1, 2]}, {"kept": np.ones((2, 4))})
+    for name, text in (("small", "needs 4 at once. Raise"), ("kept", "at once beside those to `keep`")):
+        ids = {"plain": [1], name: [5, 6, 7, 8] if name == "small" else [5, 6]}
+        with pytest.raises(er.ArgumentError, match=f"table '{name}' may have 3 rows .* {text}"):
+            group.update(ids, {each: np.ones((len(own), 4)) for each, own in ids.items()})
+    assert [table.steps for table in group.open_tables()] == [0, 1, 0]
+    assert group.stats()["rows_touched"] == 2
+
+
+def test_a_member_gets_another_eviction_and_who_is_told(tmp_path: Path) -> None:
+    told: list[np.ndarray] = []
+    for path in (None, tmp_path / "g"):
+        group = er.Group(path=path)
+        group.table("a", 10, 4, rule=ADAM)
+        table = group.table("b", 10, 4, rule=ADAM)
+        group.update({"a": [1], "b": [1, 2, 3]}, {"a": np.ones((1, 4)), "b": np.ones((3, 4))})
+        assert len(group.pools) == 1
+        eviction = er.Eviction(max_rows=2, by="recency", evicted=told.append)
+        assert group.table("b", 10, 4, eviction=eviction) is table
+        assert len(group.pools) == 2  # as other members' steps may not wait for who leaves
+        group.update({"a": [1], "b": [4]}, {"a": np.ones((1, 4)), "b": np.ones((1, 4))})
+        assert np.concatenate(told).tolist() == [1, 2]
+        assert group.table("b", 10, 4, eviction=er.Eviction(max_rows=2, by="recency")) is table
+        assert table.spec.eviction is eviction  # who is told stays
+        told.clear()
+        if path is not None:
+            group.commit()
+            group.close()
+            with er.open(path) as again:
+                assert again["b"].spec.eviction is not None
+                assert again["b"].export()[0].tolist() == [3, 4]
+
+
+def test_counts_of_another_admission_are_not_lost() -> None:
+    group = er.Group()
+    table = group.table("a", None, 4, rule=ADAM, admission=er.Admission(2))
+    table.update([1], np.ones((1, 4)))
+    with pytest.raises(er.ArgumentError, match="`admission` of table 'a' must be that by which it has counted ids"):
+        group.table("a", None, 4, admission=er.Admission(3))
+    assert group.table("a", None, 4, admission=er.Admission(2)) is table
 
 
 def test_gpu_memory_is_refused() -> None:

@@ -15,7 +15,7 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.fronts.references import tell_resumed
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table.group import GIVEN, Group, refuse_policies
+from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
@@ -100,7 +100,6 @@ def _member(
                 f"`{option}` of {layer} does not go with `group`: its tables live where the group does, in its memory. "
                 "Leave one of them out."
             )
-    refuse_policies(layer, options)
     given = {option: options[option] for option in GIVEN}
     if given["on_nonfinite"] == declared(TableOptions)["on_nonfinite"].default:
         given["on_nonfinite"] = None  # as the group has it

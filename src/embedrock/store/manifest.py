@@ -24,6 +24,7 @@ MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
 POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come and go
 GROUP_FORMAT = 4  # of the manifests of groups
 FOLDED_FORMAT = 5  # of those of tables alone some of whose chunks have logs in them that the commit names
+GOING_GROUP_FORMAT = 6  # of those of groups with tables whose rows come and go
 PART_BITS = 44  # the keys of a pool: each member has a range of 2**44, so that it may grow in its own ...
 MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had so many members
 KEYS = 1 << 63  # all of them are below
@@ -229,7 +230,7 @@ class GroupManifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of its file."""
-        body = {"format": GROUP_FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        body = {"format": self.format} | {field.name: getattr(self, field.name) for field in fields(self)}
         body["pools"] = [_plain(pool, _POOL, ("base", "delta")) for pool in self.pools]
         body["members"] = [_plain(member, _MEMBER, ("history",)) for member in self.members]
         return publishing.to_bytes(body)
@@ -248,6 +249,11 @@ class GroupManifest:
         manifest = replace(plain, pools=tuple(_of_members(pool, number, plain) for number, pool in enumerate(pools)))
         _check_members(manifest, where)
         return manifest
+
+    @property
+    def format(self) -> int:
+        """The oldest format that has all of it."""
+        return GOING_GROUP_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -323,8 +329,9 @@ def parse(data: bytes, where: str) -> AnyManifest:
         CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
         NewerFormatError: they are of a newer format.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, FOLDED_FORMAT + 1))
-    return GroupManifest.of_body(body, where) if version == GROUP_FORMAT else Manifest.of_body(version, body, where)
+    version, body = publishing.parse(data, where, range(UNMARKED, GOING_GROUP_FORMAT + 1))
+    is_of_group = version in (GROUP_FORMAT, GOING_GROUP_FORMAT)
+    return GroupManifest.of_body(body, where) if is_of_group else Manifest.of_body(version, body, where)
 
 
 def publish(system: System, folder: str, manifest: AnyManifest) -> None:

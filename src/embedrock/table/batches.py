@@ -435,7 +435,7 @@ def _absent(pool: Pool, tables: Sequence[Table], ids: Sequence[np.ndarray], rout
     """Return the rows of ids that are not in fast memory, those of all tables: float32 (n, dim)."""
     pairs = zip(tables, ids, strict=True)
     if not pool.tier.evicts:
-        return np.concatenate([rows_of(table).first_values(own) for table, own in pairs])
+        return np.concatenate([rows_of(table).unrecorded(own) for table, own in pairs])
     return read(plan([Feature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
@@ -506,7 +506,7 @@ def _found(share: Share) -> tuple[Records, np.ndarray]:
 
 
 def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return slots in which ``-1 - k`` stands for row k of the first values, which are returned too."""
+    """Return slots in which ``-1 - k`` stands for row k of what rows without a record are read as, returned too."""
     missing = slots < 0
     fresh = np.empty((np.count_nonzero(missing), share.route.pool.dim), np.float32)
     if not len(fresh):
@@ -516,7 +516,7 @@ def _fresh(share: Share, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for k, table in enumerate(share.route.tables):
         own = share.plan.of(k)
         new = share.plan.ids[own][missing[own]]
-        fresh[done : done + len(new)] = rows_of(table).first_values(new)
+        fresh[done : done + len(new)] = rows_of(table).unrecorded(new)
         done += len(new)
     return slots, fresh
 

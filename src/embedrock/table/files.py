@@ -148,7 +148,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
     def resume(self, rows: Rows, spec: Spec) -> None:
         """Give a table the state of the last commit."""
         manifest, tier = self.last(), self._tier(spec, rows.turn, self.store)
-        history, residents = self.history(spec, manifest), self.residents(spec, manifest)
+        history, residents = self.history(spec, manifest), self.residents(spec, manifest, self.subject)
         rows.install(spec, tier, history, manifest.steps, manifest.skipped_steps, residents=residents)
         rows.version.commit()
         self._commit = self._pending = None  # what became of it has no say about these rows

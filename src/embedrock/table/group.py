@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from embedrock.process.callers import caller
 from embedrock.process.interrupts import held_back
 from embedrock.residents.admission import Admission
 from embedrock.residents.eviction import Eviction
+from embedrock.residents.residents import Residents
 from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify
@@ -34,6 +36,7 @@ from embedrock.table.member import InFolder, InGroup
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
 from embedrock.table.options import TableOptions, defaults, refuse_options_of_files
+from embedrock.table.policies import change_policies
 from embedrock.table.prefetch import prefetch
 from embedrock.table.rows import Rows
 from embedrock.table.stepping import Due, step_all
@@ -45,8 +48,8 @@ from embedrock.tiers.tier import Ticket
 from embedrock.tiers.turn import Turn
 from embedrock.wording import did_you_mean
 
-GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory")  # arguments of `Group.table`, by name
-
+# Arguments of `Group.table`, by name.
+GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)
 
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
@@ -170,16 +173,16 @@ class Group:
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
             device_memory: see `Group`.
-            admission, eviction: of tables alone: refused here.
+            admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
+                another eviction takes the place of the one that it has.
 
         Raises:
             ArgumentError: a value that cannot work, or there is another table of that name.
-            UnsupportedError: `admission`, `eviction` or `device_memory` is given.
+            UnsupportedError: `device_memory` is given.
             MemoryBudgetError: no row fits the group's `memory`.
         """
-        refuse_policies(f"table {name!r}", {"admission": admission, "eviction": eviction})
-        given: dict[str, Any] = dict(zip(GIVEN, (dtype, init, seed, rule, on_nonfinite, device_memory), strict=True))
-        return self.made(name, rows, dim, given)
+        values = dtype, init, seed, rule, on_nonfinite, device_memory, admission, eviction
+        return self.made(name, rows, dim, dict(zip(GIVEN, values, strict=True)))
 
     def made(
         self, name: str, rows: int | None, dim: int, given: Mapping[str, Any], first: FirstValues | None = None
@@ -195,6 +198,7 @@ class Group:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
         refuse_device_memory(f"table {name!r} in a group", given["device_memory"])
         spec, asked = new_spec(rows, dim, given, first)
+        asked |= dict.fromkeys(POLICIES)  # which may become others
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
         with self.turn.whole():
             self._check_open()
@@ -205,7 +209,20 @@ class Group:
                 self._members[name] = self._gone_on_with(name, member, spec, {**asked, **options})
             else:
                 check_same(member, spec, {**asked, **options})
+            if member is not None:
+                self._change_policies(self[name], spec.policies)
             return self[name]
+
+    def _change_policies(self, table: Table, given: Mapping[str, Any]) -> None:
+        """Let rows of a member that there is come and go by other policies: those that are given."""
+        rows, before, own = rows_of(table), describe_spec(table.spec), table.spec.policies
+        new = {name: policy for name, policy in given.items() if policy is not None and _is_other(policy, own[name])}
+        if new and table.mode == "w" and not table.spec.has_residents:
+            rows.home.be_quiet(rows)
+            rows.grow(replace(table.spec, **new))  # in a pool of its own
+        change_policies(rows, new, table.mode == "w")
+        if describe_spec(table.spec) != before:
+            rows.version.advance(keeps_rows=True)
 
     def _check_open(self) -> None:
         if self._closed_at:
@@ -218,7 +235,7 @@ class Group:
     def _new(self, name: str, spec: Spec, options: Mapping[str, Any]) -> Table:
         home = InGroup(self, name) if self.files is None else InFolder(self, name, self.files)
         rows = self._rows(home, options)
-        rows.install(spec, home.empty_tier(spec))
+        rows.install(spec, home.empty_tier(spec), residents=Residents.of(spec, home.subject))
         rows.given_rule = spec.rule
         if self.files is not None:
             self.files.versions[name] = rows.version
@@ -624,14 +641,10 @@ class Group:
         )
 
 
-def refuse_policies(subject: str, options: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` where rows of a member are to come and go."""
-    for name in POLICIES:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"`{name}` of {subject} does not go with `group`: rows of its tables come with their first step and "
-                "stay. Leave one of them out: a table alone may have both."
-            )
+def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) -> bool:
+    """Return whether a policy is another one, or tells others of the rows that leave."""
+    told, told_now = getattr(policy, "evicted", None), getattr(own, "evicted", None)
+    return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
 
 
 def refuse_device_memory(subject: str, size: Size | None) -> None:

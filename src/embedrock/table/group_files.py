@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedrock.errors import TableFileError
 from embedrock.initializers import Initializer, Zeros
+from embedrock.residents.residents import Residents
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.store import publishing
@@ -22,6 +23,7 @@ from embedrock.table.files import open_volume
 from embedrock.table.home import Version
 from embedrock.table.keeper import Keeper, Opening
 from embedrock.table.rows import Rows
+from embedrock.table.saved import remembered
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
@@ -40,7 +42,7 @@ class Resting:
         spec: its description.
         steps, skipped_steps: made, and left out.
         files: of its rule's history, as the last commit has it; None: it has it not.
-        history: what its rule remembers, where that is known.
+        history, residents: what its rule remembers, and who has a record, where that is known.
     """
 
     part: Part
@@ -49,6 +51,7 @@ class Resting:
     skipped_steps: int
     files: tuple[HistoryFile, ...] | None
     history: History | None = None
+    residents: Residents | None = None
 
     def named_by(self, name: str) -> None:
         """Let error messages call it by another name."""
@@ -109,7 +112,7 @@ class GroupFiles(Keeper):
         number = part.number if part.pool.is_shared else None
         files = member.files if isinstance(member, Resting) else None
         if files is None:
-            self._remember(name, {} if member.history is None else member.history.state())
+            self._remember(name, remembered(member))
         counts = member.steps, member.skipped_steps, part.count
         return Member(name, self.pools.index_of(part), number, spec, *counts, files or ())
 
@@ -143,13 +146,13 @@ class GroupFiles(Keeper):
     def wake(self, rows: Rows, name: str, member: Resting, init: Initializer | None) -> None:
         """Let a table go on from a member that nobody had open. Where that fails, all stays as it is."""
         spec = read_spec(member.spec, init, f"{self.opening.path}#{name}")
-        history = member.history
-        if history is None:
+        history, residents = member.history, member.residents
+        if history is None and residents is None:
             steps = member.steps, member.skipped_steps
             known = Member(name, 0, None, member.spec, *steps, member.part.count, member.files or ())
-            history = self.history(spec, known)
+            history, residents = self.history(spec, known), self.residents(spec, known, rows.subject)
         member.part.spec = spec
-        rows.install(spec, member.part, history, member.steps, member.skipped_steps)
+        rows.install(spec, member.part, history, member.steps, member.skipped_steps, residents=residents)
         rows.version.commit()
         self.versions[name] = rows.version
 
@@ -160,7 +163,8 @@ class GroupFiles(Keeper):
             files = next((member.history for member in self.last().members if member.name == name), None)
         else:
             self.changed.advance()
-        return Resting(part, describe_spec(rows.spec), rows.steps, rows.skipped_steps, files, rows.history)
+        known = rows.history, rows.residents
+        return Resting(part, describe_spec(rows.spec), rows.steps, rows.skipped_steps, files, *known)
 
     def drop(self, member: Resting) -> None:
         """Forget a member and its rows; the next commit does. It is quiet."""

@@ -264,9 +264,9 @@ class Keeper(ABC):
                 history.load(arrays, of.steps)
         return history
 
-    def residents(self, spec: Spec, of: Manifest) -> Residents | None:
-        """Return who has a record as of the last commit, which says `of` the table."""
-        made = Residents.of(spec, self.subject)
+    def residents(self, spec: Spec, of: Manifest | Member, subject: str) -> Residents | None:
+        """Return who has a record in a table as of the last commit, which says `of` it."""
+        made = Residents.of(spec, subject)
         if made is not None and of.history:
             with self._reading_history(of):
                 made.load(self.volume.histories[of.history[0].file])

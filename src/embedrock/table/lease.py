@@ -12,6 +12,7 @@ from embedrock.residents.residents import Ballot
 
 # Of several reads that wait for a step; a single one may take more.
 KEPT_BYTES = 1 << 25
+NOBODY = np.empty(0, np.int64)
 
 
 class Refreshed(NamedTuple):
@@ -44,12 +45,14 @@ class Prepared(NamedTuple):
         plan: with the slots of then.
         fresh: float32 (missing, dim), first weights of its rows without records.
         ballot: of a table whose rows come and go: which rows of the batch the plan has.
+        left: the ids of the rows that leave for it.
     """
 
     version: int
     plan: Plan
     fresh: np.ndarray
     ballot: Ballot | None = None
+    left: np.ndarray = NOBODY
 
 
 class Lease:
@@ -71,7 +74,7 @@ class Lease:
     def unfinished(self) -> np.ndarray:
         """The ids of the batch, where somebody has it who may still step it."""
         ids = None if self.is_stepped else self._ids()
-        return np.empty(0, np.int64) if ids is None else ids
+        return NOBODY if ids is None else ids
 
     def is_of(self, plan: Plan) -> bool:
         """Return whether a plan is of that batch."""

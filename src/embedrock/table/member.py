@@ -93,9 +93,10 @@ class InGroup(Home):
 
     def _grows(self, part: Part, spec: Spec) -> bool:
         """Let a table have more rows where it is; return whether it can."""
-        if may_share(spec):  # in its own range
+        can = may_share(spec) or not part.pool.is_shared  # in its own range, or all keys are its own
+        if can:
             part.spec = spec
-        return may_share(spec)
+        return can
 
     def after_fork(self, rows: Rows) -> None:
         check_copy(rows)

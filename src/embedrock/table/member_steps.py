@@ -12,6 +12,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.joint import rejoined
+from embedrock.batch.plan import Plan
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.sizes import format_bytes
 from embedrock.rules import Rule
@@ -19,7 +20,7 @@ from embedrock.table import checks
 from embedrock.table import rows as table_rows
 from embedrock.table.batches import keys_of
 from embedrock.table.member import part_of
-from embedrock.table.rows import Rows
+from embedrock.table.rows import Rows, leaving, taking_part
 from embedrock.tiers.part import NewRows, Pool
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.pools import MOST_NAMED
@@ -64,10 +65,11 @@ class MemberSteps:
         for part in self._due:
             part.rows.check_writable()
         is_current = self._versions == self._now() and all(pool.is_current for pool in self._pools)
-        return is_current and all(new.part.room.has_room(self._new) for new in self._new[:1])
+        more = _more(self._pools)
+        return is_current and all(new.part.room.has_room(more) for new in more[:1])
 
     def prepare(self) -> None:
-        """Do all that can fail: find the rows, and see to room for new ones. Nothing changes."""
+        """Do all that can fail: find the rows, decide who gets a record, see to room for new ones. Nothing changes."""
         if self._pools and self.is_prepared():
             return
         by_pool: dict[Pool, list[MemberDue]] = {}
@@ -75,9 +77,6 @@ class MemberSteps:
             by_pool.setdefault(part_of(part.rows).pool, []).append(part)
         self._pools = []  # what was found before is not so any more
         pools = [_PoolStep(pool, parts) for pool, parts in by_pool.items()]
-        new = [each for pool in pools for each in pool.new]
-        for each in new[:1]:
-            each.part.room.check_room(new)
         self._make_room(pools)
         for pool in pools:
             pool.preserve()
@@ -94,6 +93,11 @@ class MemberSteps:
         that is done again until all are there; what a pool holds for the batch, others never take.
         """
         try:
+            for pool in pools:
+                pool.elect()
+            more = _more(pools)
+            for new in more[:1]:
+                new.part.room.check_room(more)
             for pool in pools:
                 pool.make_room()
             while not all(pool.is_current for pool in pools):
@@ -119,10 +123,6 @@ class MemberSteps:
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
-    @property
-    def _new(self) -> list[NewRows]:
-        return [new for pool in self._pools for new in pool.new]
-
     def _now(self) -> list[int]:
         return [part.rows.version.now for part in self._due]
 
@@ -133,13 +133,20 @@ class MemberSteps:
             pool.preserve()  # of a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [part.rows.draft(part.rule) for part in self._due]
+        elections = [pool.election for pool in self._pools if pool.election is not None]
         _admit(self._pools)
         pairs = zip(self._due, drafts, strict=True)
         numbers = {part.rows: part.rows.count(draft) for part, draft in pairs}
+        for election in elections:
+            election.step_shared(numbers)
         calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(part.rows.history is not None for part in self._due)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
         self.turn.start(_make_all, calls, here=is_small and not has_history)
+        for election in elections:  # while the rows are stepped
+            election.note()
+        for election in elections:
+            election.tell()
 
 
 def _bytes_of(rows: tuple[int, Rows]) -> int:
@@ -152,11 +159,16 @@ def _make_all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
+def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
+    """Return how many records there are more of after the step."""
+    return [each for pool in pools for each in pool.more]
+
+
 def _admit(pools: Sequence[_PoolStep]) -> None:
     """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
     try:
-        for pool in pools:
+        for pool in sorted(pools, key=lambda pool: pool.election is not None):  # first those that can be taken back
             pool.admit()
             done.append(pool)
     except BaseException:
@@ -165,15 +177,58 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
         raise
 
 
+class _Election:
+    """Which rows of a member take part in a step, where not every row that is stepped has a record and keeps it.
+
+    Args:
+        due: the member's part in the step.
+        plan: of its batch, with the slots of now.
+
+    Attributes:
+        due: what the rows that take part are stepped by.
+        ready: which these are, and which others leave for them.
+    """
+
+    def __init__(self, due: MemberDue, plan: Plan) -> None:
+        self.ready, of_all = due.rows.election(plan), due.grads.values
+        self._shared = due.rows.shared_gradient(self.ready.ballot, of_all)
+        values = taking_part(self.ready.ballot, of_all)
+        self.due = due._replace(grads=RowGradients(self.ready.plan, values, due.grads.square_norm))
+
+    @property
+    def excess(self) -> int:
+        """How many rows leave, at least."""
+        return leaving(self.ready.ballot)
+
+    def let_leave(self) -> None:
+        """Let them leave."""
+        self.due.rows.let_leave(self.ready.left)
+
+    def step_shared(self, numbers: Mapping[Rows, Any]) -> None:
+        """Step the row that others share."""
+        self.due.rows.step_shared(self._shared, numbers[self.due.rows])
+
+    def note(self) -> None:
+        """Note which rows have come, left, or were used."""
+        self.due.rows.note(self.ready.ballot, self.ready.left)
+
+    def tell(self) -> None:
+        """Tell who wants to know of them which rows have left."""
+        if self.due.rows.residents is not None:
+            self.due.rows.residents.tell()
+
+
 class _PoolStep:
     """The part that members of one pool have in a step. Their rows come one after the other.
 
     Attributes:
         new: how many records are to be made, for each member that has some.
+        election: of the only member of a pool, where its rows come and go.
     """
 
     def __init__(self, pool: Pool, due: Sequence[MemberDue]) -> None:
         self._pool, self._due, tier = pool, due, pool.tier
+        self.election: _Election | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
         self._epoch, plans = tier.epoch, [part.grads.plan for part in due]
@@ -186,6 +241,18 @@ class _PoolStep:
         self._slots = rejoined([plan.slots for plan in plans]) if self._is_found else tier.find(self._keys())
         self.new, self._fresh = self._to_be_made()
 
+    def elect(self) -> None:
+        """Leave those rows out that get no record in this step."""
+        if self._due[0].rows.residents is None:
+            return
+        (due,), tier = self._due, self._pool.tier  # a pool whose rows come and go has no other member
+        slots = tier.bring(self._keys(), self._slots)  # so that only rows without a record have none
+        self.election = _Election(due, due.rows.with_slots(due.grads.plan, slots))
+        self._due, self._slots = [self.election.due], self.election.ready.plan.slots
+        self._spans, self._epoch = [slice(0, len(self._slots))], tier.epoch
+        self._is_found = not (self._slots < 0).any()
+        self.new, self._fresh = self._to_be_made()
+
     def find_again(self) -> None:
         """Look for rows that may have moved."""
         self._is_found, self._slots = False, self._pool.tier.find(self._keys())
@@ -195,9 +262,20 @@ class _PoolStep:
         tier = self._pool.tier
         if not tier.evicts:
             return
-        self._slots = tier.make_room(self._keys(), self._slots)
+        if not self.is_current:  # another pool took some of its room
+            self.find_again()
+        self._slots = tier.make_room(self._keys(), self._slots, self._leaving)
         self._epoch, self._is_found = tier.epoch, not (self._slots < 0).any()
         self.new, self._fresh = self._to_be_made()
+
+    @property
+    def _leaving(self) -> int:
+        return 0 if self.election is None else self.election.excess
+
+    @property
+    def more(self) -> list[NewRows]:
+        """How many records each member, that gets some, has more of after the step."""
+        return [NewRows(part, max(0, count - self._leaving)) for part, count in self.new]
 
     @property
     def least_memory(self) -> int:
@@ -238,7 +316,9 @@ class _PoolStep:
         return [part_of(part.rows).records.scratch(count) for part, count in zip(self._due, counts, strict=True)]
 
     def admit(self) -> None:
-        """Make the records that there are not yet."""
+        """Make the records that there are not yet, once others have left."""
+        if self.election is not None:
+            self.election.let_leave()
         if self.new:
             self._made, keys = self._slots < 0, self._keys()
             first_state = self._due[0].rows.spec.first_state  # as records are laid out alike

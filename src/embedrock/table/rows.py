@@ -22,7 +22,7 @@ from embedrock.residents.residents import Ballot, Residents
 from embedrock.rules import History, Rule
 from embedrock.spec import Spec
 from embedrock.table.home import Home, Version
-from embedrock.table.lease import Lease, Prepared, Reads, Refreshed
+from embedrock.table.lease import NOBODY, Lease, Prepared, Reads, Refreshed
 from embedrock.table.shared_row import BEGINS_AS, SharedRow
 from embedrock.tiers.records import Records
 from embedrock.tiers.side import Side
@@ -85,7 +85,6 @@ class Rows:
         """Take over new records, as of so many steps. No history: their rule has made none. See `Version.advance`."""
         self.spec, self._tier = spec, tier
         self.let(residents)
-        self._forget_batches()
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
         self.steps, self.skipped_steps = steps, skipped_steps
@@ -93,6 +92,7 @@ class Rows:
     def let(self, residents: Residents | None) -> None:
         """Let it say from now on who has a record; a row that is shared begins."""
         self.residents = residents
+        self._forget_batches()
         if residents is not None and residents.shares_row and residents.shared is None:
             residents.shared = SharedRow.begun(self.spec, self.first_values(np.array([BEGINS_AS]))[0])
 
@@ -382,9 +382,10 @@ class Rows:
         elif plan.missing:
             slots, unknown = plan.slots.copy(), plan.slots < 0
             slots[unknown] = tier.find(plan.ids[unknown])
-        return self._with_slots(plan, tier.bring(plan.ids, slots))
+        return self.with_slots(plan, tier.bring(plan.ids, slots))
 
-    def _with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
+    def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
+        """Return a plan with other slots, those of now."""
         epoch = self.tier.epoch
         if slots is plan.slots and plan.epoch == epoch:
             return plan
@@ -410,7 +411,7 @@ class Rows:
             return None
         if known.ballot is not None and known.ballot.counts != is_step:
             return None
-        return known if tier.has_room(known.plan.missing - _leaving(known.ballot)) else None
+        return known if tier.has_room(known.plan.missing - leaving(known.ballot)) else None
 
     def _prepared(self, plan: Plan, is_step: bool = False) -> Prepared:
         """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs.
@@ -422,13 +423,11 @@ class Rows:
         self.check_writable()
         known, tier = self._known(plan, is_step), self.tier
         if known is None:
-            batch, ballot = plan, None
-            plan = self.located(plan)
-            if self.residents is not None:
-                plan, ballot = self._elected(self.residents, plan, is_step)
-            plan = self._with_slots(plan, tier.make_room(plan.ids, plan.slots, _leaving(ballot)))
+            batch = plan
+            plan, ballot = self._elected(self.located(plan), is_step)
+            plan = self.with_slots(plan, tier.make_room(plan.ids, plan.slots, leaving(ballot)))
             new = plan.ids[plan.slots < 0] if plan.missing else plan.ids[:0]
-            known = Prepared(self.version.now, plan, self.first_values(new), ballot)
+            known = Prepared(self.version.now, plan, self.first_values(new), ballot, self._victims(ballot))
             self._lease_of(batch).prepared = known
         slots = known.plan.slots
         tier.preserve(slots[slots >= 0] if known.plan.missing else slots)
@@ -436,40 +435,47 @@ class Rows:
             self.history.make_room()
         return known
 
-    def _elected(self, residents: Residents, plan: Plan, is_step: bool) -> tuple[Plan, Ballot]:
-        """Return the plan of those rows that are to have records."""
-        ballot = residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
+    def election(self, plan: Plan) -> Prepared:
+        """Decide for a step which of a plan's rows, with the slots of now, take part, and which others leave."""
+        plan, ballot = self._elected(plan, is_step=True)
+        return Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]), ballot, self._victims(ballot))
+
+    def _elected(self, plan: Plan, is_step: bool) -> tuple[Plan, Ballot | None]:
+        """Return the plan of those rows that are to have records, of a plan with the slots of now."""
+        if self.residents is None:
+            return plan, None
+        ballot = self.residents.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
         return (plan if ballot.rows is None else plan.of_rows(np.flatnonzero(ballot.rows))), ballot
 
     def admit(self, plan: Plan) -> np.ndarray:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
         ready = self._prepared(plan)
-        slots, left = self._admit(ready)
-        self._note(ready.ballot, left)
+        slots = self._admit(ready)
+        self.note(ready.ballot, ready.left)
         return slots
 
-    def _admit(self, ready: Prepared) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of a plan's rows, and the ids of those that left; the caller has yet to `_note` it."""
+    def _admit(self, ready: Prepared) -> np.ndarray:
+        """Return the slots of a plan's rows, once others have left; the caller has yet to `note` it."""
         slots, tier = ready.plan.slots, self.tier
-        left = self._let_leave(ready.ballot)
+        self.let_leave(ready.left)
         self._lease.prepared = None  # it does not know of the records that are made now
         if ready.plan.missing:
             slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
         tier.changing(slots)
-        return slots, left
+        return slots
 
-    def _note(self, ballot: Ballot | None, left: np.ndarray) -> None:
+    def note(self, ballot: Ballot | None, left: np.ndarray) -> None:
+        """Note what a batch has done: rows `left`, and others came or were used."""
         if self.residents is not None and ballot is not None:
             self.residents.note(ballot, left)
 
-    def _let_leave(self, ballot: Ballot | None) -> np.ndarray:
-        """Let the rows go that a batch drives out, and return their ids; slots of others stay as they are."""
-        if self.residents is None or ballot is None:
-            return _NOBODY
-        left = self.residents.victims(ballot)
-        if len(left):
-            self.tier.discard(left)
-        return left
+    def _victims(self, ballot: Ballot | None) -> np.ndarray:
+        return NOBODY if self.residents is None or ballot is None else self.residents.victims(ballot)
+
+    def let_leave(self, ids: np.ndarray) -> None:
+        """Let rows go that a batch drives out; slots of others stay as they are."""
+        if len(ids):
+            self.tier.discard(ids)
 
     def forget(self, ids: np.ndarray) -> int:
         """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
@@ -494,30 +500,32 @@ class Rows:
     def step(self, rule: Rule, grads: RowGradients) -> None:
         """Make one step by gradients that are finite, in the background."""
         ready = self._prepared(grads.plan, is_step=True)
-        plan, values = ready.plan, grads.values
-        if ready.ballot is not None and ready.ballot.rows is not None:
-            values = _rows_of(values, np.flatnonzero(ready.ballot.rows))
+        plan, values = ready.plan, taking_part(ready.ballot, grads.values)
         records = self.tier.records
         refreshed, scratch = self._take_refreshed(grads.plan, plan), records.scratch(len(plan.ids))
         self._lease.is_stepped = True
         draft = self.draft(rule)
-        gradient = self._shared_gradient(ready.ballot, grads.values)
-        slots, left = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
+        gradient = self.shared_gradient(ready.ballot, grads.values)
+        slots = self._admit(ready)  # nothing before it has changed the table, and nothing after it can fail
         numbers = self.count(draft)
-        if self.shared is not None and gradient is not None:
-            self.shared.step(gradient, numbers, self.steps)
+        self.step_shared(gradient, numbers)
         args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
-        self._note(ready.ballot, left)  # while the rows are stepped
+        self.note(ready.ballot, ready.left)  # while the rows are stepped
         if self.residents is not None:
             self.residents.tell()
 
-    def _shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
+    def shared_gradient(self, ballot: Ballot | None, values: np.ndarray) -> np.ndarray | None:
         """Return what the shared row is stepped by, of gradients of a batch; None: no row was turned away."""
         if self.shared is None or ballot is None or ballot.rows is None:
             return None
         return self.shared.gradient(values, np.flatnonzero(~ballot.rows))
+
+    def step_shared(self, gradient: np.ndarray | None, numbers: Any) -> None:
+        """Step the shared row by what `shared_gradient` returned; `numbers` are the kernel's arguments."""
+        if self.shared is not None and gradient is not None:
+            self.shared.step(gradient, numbers, self.steps)
 
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
@@ -675,18 +683,19 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     return values
 
 
-def _leaving(ballot: Ballot | None) -> int:
+def leaving(ballot: Ballot | None) -> int:
+    """Return how many rows leave for a batch."""
     return 0 if ballot is None else ballot.excess
 
 
-def _rows_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return some rows of float32 (n, dim)."""
+def taking_part(ballot: Ballot | None, values: np.ndarray) -> np.ndarray:
+    """Return gradients of a batch, float32 (n, dim), without those of rows that are turned away."""
+    if ballot is None or ballot.rows is None:
+        return values
+    rows = np.flatnonzero(ballot.rows)
     out = buffers.empty((len(rows), values.shape[1]), np.float32)
     kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, _positions(len(rows)), values[:0], out)
     return out
-
-
-_NOBODY = np.empty(0, np.int64)
 
 
 def _positions(count: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError
 from embedrock.process.interrupts import held_back
 from embedrock.residents.residents import PREFIX, Residents
-from embedrock.rules import Rule, describe_rule
+from embedrock.rules import History, Rule, describe_rule
 from embedrock.spec import Spec
 from embedrock.store.runs import damaged
 from embedrock.table.description import POLICIES, describe_spec, rule_of
@@ -65,7 +65,14 @@ def saved_of(rows: Rows, batch_rows: int) -> Saved:
     return Saved({**_header(rows), "count": rows.tier.count}, remembered(rows), rows.tier.record_batches(batch_rows))
 
 
-def remembered(rows: Rows) -> dict[str, np.ndarray]:
+class Remembering(Protocol):
+    """Whatever knows of a table what is not in its records."""
+
+    history: History | None
+    residents: Residents | None
+
+
+def remembered(rows: Remembering) -> dict[str, np.ndarray]:
     """Return what a table has besides records, by name: the history of its rule, and who has a record."""
     history = {} if rows.history is None else rows.history.state()
     return {**history, **({} if rows.residents is None else rows.residents.state())}

@@ -129,6 +129,8 @@ def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
             for step in steps:
                 step.prepare()
         changed = [_changed(part) for part in changing]
+        for step in steps if changing else ():  # as rehearsing may have moved rows
+            step.prepare()
         for step in steps:
             step.step()
         for part, values in zip(changing, changed, strict=True):

@@ -168,6 +168,11 @@ class Hashed(Directory):
         """Return how many slots are given once `more` ids are inserted."""
         return max(self.used, self.count + more)
 
+    @property
+    def free(self) -> np.ndarray:
+        """The slots below `used` that no id has."""
+        return self._free[: self._free_count]
+
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the slots up to it, of which `holes` are taken by those in the slots `moved`."""
         entries, slots, kept = new_entries(self.entries_for(count)), np.full(count, -1), self._slot_ids[:count].copy()

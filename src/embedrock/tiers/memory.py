@@ -217,11 +217,10 @@ class Memory(Tier):
 
         Records from the end take their slots, so it costs what the ids do that are left, but only so many records.
         """
-        slots, before = self.find(ids), self.directory.count
-        count = before - len(slots)
-        last = np.ones(len(slots), bool)  # of the slots from `count` on, which have records to move
-        last[slots[slots >= count] - count] = False
-        holes, moved = slots[slots < count], count + np.flatnonzero(last)
+        before, count = self._hashed.used, self.directory.count - len(ids)
+        has_record = np.ones(before, bool)
+        has_record[self.find(ids)] = has_record[self._hashed.free] = False
+        holes, moved = np.flatnonzero(~has_record[:count]), count + np.flatnonzero(has_record[count:])
         self.records.bytes[holes] = self.records.bytes[moved]
         self._hashed.keep(count, holes, moved)
         self.arena.give_back(count * self.spec.record_bytes, before * self.spec.record_bytes)

@@ -15,7 +15,7 @@ from embedrock.store.store import keys_of_part
 from embedrock.tiers.records import Records
 from embedrock.tiers.tier import Placement, Tier
 
-MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; a larger one, or one with open ids, has a pool alone
+MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
 T = TypeVar("T", bound=Tier)
 
 
@@ -88,8 +88,8 @@ class Pool(Generic[T]):
 
 
 def may_share(spec: Spec) -> bool:
-    """Return whether the ids of a table fit a part of a pool."""
-    return spec.rows is not None and spec.rows <= MOST_ROWS
+    """Return whether a table may share a pool: its ids fit a part, and no step but those of all may move its rows."""
+    return spec.rows is not None and spec.rows <= MOST_ROWS and not spec.has_residents
 
 
 class Part(Tier):
@@ -216,7 +216,7 @@ class Part(Tier):
         return self.pool.tier.holds(self.keys(ids))
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
-        if self.evicts:
+        if self.evicts or not self.pool.is_shared:
             self.pool.tier.discard(self.keys(ids), is_final)
         else:  # so that the records of a pool stay dense
             self.pool.tier.remove(self.keys(ids))

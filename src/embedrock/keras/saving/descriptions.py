@@ -14,11 +14,11 @@ from embedrock.keras.saving import loading
 from embedrock.keras.workers.shards import check_whole
 from embedrock.rules import Rule, describe_rule
 from embedrock.table.description import policies_of, rule_of
-from embedrock.table.group import Group
+from embedrock.table.group import GIVEN, Group
 from embedrock.table.table import Table
 
 # Of a table's description, what a group is asked for it by.
-OF_MEMBER = ("name", "rows", "dim", "dtype", "seed", "init", "rule", "on_nonfinite", "device_memory")
+OF_MEMBER = ("name", "rows", "dim", *GIVEN)
 
 
 def describe_initializer(init: Any, label: str) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
         **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }
     if table.group is not None:
-        return {**{name: described[name] for name in OF_MEMBER}, "group": describe_group(table.group)}
+        own = {name: described[name] for name in OF_MEMBER if name in described}
+        return {**own, "group": describe_group(table.group)}
     return {**described, "at": table.last_commit} if table.mode == "r" else described
 
 
