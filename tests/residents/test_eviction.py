@@ -13,6 +13,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.residents.uses import ONE_USE, Uses
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
+from embedrock.testing.faultfs import FaultFS
 
 DIM = 2
 BATCH = 5
@@ -191,3 +192,62 @@ def test_what_cannot_be_is_refused():
     for got, wanted in zip(table.export(), before, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert table.steps == 1
+
+
+def both(system: FaultFS | None) -> er.Table:
+    admission, eviction = er.Admission(2, within=500, sketch="64KiB"), er.Eviction(max_rows=3000, idle=900)
+    arguments: dict[str, Any] = {"rule": er.SGD(), "seed": 0, "admission": admission, "eviction": eviction}
+    return er.Table(None, DIM, **arguments, **({} if system is None else {"path": "/t", "keep": 1, "system": system}))
+
+
+def check_equal_residents(table: er.Table, other: er.Table) -> None:
+    state, expected = (residents.state() for each in (table, other) if (residents := rows_of(each).residents))
+    assert state.keys() == expected.keys()
+    for name, array in state.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_commit_writes_what_has_changed_of_who_has_a_record():
+    system = FaultFS()
+    table, ram, rng = both(system), both(None), np.random.default_rng(0)
+
+    def history_bytes() -> list[int]:
+        files = rows_of(table).home.last().history  # type: ignore[attr-defined]
+        return [part.size for part in files]
+
+    for number in range(30):
+        ids = rng.integers(0, 4000, 2000 if number < 8 else 20)
+        for each in (table, ram):
+            each.update(ids, np.ones((len(ids), DIM)))
+        table.commit()
+        if number == 15:
+            table.close()
+            table = both(system)
+            check_equal_residents(table, ram)
+        if number == 25:
+            assert table.forget([ids[0]]) == ram.forget([ids[0]])
+    assert ram.stats()["evicted"] > 0
+    assert history_bytes()[0] > 90_000
+    assert max(history_bytes()[-5:]) < 10_000
+    table.close()
+    with er.open("/t", mode="r", system=system) as again:
+        check_equal_residents(again, ram)
+
+
+def test_a_commit_that_failed_leaves_nothing_out():
+    system = FaultFS()
+    table = er.Table(None, DIM, rule=er.SGD(), seed=0, path="/t", system=system, admission=er.Admission(3))
+    ram = er.Table(None, DIM, rule=er.SGD(), seed=0, admission=er.Admission(3))
+    for number in range(4):
+        for each in (table, ram):
+            step(each, range(number, number + 9))
+        if number == 2:
+            system.capacity = 0
+            with pytest.raises(er.CommitError):
+                table.commit()
+            system.capacity = None
+        else:
+            table.commit()
+    table.close()
+    with er.open("/t", mode="r", system=system) as again:
+        check_equal_residents(again, ram)

@@ -115,13 +115,15 @@ def test_a_table_some_of_whose_chunks_have_logs_in_them(commit: int, tmp_path: P
     assert read_table(tmp_path / "pieces")[1] == records_of(expected)
 
 
+@pytest.mark.parametrize("version", [3, 6])
 @pytest.mark.parametrize("back", [0, 1, 2, 3])
-def test_a_table_whose_rows_come_and_go(back: int, tmp_path: Path):
+def test_a_table_whose_rows_come_and_go(back: int, version: int, tmp_path: Path):
     folder, changes = tmp_path / "come-and-go", len(COME_AND_GO.after) - back
-    shutil.copytree(HERE / "version-3" / "come-and-go", folder)
+    shutil.copytree(HERE / f"version-{version}" / "come-and-go", folder)
     expected, commit = in_memory(COME_AND_GO, changes), int(read_manifest(folder)["commit"]) - back
     manifest, records = read_table(folder, commit)
-    assert manifest["format"] == 3
+    assert manifest["format"] == (version if len(manifest["history"]) > 1 else 3)
+    assert read_manifest(folder)["format"] == version
     assert any(entry.get("gone") for entry in manifest["delta"]) == (changes > 1)  # records of the base, too
     assert records == records_of(expected)
     history, state = read_history(folder, manifest), expected.state()

@@ -239,10 +239,16 @@ def test_a_log_has_an_index_of_ids(kind: str):
     refused(signed(plain), f"expected an index of ids of delta/1, as every log has, got '{kind}'")
 
 
-def test_two_histories_are_refused():
+def test_a_history_is_in_several_files_only_where_rows_come_and_go():
     plain = body()
     plain["history"].append(plain["history"][0] | {"file": "history/2.his"})
-    refused(signed(plain), "expected one history or none, got 2")
+    refused(signed(plain), "expected at most 1 file of `history`, got 2")
+    plain["format"] = 6
+    refused(signed(plain), "expected at most 1 file of `history`, got 2")
+    plain["spec"] = {**plain["spec"], "admission": {}}
+    assert len(manifests.parse(signed(plain), "/t").history) == 2
+    plain["history"] = [plain["history"][0] | {"file": f"history/{k}.his"} for k in range(65)]
+    refused(signed(plain), "expected at most 64 files of `history`, got 65")
 
 
 def test_files_must_lie_below_the_folder_of_their_kind():
@@ -351,8 +357,8 @@ def test_chunks_that_have_logs_in_them_are_of_format_5():
 
 
 def test_a_newer_format_says_so():
-    for version in (6, 10**6):
-        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 5. Install"):
+    for version in (7, 10**6):
+        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 6. Install"):
             manifests.parse(signed({"format": version, "shards": []}), WHERE)
 
 

@@ -111,18 +111,54 @@ def read_group(folder: Path, commit: int | None = None) -> dict[str, tuple[dict[
 
 
 def read_history(folder: Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the arrays that the rule remembers; none for most rules."""
-    arrays = {}
+    """Return the arrays that the rule remembers, or who has a record; none for most rules."""
+    arrays: dict[str, np.ndarray] = {}
     for part in manifest["history"]:
-        data = (folder / part["file"]).read_bytes()
-        assert (len(data), zlib.crc32(data)) == (part["size"], part["crc"]), f"{part['file']} is damaged"
-        check_header(data, 0, part["file"], manifest)
-        (size,) = struct.unpack("<I", data[4096:4100])
-        at = 4100 + size
-        for name, dtype, shape in json.loads(data[4100:at]):
-            arrays[name] = np.frombuffer(data, dtype, int(np.prod(shape)), at).reshape(shape)
-            at += arrays[name].nbytes
-        assert at == len(data)
+        arrays = after_changes(arrays, read_arrays(folder, part, manifest))
+    return arrays
+
+
+def after_changes(before: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays of a history with what a later file of it says."""
+    for part in ("residents_now_", "residents_before_", "residents_uses_"):
+        own = {name.removeprefix(part): array for name, array in arrays.items() if name.startswith(part)}
+        had = {name.removeprefix(part): array for name, array in before.items() if name.startswith(part)}
+        if not own:
+            continue
+        if "changed_counts" in own:
+            counts = dict(zip(had["ids"].tolist(), had["counts"].tolist(), strict=True))
+            counts |= zip(own["changed_ids"].tolist(), own["changed_counts"].tolist(), strict=True)
+            found = sorted((row, count) for row, count in counts.items() if count)
+            own = {"ids": np.array([row for row, _ in found]), "counts": np.array([count for _, count in found])}
+        elif "changed_at" in own:
+            (count,) = own.pop("count").tolist()
+            at = own.pop("changed_at")
+            for name in ("ids", "last", "marks"):
+                places = np.resize(had[name], count)
+                places[at] = own.pop(f"changed_{name}")
+                own[name] = places
+        elif "changed_lines" in own:
+            lines = had["sketch"].reshape(-1, 8).copy()
+            lines[own["changed_lines"]] = own["changed_sketch"].reshape(-1, 8)
+            own = {"sketch": lines.reshape(-1)}
+        before = {name: array for name, array in before.items() if not name.startswith(part)}
+        arrays = {name: array for name, array in arrays.items() if not name.startswith(part)}
+        before |= {part + name: array for name, array in own.items()}
+    return before | arrays
+
+
+def read_arrays(folder: Path, part: dict[str, Any], manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the arrays of one file of a history."""
+    arrays: dict[str, np.ndarray] = {}
+    data = (folder / part["file"]).read_bytes()
+    assert (len(data), zlib.crc32(data)) == (part["size"], part["crc"]), f"{part['file']} is damaged"
+    check_header(data, 0, part["file"], manifest)
+    (size,) = struct.unpack("<I", data[4096:4100])
+    at = 4100 + size
+    for name, dtype, shape in json.loads(data[4100:at]):
+        arrays[name] = np.frombuffer(data, dtype, int(np.prod(shape)), at).reshape(shape)
+        at += arrays[name].nbytes
+    assert at == len(data)
     return arrays
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np

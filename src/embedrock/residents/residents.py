@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.residents.sightings import Arrays, Sightings, damaged, sightings
+from embedrock.residents.changes import Arrays, damaged, merged, own_arrays
+from embedrock.residents.sightings import Sightings, sightings
 from embedrock.residents.uses import Uses
 from embedrock.wording import counted
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 PREFIX = "residents_"  # of its arrays, among those of a rule's history
 COUNTS = ("admitted", "evicted", "forgotten", "gradients_dropped")
+PARTS = tuple(f"{PREFIX}{name}_" for name in ("now", "before", "uses"))  # of which changes may be saved
 
 
 class Ballot(NamedTuple):
@@ -63,7 +65,7 @@ class Residents:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.steps, self._left = 0, np.empty(0, np.int64)
         self.shared: np.ndarray | None = None
-        self._record_bytes = spec.record_bytes
+        self._record_bytes, self._is_saved = spec.record_bytes, False
 
     @classmethod
     def of(cls, spec: Spec, subject: str) -> Residents | None:
@@ -129,6 +131,8 @@ class Residents:
         period = (step - 1) // length if length else 0
         if period != self._period:
             self._before = self._now if period == self._period + 1 else self._nothing_seen()
+            if self._before is not None:
+                self._before.unsaved()
             self._now, self._period = self._nothing_seen(), period
 
     def victims(self, ballot: Ballot) -> np.ndarray:
@@ -192,9 +196,33 @@ class Residents:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what `load` needs, as arrays of int64 of their own."""
+        return self._arrays({name: part.state() for name, part in self._parts.items()})
+
+    @property
+    def _parts(self) -> dict[str, Sightings | Uses]:
         before = self._before if self.admission and self.admission.period else None
         parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
-        arrays = {f"{name}_{key}": array for name, part in parts.items() if part for key, array in part.state().items()}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def changes(self) -> dict[str, np.ndarray] | None:
+        """Return what has changed since `saved`, as arrays for `merged`; None: it is not saved."""
+        if not self._is_saved:
+            return None
+        changed = {name: (part, part.changes()) for name, part in self._parts.items()}
+        return self._arrays({name: part.state() if own is None else own for name, (part, own) in changed.items()})
+
+    def saved(self) -> None:
+        """Note that a file has what it is now, which the next commit will name: the one after it needs changes only."""
+        self._is_saved = True
+        for part in self._parts.values():
+            part.saved()
+
+    def unsaved(self) -> None:
+        """Note that no file may have it."""
+        self._is_saved = False
+
+    def _arrays(self, parts: Mapping[str, Arrays]) -> dict[str, np.ndarray]:
+        arrays = {f"{name}_{key}": array for name, part in parts.items() for key, array in part.items()}
         numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
         if self.shared is not None:
             arrays["shared"] = self.shared.view(np.float32).copy()
@@ -205,6 +233,15 @@ class Residents:
         arrays = other.state()
         kept = {name: array for name, array in arrays.items() if keeps_counts or not _is_of_counts(name)}
         self.load(kept)
+
+    def resume(self, saved: Sequence[Arrays]) -> None:
+        """Go on, in one that is empty, from what a commit's files have: `state` first, and then `changes`.
+
+        Raises:
+            ArgumentError: they cannot be.
+        """
+        self.load(merged(saved, PARTS))
+        self.saved()
 
     def load(self, arrays: Arrays) -> None:
         """Take over what `state` returned, into one that is empty.
@@ -218,11 +255,11 @@ class Residents:
         self.steps, self._period, *counts = numbers.tolist()
         self.counts = dict(zip(COUNTS, counts, strict=True))
         for name, part in (("now", self._now), ("before", self._before)):
-            own = _own(arrays, f"{PREFIX}{name}_")
+            own = own_arrays(arrays, f"{PREFIX}{name}_")
             if part is not None and own:
                 part.load(own)
         if self._uses is not None:
-            self._uses.load(_own(arrays, f"{PREFIX}uses_"), self.steps)
+            self._uses.load(own_arrays(arrays, f"{PREFIX}uses_"), self.steps)
         shared = arrays.get(f"{PREFIX}shared") if self.shares_row else None
         if shared is not None:
             if shared.dtype != np.float32 or shared.shape != (self._record_bytes // 4,):
@@ -270,7 +307,3 @@ class Residents:
 
 def _is_of_counts(name: str) -> bool:
     return name.startswith((f"{PREFIX}now_", f"{PREFIX}before_"))
-
-
-def _own(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import ArgumentError
 from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import reserve
 from embedrock.residents.admission import Admission
+from embedrock.residents.changes import Arrays, damaged, int64
 from embedrock.residents.pairs import Pairs
 
-Arrays = Mapping[str, np.ndarray]
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
+LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted
 
 
 class Sightings(ABC):
@@ -58,28 +57,66 @@ class Sightings(ABC):
             ArgumentError: it cannot be.
         """
 
+    @abstractmethod
+    def changes(self) -> dict[str, np.ndarray] | None:
+        """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
+
+    @abstractmethod
+    def saved(self) -> None:
+        """Note that what it is now is saved."""
+
+    @abstractmethod
+    def unsaved(self) -> None:
+        """Note that it is not saved under this name."""
+
 
 class Exact(Sightings):
     """Counts of ids in a hash table."""
 
     def __init__(self) -> None:
         self._counts = Pairs()
+        self._changed: list[np.ndarray] | None = None  # ids whose counts have changed; None: nobody knows
+        self._noted = 0  # how many these are, with repeats
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         return np.maximum(self._counts.find(ids), 0)
 
     def see(self, ids: np.ndarray) -> None:
+        self._note(ids)
         counts = self._counts.find(ids)
         known = counts >= 0
         self._counts.set(ids[known], counts[known] + 1)
         self._counts.put(ids[~known], np.ones(len(ids) - int(np.count_nonzero(known)), np.int64))
 
     def drop(self, ids: np.ndarray) -> None:
-        self._counts.remove(ids[self._counts.find(ids) >= 0])
+        there = ids[self._counts.find(ids) >= 0]
+        self._note(there)
+        self._counts.remove(there)
+
+    def _note(self, ids: np.ndarray) -> None:
+        if self._changed is None:
+            return
+        most = max(LEAST_CHANGES, self._counts.count)
+        self._changed, self._noted = [*self._changed, ids], self._noted + len(ids)
+        if self._noted > most:
+            distinct = np.unique(np.concatenate(self._changed))
+            self._changed, self._noted = [distinct] if 2 * len(distinct) <= most else None, len(distinct)
+
+    def changes(self) -> dict[str, np.ndarray] | None:
+        if self._changed is None:
+            return None
+        ids = np.unique(np.concatenate([np.empty(0, np.int64), *self._changed]))
+        return {"changed_ids": ids, "changed_counts": self.of(ids)}
+
+    def saved(self) -> None:
+        self._changed, self._noted = [], 0
+
+    def unsaved(self) -> None:
+        self._changed = None
 
     @property
     def nbytes(self) -> int:
-        return self._counts.nbytes
+        return self._counts.nbytes + (0 if self._changed is None else 8 * self._noted)
 
     @property
     def pending(self) -> int:
@@ -90,7 +127,7 @@ class Exact(Sightings):
         return {"ids": ids, "counts": counts}
 
     def load(self, arrays: Arrays) -> None:
-        ids, counts = (_int64(arrays, name) for name in ("ids", "counts"))
+        ids, counts = (int64(arrays, name) for name in ("ids", "counts"))
         if len(ids) != len(counts) or (ids[1:] <= ids[:-1]).any() or (counts < 1).any():
             raise damaged("ids that ascend, each with a count")
         self._counts.put(ids, counts)
@@ -103,6 +140,7 @@ class Sketch(Sightings):
         self._bits, self._key = admission.cell_bits, key
         nbytes = admission.lines * SKETCH_LINE_BYTES
         self._lines = reserve(nbytes, "the sketch of a table's admission").reshape(-1, SKETCH_LINE_BYTES)
+        self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -110,11 +148,23 @@ class Sketch(Sightings):
         return counts
 
     def see(self, ids: np.ndarray) -> None:
-        kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._bits, self._key, ids)
+        kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
+
+    def changes(self) -> dict[str, np.ndarray] | None:
+        lines = np.flatnonzero(self._changed)
+        if not self._is_saved or 2 * len(lines) > len(self._lines):
+            return None
+        return {"changed_lines": lines, "changed_sketch": self._lines[lines].reshape(-1).view(np.int64)}
+
+    def saved(self) -> None:
+        self._changed[:], self._is_saved = 0, True
+
+    def unsaved(self) -> None:
+        self._is_saved = False
 
     @property
     def nbytes(self) -> int:
-        return self._lines.nbytes
+        return self._lines.nbytes + self._changed.nbytes
 
     @property
     def pending(self) -> int:
@@ -133,7 +183,7 @@ class Sketch(Sightings):
         return {"sketch": self._lines.reshape(-1).view(np.int64).copy()}
 
     def load(self, arrays: Arrays) -> None:
-        words = _int64(arrays, "sketch")
+        words = int64(arrays, "sketch")
         if words.nbytes != self._lines.nbytes:
             raise damaged(f"a sketch of {self._lines.nbytes} bytes, as its admission says")
         self._lines.reshape(-1).view(np.int64)[:] = words
@@ -142,15 +192,3 @@ class Sketch(Sightings):
 def sightings(admission: Admission, key: np.uint64) -> Sightings:
     """Return a count of nothing yet; `key` is the table's seed."""
     return Exact() if admission.sketch is None else Sketch(admission, key)
-
-
-def _int64(arrays: Arrays, name: str) -> np.ndarray:
-    array = np.asarray(arrays.get(name, np.empty(0, np.int64)))
-    if array.dtype != np.int64 or array.ndim != 1:
-        raise damaged(f"`{name}` as int64 (n,)")
-    return np.ascontiguousarray(array)
-
-
-def damaged(expected: str) -> ArgumentError:
-    """Return the error of a saved state that says something else of who has a record."""
-    return ArgumentError(f"what is saved of a table's admission and eviction must be {expected}: it is damaged.")

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from embedrock import kernels
+from embedrock.residents.changes import Arrays, damaged, int64
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.pairs import Pairs
-from embedrock.residents.sightings import Arrays, _int64, damaged
 
 ONE_USE = 256  # as a count that fades, which is halved
 MOST_USES = 1 << 22
@@ -40,6 +40,7 @@ class Uses:
         self._numbers, self._kept = Pairs(), eviction.kept()
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
+        self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
         self._known: tuple[np.ndarray, np.ndarray] | None = None  # ids of a batch, and their numbers
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
@@ -47,7 +48,8 @@ class Uses:
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that it takes."""
-        return self._numbers.nbytes + sum(a.nbytes for a in (self._ids, self._last, self._marks, self._stays))
+        arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
+        return self._numbers.nbytes + sum(array.nbytes for array in arrays)
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have records, bool (n,)."""
@@ -64,11 +66,16 @@ class Uses:
         self._tick(step)
 
     def _touch(self, numbers: np.ndarray, step: int) -> None:
+        self._note(numbers)
         if self._eviction.by != "use":
             self._last[numbers] = step
             return
         numbers_of_step = step, self._eviction.half_life, ONE_USE, MOST_USES
         kernels.cpu.launch(kernels.cpu.residents.touch, self._last, self._marks, numbers, *numbers_of_step)
+
+    def _note(self, places: np.ndarray | slice) -> None:
+        if self._is_saved:
+            self._changed[places] = True
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
         """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
@@ -83,6 +90,7 @@ class Uses:
         self._ids[new], self._last[new] = ids, step
         self._marks[new] = step if self._eviction.by == "age" else ONE_USE
         self._stays[new] = np.isin(ids, self._kept) if len(self._kept) else False
+        self._note(new)
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:
@@ -91,7 +99,7 @@ class Uses:
         size = len(self._ids)
         if self.count + more > size:
             size = max(self.count + more, size + size // 2)
-            names = ("_ids", "_last", "_marks", "_stays")
+            names = ("_ids", "_last", "_marks", "_stays", "_changed")
             made = [np.resize(getattr(self, name)[: self.count], size) for name in names]
             for name, array in zip(names, made, strict=True):
                 setattr(self, name, array)
@@ -196,6 +204,7 @@ class Uses:
         self._numbers.remove(ids)
         for array in (self._ids, self._last, self._marks, self._stays):
             array[holes] = array[moved]
+        self._note(holes)
         self._numbers.set(self._ids[holes], holes)
         self.count = count
         self._hand = self._hand % count if count else 0
@@ -216,7 +225,23 @@ class Uses:
         """Return what `load` needs, as arrays of int64 of their own."""
         now = slice(0, self.count)
         made = {"ids": self._ids[now].copy(), "last": self._last[now].copy(), "marks": self._marks[now].copy()}
-        return {**made, "hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
+        return made | self._small()
+
+    def _small(self) -> dict[str, np.ndarray]:
+        return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
+
+    def changes(self) -> dict[str, np.ndarray] | None:
+        """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
+        at = np.flatnonzero(self._changed[: self.count])
+        if not self._is_saved or 4 * len(at) > 3 * self.count:
+            return None
+        made = {"at": at, "ids": self._ids[at], "last": self._last[at], "marks": self._marks[at]}
+        changed = {f"changed_{name}": array for name, array in made.items()}
+        return {**changed, "count": np.array([self.count]), **self._small()}
+
+    def saved(self) -> None:
+        """Note that what it is now is saved."""
+        self._changed[:], self._is_saved = False, True
 
     def load(self, arrays: Arrays, step: int) -> None:
         """Take over what `state` returned, into one that is empty; `step` is the number of steps made.
@@ -224,7 +249,7 @@ class Uses:
         Raises:
             ArgumentError: it cannot be.
         """
-        ids, last, marks, hand, ticks = (_int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
+        ids, last, marks, hand, ticks = (int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
         fits = len(ids) == len(last) == len(marks) and len(hand) <= 1 and len(ticks) % 2 == 0
         hand_now = int(hand[0]) if len(hand) else 0
         in_range = ((last >= 0) & (last <= step) & (marks >= 0)).all() and 0 <= hand_now < max(1, len(ids))

@@ -24,7 +24,8 @@ MAX_COUNT = 1 << 40  # records of a file: the lower part of a location
 POLICIES = {"admission", "eviction"}  # in the spec of a table whose rows come and go
 GROUP_FORMAT = 4  # of the manifests of groups
 FOLDED_FORMAT = 5  # of those of tables alone some of whose chunks have logs in them that the commit names
-GOING_GROUP_FORMAT = 6  # of those of groups with tables whose rows come and go
+COUNTS_FORMAT = 6  # of those whose history is in several files, and of groups with tables whose rows come and go
+MAX_HISTORY = 64  # files of a history
 PART_BITS = 44  # the keys of a pool: each member has a range of 2**44, so that it may grow in its own ...
 MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had so many members
 KEYS = 1 << 63  # all of them are below
@@ -132,12 +133,14 @@ class Manifest:
         for key in _KINDS:
             body[key] = _entries(body[key], version, where, key)
         manifest = cls(**body)
-        _check_files(manifest, where)
+        _check_files(manifest, version, where)
         return manifest
 
     @property
     def format(self) -> int:
         """The oldest format that has all of it."""
+        if len(self.history) > 1:
+            return COUNTS_FORMAT
         if any(entry.folded for entry in self.base):
             return FOLDED_FORMAT
         comes_and_goes = self.spec.keys() & POLICIES or any(entry.gone for entry in self.delta)
@@ -236,7 +239,7 @@ class GroupManifest:
         return publishing.to_bytes(body)
 
     @classmethod
-    def of_body(cls, body: dict[str, Any], where: str) -> GroupManifest:
+    def of_body(cls, version: int, body: dict[str, Any], where: str) -> GroupManifest:
         """Return the manifest of what `publishing.parse` returned.
 
         Raises:
@@ -247,13 +250,13 @@ class GroupManifest:
         pools = tuple(_pool(values, body, where) for values in body["pools"])
         plain = cls(**{**body, "pools": (), "members": members})
         manifest = replace(plain, pools=tuple(_of_members(pool, number, plain) for number, pool in enumerate(pools)))
-        _check_members(manifest, where)
+        _check_members(manifest, version, where)
         return manifest
 
     @property
     def format(self) -> int:
         """The oldest format that has all of it."""
-        return GOING_GROUP_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
+        return COUNTS_FORMAT if any(member.spec.keys() & POLICIES for member in self.members) else GROUP_FORMAT
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -329,9 +332,9 @@ def parse(data: bytes, where: str) -> AnyManifest:
         CorruptTableError: they are not what `to_bytes` makes; the message names `where`.
         NewerFormatError: they are of a newer format.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, GOING_GROUP_FORMAT + 1))
-    is_of_group = version in (GROUP_FORMAT, GOING_GROUP_FORMAT)
-    return GroupManifest.of_body(body, where) if is_of_group else Manifest.of_body(version, body, where)
+    version, body = publishing.parse(data, where, range(UNMARKED, COUNTS_FORMAT + 1))
+    is_of_group = version == GROUP_FORMAT or (version == COUNTS_FORMAT and "members" in body)
+    return GroupManifest.of_body(version, body, where) if is_of_group else Manifest.of_body(version, body, where)
 
 
 def publish(system: System, folder: str, manifest: AnyManifest) -> None:
@@ -437,7 +440,7 @@ def _pool(values: Any, body: Mapping[str, Any], where: str) -> Content:
     return Content(uuid=body["uuid"], commit=body["commit"], **made)
 
 
-def _check_members(manifest: GroupManifest, where: str) -> None:
+def _check_members(manifest: GroupManifest, version: int, where: str) -> None:
     """Refuse members and pools that cannot be true, or not together."""
     _check_distinct([member.name for member in manifest.members], where, "name of a member")
     _check_distinct([(member.pool, member.part) for member in manifest.members], where, "part of a pool")
@@ -449,7 +452,7 @@ def _check_members(manifest: GroupManifest, where: str) -> None:
             raise damaged(where, f"the part of {member.name!r} below {pool.parts}", part)
         if part in pool.dropped:
             raise damaged(where, f"{member.name!r} not to be dropped", f"part {part} in `dropped`")
-        _check_history(member.history, where)
+        _check_history(member, version, where)
     for pool in manifest.pools:
         _check_content(pool, where)
     _check_named(manifest, where)
@@ -460,17 +463,19 @@ def _check_distinct(values: Sequence[Any], where: str, what: str) -> None:
         raise damaged(where, f"each {what} once", f"{len(values) - len(set(values))} again")
 
 
-def _check_files(manifest: Manifest, where: str) -> None:
+def _check_files(manifest: Manifest, version: int, where: str) -> None:
     """Refuse entries that cannot be true, or not together."""
     for content in manifest.contents:
         _check_content(content, where)
     _check_named(manifest, where)
-    _check_history(manifest.history, where)
+    _check_history(manifest, version, where)
 
 
-def _check_history(history: Sequence[HistoryFile], where: str) -> None:
-    if len(history) > 1:
-        raise damaged(where, "one history or none", len(history))
+def _check_history(of: Manifest | Member, version: int, where: str) -> None:
+    """Refuse more files of a history than there can be: several where rows come and go, as changes of the first."""
+    most = MAX_HISTORY if version >= COUNTS_FORMAT and of.spec.keys() & POLICIES else 1
+    if len(of.history) > most:
+        raise damaged(where, f"at most {counted(most, 'file')} of `history`", len(of.history))
 
 
 def files_of(manifest: AnyManifest) -> list[str]:

@@ -248,6 +248,11 @@ class Volume:
         name = self.free_name(f"history/{self.manifest.commit + 1:010d}", ".his")
         return write_history(self.system, self.folder, name, self.manifest.uuid, arrays)
 
+    def history(self, part: HistoryFile) -> dict[str, np.ndarray]:
+        """Return the arrays of a file of the last commit; a reader has them since it was opened, as files may go."""
+        kept = self.histories.get(part.file) if self._held is None else self.histories.pop(part.file, None)
+        return read_history(self.system, self.folder, part, self.manifest.uuid) if kept is None else kept
+
     def take_back(self, history: Iterable[HistoryFile] = ()) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes; its history goes."""
         for store in self.stores:

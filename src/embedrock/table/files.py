@@ -19,7 +19,6 @@ from embedrock.table.description import check_same, describe_spec, read_spec
 from embedrock.table.home import Home, Version
 from embedrock.table.keeper import Keeper, Opening
 from embedrock.table.rows import Rows
-from embedrock.table.saved import remembered
 from embedrock.tiers.auto_budget import budget_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import check_budget, claim_of
@@ -67,7 +66,7 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
 
     def _described(self, rows: Rows | None) -> dict[str, Any]:
         assert rows is not None
-        self._remember("", remembered(rows))
+        self._remember("", rows, self.last().history)
         return {
             "count": rows.tier.count,
             "spec": describe_spec(rows.spec),

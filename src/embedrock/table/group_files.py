@@ -23,7 +23,6 @@ from embedrock.table.files import open_volume
 from embedrock.table.home import Version
 from embedrock.table.keeper import Keeper, Opening
 from embedrock.table.rows import Rows
-from embedrock.table.saved import remembered
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
@@ -112,7 +111,8 @@ class GroupFiles(Keeper):
         number = part.number if part.pool.is_shared else None
         files = member.files if isinstance(member, Resting) else None
         if files is None:
-            self._remember(name, remembered(member))
+            before = next((each.history for each in self.last().members if each.name == name), ())
+            self._remember(name, member, before)
         counts = member.steps, member.skipped_steps, part.count
         return Member(name, self.pools.index_of(part), number, spec, *counts, files or ())
 

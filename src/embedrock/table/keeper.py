@@ -8,11 +8,9 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
 from embedrock.machine.paths import local_path
@@ -28,7 +26,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
-from embedrock.store.manifest import AnyManifest, Manifest, Member, is_name
+from embedrock.store.manifest import AnyManifest, HistoryFile, Manifest, Member, is_name
 from embedrock.store.pieces import Goal, mean_age
 from embedrock.store.runs import damaged
 from embedrock.store.store import Store
@@ -36,9 +34,10 @@ from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table.home import Version
 from embedrock.table.rows import Rows
+from embedrock.table.saved import Remembering, remembered
 from embedrock.table.upkeep import Upkeep
 from embedrock.tiers.cache import DIRTY, POLICIES
-from embedrock.tiers.commit import Commit, bytes_for
+from embedrock.tiers.commit import Commit, NewHistory, bytes_for
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.placing import INDEX_SHARE
 from embedrock.tiers.turn import Turn
@@ -49,6 +48,7 @@ FULLNESS = 0.95  # of the overlay, which it should not reach before the next com
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time
 LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
 WHOLE_LOG_SHARE = 0.6  # where all is folded at once, so that a second base is made beside the first
+MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 
@@ -135,6 +135,7 @@ class Keeper(ABC):
         self._process = os.getpid()
         self._told = self._closed = False
         self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
+        self._saving: list[Residents] = []  # of which the last commit that began has what they were
 
     @property
     def writes(self) -> bool:
@@ -226,13 +227,14 @@ class Keeper(ABC):
 
     def _begin(self, rows: Rows | None, fields: dict[str, Any]) -> Commit:
         """Freeze the rows that changed, and return the commit that will write them."""
-        tiers, self._histories = self.tiers(rows), dict[str, dict[str, np.ndarray]]()
+        tiers, self._histories, self._saving = self.tiers(rows), dict[str, NewHistory](), []
         try:
             fields |= {"time": publishing.now(), **self._described(rows)}
             args = self.volume, tiers, self.turn(rows), fields, self._histories, self.opening.keep
             commit = Commit(*args, self._after_commit_of(tiers))
         except BaseException as error:
             self.volume.take_back()
+            self._lose_saved()
             if not isinstance(error, OSError):
                 raise
             dirty = sum(bytes_for(tier, len(tier.cache.flagged(DIRTY))) for tier in tiers)
@@ -243,11 +245,30 @@ class Keeper(ABC):
         self.went_back_to = None
         return commit
 
-    def _remember(self, member: str, remembered: Mapping[str, np.ndarray]) -> None:
-        """Let the commit write what a table remembers besides records, if it remembers anything."""
-        if remembered:
-            arrays = {key: array.copy() if array.base is not None else array for key, array in remembered.items()}
-            self._histories[member] = arrays
+    def _remember(self, name: str, table: Remembering, before: Sequence[HistoryFile]) -> None:
+        """Let the commit write what a table remembers besides records, if it remembers anything.
+
+        Args:
+            name: of a member; "" for a table alone.
+            table: which it is.
+            before: its files as of the last commit: of who has a record, changes of them may do.
+        """
+        residents, after = table.residents, tuple(before)
+        arrays = None if residents is None or not _may_add(after) else residents.changes()
+        if arrays is None:
+            arrays, after = remembered(table), ()
+        if arrays:
+            own = {key: array.copy() if array.base is not None else array for key, array in arrays.items()}
+            self._histories[name] = NewHistory(own, after)
+        if residents is not None:
+            residents.saved()
+            self._saving.append(residents)
+
+    def _lose_saved(self) -> None:
+        """Note that a commit failed, whose files may not have what they should."""
+        for residents in self._saving:
+            residents.unsaved()
+        self._saving = []
 
     def history(self, spec: Spec, of: Manifest | Member) -> History | None:
         """Return the history of a table's rule as of the last commit, which says `of` it."""
@@ -258,8 +279,8 @@ class Keeper(ABC):
             where = manifests.path_of(self.opening.path, last.commit)
             raise damaged(where, f"{expected} `history` after {counted(of.steps, 'step')} of {spec.rule}", got)
         if history is not None and of.history:
-            remembered = self.volume.histories[of.history[0].file]
-            arrays = {name: array for name, array in remembered.items() if not name.startswith(PREFIX)}
+            (part,) = of.history  # no rule has one whose rows come and go
+            arrays = {name: array for name, array in self.volume.history(part).items() if not name.startswith(PREFIX)}
             with self._reading_history(of):
                 history.load(arrays, of.steps)
         return history
@@ -269,7 +290,7 @@ class Keeper(ABC):
         made = Residents.of(spec, subject)
         if made is not None and of.history:
             with self._reading_history(of):
-                made.load(self.volume.histories[of.history[0].file])
+                made.resume([self.volume.history(part) for part in of.history])
                 if made.knows_rows and made.row_count != of.count:
                     raise ArgumentError(f"it names {made.row_count} rows that have records, of {of.count}.")
         return made
@@ -279,7 +300,7 @@ class Keeper(ABC):
         try:
             yield
         except ArgumentError as error:
-            where = f"{self.opening.path}/{of.history[0].file}"
+            where = f"{self.opening.path}/{of.history[-1].file}"
             raise CorruptTableError(f"{where} is damaged: {error}") from error
 
     @property
@@ -321,6 +342,7 @@ class Keeper(ABC):
             for part in commit.parts:
                 part.leave()
         if commit.error is not None:
+            self._lose_saved()
             for version in self._versions(rows):
                 version.committed = -1
             raise self._error_of(commit)
@@ -474,6 +496,12 @@ class Keeper(ABC):
         self.stop_compaction()
         self.volume.close()
         self._leave_budget()
+
+
+def _may_add(files: Sequence[HistoryFile]) -> bool:
+    """Return whether changes may be added to who has a record: those that there are take less than the whole did."""
+    changes = sum(part.size for part in files[1:])
+    return 0 < len(files) <= MOST_CHANGES and changes <= files[0].size
 
 
 def check_step(step: Any) -> None:

@@ -438,7 +438,9 @@ class Rows:
     def election(self, plan: Plan) -> Prepared:
         """Decide for a step which of a plan's rows, with the slots of now, take part, and which others leave."""
         plan, ballot = self._elected(plan, is_step=True)
-        return Prepared(self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]), ballot, self._victims(ballot))
+        return Prepared(
+            self.version.now, plan, self.first_values(plan.ids[plan.slots < 0]), ballot, self._victims(ballot)
+        )
 
     def _elected(self, plan: Plan, is_step: bool) -> tuple[Plan, Ballot | None]:
         """Return the plan of those rows that are to have records, of a plan with the slots of now."""

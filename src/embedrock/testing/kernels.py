@@ -259,13 +259,19 @@ class KernelSuite:
         edge = np.array([0, -1, 2**63 - 1, -(2**63)], np.int64)
         ids = np.concatenate([edge, rng.integers(-(2**62), 2**62, 60)])
         lines, got = np.zeros((7, 64), np.uint8), Guarded((7, 64), np.uint8)
-        got.inside[:] = 0
+        changed, marked = np.zeros(7, np.uint8), Guarded((7,), np.uint8)
+        got.inside[:] = marked.inside[:] = 0
         for round_ in range(1, 5):
             seen = ids[::round_]
-            reference.residents.see(lines, bits, key, seen)
-            self.backend.residents.see(got.inside, bits, key, seen)
+            before = lines.copy()
+            changed[:] = marked.inside[:] = 0
+            reference.residents.see(lines, changed, bits, key, seen)
+            self.backend.residents.see(got.inside, marked.inside, bits, key, seen)
             np.testing.assert_array_equal(got.inside, lines)
+            for each in (changed, marked.inside):
+                np.testing.assert_array_equal(each, (lines != before).any(axis=1))
         got.check()
+        marked.check()
         expected, counts = np.empty(len(ids), np.int64), Guarded((len(ids),), np.int64)
         reference.residents.count_seen(lines, bits, key, ids, expected)
         self.call(self.backend.residents.count_seen, len(ids), lines, bits, key, ids, counts.inside)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -281,6 +281,18 @@ class Frozen:
         del self._freeze
 
 
+class NewHistory(NamedTuple):
+    """What a table remembers besides records, for a commit to write.
+
+    Attributes:
+        arrays: by name, for a new file.
+        after: files of earlier commits, of which they are changes; none where they are all.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    after: tuple[HistoryFile, ...]
+
+
 class Commit:
     """One commit under way, of all tiers of a table or group.
 
@@ -296,7 +308,7 @@ class Commit:
         tiers: one for each of its stores. The caller has them for itself.
         turn: who has them.
         changes: fields of the manifest.
-        histories: what tables remember besides records, arrays by name, by the member's name; "" of a table alone.
+        histories: what tables remember besides records, by the member's name; "" of a table alone.
         keep: commits to retain.
         after: called once it is published.
     """
@@ -307,12 +319,13 @@ class Commit:
         tiers: Sequence[Disk],
         turn: Turn,
         changes: Mapping[str, Any],
-        histories: Mapping[str, Mapping[str, np.ndarray]],
+        histories: Mapping[str, NewHistory],
         keep: int,
         after: Callable[[], None],
     ) -> None:
         self._volume, self._turn, self._changes, self._keep, self._after = volume, turn, changes, keep, after
-        self._histories, self._files = histories, dict[str, HistoryFile]()
+        self._histories, self._files = histories, dict[str, tuple[HistoryFile, ...]]()
+        self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
         self.is_done = False
@@ -388,8 +401,9 @@ class Commit:
             self._after()  # what goes wrong there is no failure of the commit
 
     def _write_histories(self) -> None:
-        for name, arrays in self._histories.items():
-            self._files[name] = self._volume.write_history(arrays)
+        for name, (arrays, after) in self._histories.items():
+            self._written.append(self._volume.write_history(arrays))
+            self._files[name] = (*after, self._written[-1])
         self._histories = {}
 
     def _give_back(self) -> None:
@@ -397,7 +411,7 @@ class Commit:
         with self._turn.lock:
             for part in self.parts:
                 part.give_back()
-        self._volume.take_back(self._files.values())
+        self._volume.take_back(self._written)
 
     def wait(self) -> None:
         """Return once it has ended; others may have the table meanwhile, but neither close it nor drop its rows."""
@@ -417,8 +431,8 @@ def bytes_for(tier: Disk, rows: int) -> int:
     return rows * (tier.spec.record_bytes + CRC_BYTES + ID_BYTES)
 
 
-def with_histories(changes: Mapping[str, Any], files: Mapping[str, HistoryFile]) -> Mapping[str, Any]:
+def with_histories(changes: Mapping[str, Any], files: Mapping[str, tuple[HistoryFile, ...]]) -> Mapping[str, Any]:
     """Return fields of a manifest with files of histories, by the member's name; "" for those of a table alone."""
-    members, alone = changes.get("members", ()), {"history": (files[""],)} if "" in files else {}
-    found = [replace(each, history=(files[each.name],)) if each.name in files else each for each in members]
+    members, alone = changes.get("members", ()), {"history": files[""]} if "" in files else {}
+    found = [replace(each, history=files[each.name]) if each.name in files else each for each in members]
     return {**changes, **alone, **({"members": tuple(found)} if found else {})}

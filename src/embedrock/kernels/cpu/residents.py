@@ -35,16 +35,18 @@ def count_seen(sketch, bits, key, ids, counts, lo, hi):
 
 
 @kernel(reads=("ids",))
-def see(sketch, bits, key, ids):
+def see(sketch, changed, bits, key, ids):
     mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
             prefetch_to_write(sketch, _line(sketch.shape[0], mix(np.uint64(ids[i + AHEAD]) ^ key)), LINE_BYTES)
         h = mix(np.uint64(ids[i]) ^ key)
-        line, h = sketch[_line(sketch.shape[0], h)], mix(h)
+        number, h = _line(sketch.shape[0], h), mix(h)
+        line = sketch[number]
         least = _least(line, bits, h)
         if least == most:
             continue
+        changed[number] = 1
         for j in range(DEPTH):
             at = (np.int64((h >> np.uint64(9 * j)) & np.uint64(511)) & mask) * bits
             if (np.int64(line[at >> 3]) >> (at & 7)) & most == least:

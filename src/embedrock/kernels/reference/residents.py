@@ -32,12 +32,13 @@ def count_seen(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray, c
         counts[i] = min(_get(sketch[line], bits, cell) for cell in cells)
 
 
-def see(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
-    """Count each id once more, one after the other."""
+def see(sketch: np.ndarray, changed: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
+    """Count each id once more, one after the other; write 1 to ``changed`` (lines,) uint8 for lines that change."""
     for row in ids.tolist():
         line, cells = _cells(len(sketch), bits, int(key), row)
         least = min(_get(sketch[line], bits, cell) for cell in cells)
         if least < (1 << bits) - 1:
+            changed[line] = 1
             for cell in cells:
                 if _get(sketch[line], bits, cell) == least:
                     sketch[line, cell * bits // 8] += 1 << (cell * bits % 8)
