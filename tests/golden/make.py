@@ -145,9 +145,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    if not (
-        HERE / "version-6" / "come-and-go"
-    ).exists():  # version 3 has all counts in each commit
+    if not (HERE / "version-6" / "come-and-go").exists():  # version 3 has all counts in each commit
         (HERE / "version-6").mkdir(exist_ok=True)
         make(HERE / "version-6" / "come-and-go", COME_AND_GO)
         (HERE / "version-6" / "come-and-go" / "LOCK").unlink()
