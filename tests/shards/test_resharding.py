@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from embedrock.shards import resharding
 from embedrock.shards.folders import Layout, layout_of, part_to_open
 from embedrock.shards.owners import Shard
 from embedrock.shards.resharding import reshard
+from embedrock.store import compaction, filling
+from embedrock.tiers import disk as tiers_disk
 
 DIM, ROWS = 4, 300
 
@@ -57,6 +62,14 @@ def content(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids[order], rows[order], ids
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few rows be read at a time, and chunks have few."""
+    monkeypatch.setattr(resharding, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(compaction, "SMALL_CHUNK_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("before", "after", "dense"), [(2, 3, False), (3, 1, True), (1, 2, False)])
 def test_rows_shared_out_anew_train_on_to_the_bits_of_one_table(
     tmp_path: Path, before: int, after: int, dense: bool
@@ -65,15 +78,24 @@ def test_rows_shared_out_anew_train_on_to_the_bits_of_one_table(
     rule = er.AdamW(lr=0.1, dense=True) if dense else er.Adam(lr=0.1)
     parts = [part_to_open(path, rank, before, "users") for rank in range(before)]
     tables = [er.Table(None, DIM, path=part, seed=3, rule=rule, memory="1MiB") for part in parts]
-    step_parts(tables, range(3))
+    step_parts(tables, range(2))
+    tables[0].commit()
+    tables[0].compact()  # so that rows are in chunks and in logs
+    step_parts(tables, range(2, 3))
     commit(tables, 3, "three")
 
     done = reshard(path, after)
     assert (done.before, done.after, done.step, done.name) == (before, after, 3, "three")
     tables = [er.open(part_to_open(path, rank, after, "users")) for rank in range(after)]
     assert [table.steps for table in tables] == [3] * after
+    assert len(os.listdir(f"{path}/shard-0-of-{after}/base")) == 1
+    assert len(list(Path(path, f"shard-0-of-{after}").glob("base/*/*.rows"))) > 2
     step_parts(tables, range(3, 5))
     commit(tables, 5, None)
+    for part in Layout(path, after).parts:
+        with er.open(part) as table:
+            table.compact()
+            assert not table.verify().problems
 
     alone = er.Table(None, DIM, seed=3, rule=rule)
     step_parts([alone], range(5))
@@ -93,24 +115,95 @@ def test_it_goes_on_where_it_was_killed_and_the_old_parts_stay_until_then(
     expected = content(path)[:2]
 
     made: list[int] = []
-    make = resharding._make_part
+    load = resharding.load
 
-    def stops(before: Layout, after: Layout, rank: int, *args: Any) -> None:
-        if rank == 2:
+    def stops(rows: Any, *args: Any) -> None:
+        if len(made) == 2:
             raise KeyboardInterrupt
-        make(before, after, rank, *args)
+        made.append(1)
+        load(rows, *args)
 
-    monkeypatch.setattr(resharding, "_make_part", stops)
+    monkeypatch.setattr(resharding, "AT_ONCE", 1)
+    monkeypatch.setattr(resharding, "load", stops)
     with pytest.raises(KeyboardInterrupt):
         reshard(path, 3)
     assert layout_of(path) == Layout(path, 2)
     np.testing.assert_array_equal(content(path)[1], expected[1])
 
-    load = resharding.load
-    monkeypatch.setattr(resharding, "_make_part", make)
-    monkeypatch.setattr(resharding, "load", lambda rows, *args: (made.append(1), load(rows, *args)))
+    made.clear()
     reshard(path, 3)
     assert len(made) == 1  # the third: the two before it are there
+    np.testing.assert_array_equal(content(path)[0], expected[0])
+    np.testing.assert_array_equal(content(path)[1], expected[1])
+    assert sorted(os.listdir(path)) == ["SHARDED", *(f"shard-{rank}-of-3" for rank in range(3))]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("which", ["write", "read"])
+def test_what_fails_in_one_part_ends_all_and_the_same_call_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    path, calls = str(tmp_path / "users.rock"), 0
+    tables = opened(path, 2)
+    step_parts(tables, range(2))
+    commit(tables, 2, "two")
+    expected = content(path)[:2]
+    owner, name = {"write": (filling.ChunkWriter, "append"), "read": (tiers_disk.Disk, "reach")}[which]
+    does = getattr(owner, name)
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise OSError(errno.EIO, "the disk")
+        return does(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        with pytest.raises(OSError, match="the disk"):
+            reshard(path, 3)
+    np.testing.assert_array_equal(content(path)[1], expected[1])
+    reshard(path, 3)
+    np.testing.assert_array_equal(content(path)[0], expected[0])
+    np.testing.assert_array_equal(content(path)[1], expected[1])
+
+
+def test_a_row_that_two_parts_have_is_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "users.rock")
+    tables = opened(path, 2)
+    for table in tables:
+        table.update([7], np.ones((1, DIM), np.float32))
+    commit(tables, 1, "one")
+    with pytest.raises(er.CorruptTableError, match=r"a row of \[7, 7\] is in two parts of the table"):
+        reshard(path, 1)
+
+
+KILLED = """
+import sys
+from embedrock.shards import resharding
+resharding.AT_ONCE, resharding.BATCH_BYTES = 2, 1 << 16
+resharding.reshard(sys.argv[1], 3)
+"""
+
+
+@pytest.mark.slow
+def test_it_is_killed_at_random_and_loses_nothing(tmp_path: Path) -> None:
+    path, draw = str(tmp_path / "users.rock"), np.random.default_rng(1)
+    tables = opened(path, 2)
+    for rank, table in enumerate(tables):
+        ids = np.arange(60_000)[Shard(rank, 2).owns(np.arange(60_000))]
+        for part in np.array_split(ids, 8):
+            table.update(part, np.ones((len(part), DIM), np.float32))
+    commit(tables, 8, "eight")
+    expected, lives = content(path)[:2], 0
+    while (layout_of(path) or Layout(path, 2)).ranks == 2:
+        with subprocess.Popen([sys.executable, "-c", KILLED, path]) as process:
+            try:
+                process.wait(float(draw.uniform(0.3, 4.0)) + lives / 20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        lives += 1
+    reshard(path, 3)  # what the last one left is removed
     np.testing.assert_array_equal(content(path)[0], expected[0])
     np.testing.assert_array_equal(content(path)[1], expected[1])
     assert sorted(os.listdir(path)) == ["SHARDED", *(f"shard-{rank}-of-3" for rank in range(3))]

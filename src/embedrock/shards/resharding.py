@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
+import queue
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +19,24 @@ from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, U
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.shards.commits import Common, last_of, marks_of
 from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
-from embedrock.shards.owners import Shard
+from embedrock.shards.owners import Shard, owners
 from embedrock.store import folder as folders
 from embedrock.store.nearby import holds_table
 from embedrock.table.open import open_table
-from embedrock.table.rows import EXPORT_BATCH_ROWS
 from embedrock.table.saved import Saved, load, saved_of
 from embedrock.table.table import Table, rows_of
 
 MEMORY = "64MiB"  # of the part that is written
-BATCH_BYTES = 8 << 20  # of records that are read at a time
+BATCH_BYTES = 8 << 20  # of records that are read at a time, of all parts together
+WAITING = 2  # batches, for each part that is written
+POLL_S = 0.1
+# New parts that are made together, reading what they share once. If killed, they are made again: so they are not large.
+AT_ONCE, TOGETHER_BYTES = 4, 64 << 30
 GONE = ".gone"  # parts that are being removed
-SOURCE_MEMORY = "32MiB"  # of the part that is read: its rows go by once
+SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the parts that are read: their rows go by once
+
+
+Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
 
 
 class Resharded(NamedTuple):
@@ -53,7 +60,8 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     """Share the rows of a table on disk out over another number of ranks, with their optimizer state.
 
     They go over in batches, so RAM is needed for `memory` and some more, whatever the table's size. The parts that
-    there were stay until all new ones are durable. Killed and called again, it goes on behind the last part that is.
+    there were stay until all new ones are durable. Some new ones are made together, up to 64 GiB of them; killed and
+    called again, it goes on behind the last ones that are durable.
 
     Args:
         path: of a table in parts. No process may write to it meanwhile.
@@ -76,8 +84,7 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     with work.locked():
         work.begin()
         if before.ranks != ranks:
-            for rank in range(ranks):
-                work.make(rank)
+            work.make_all()
         work.publish()
     rows = sum(_count(part) for part in work.after.parts)
     return Resharded(before.ranks, ranks, rows, work.common.step, work.name)
@@ -123,9 +130,18 @@ class Resharding:
         made_of = repr([(manifest.uuid, manifest.commit) for manifest in newest]).encode()
         return f"resharded-{zlib.crc32(made_of):08x}"
 
-    def make(self, rank: int) -> None:
-        """Make one of the new parts, unless it is there already."""
-        _make_part(self.before, self.after, rank, self.common, self.name, self._memory)
+    def make(self, *ranks: int) -> None:
+        """Make some of the new parts together, unless they are there already."""
+        missing = [rank for rank in ranks if not _is_made(self.after.part(rank), self.name)]
+        if missing:
+            _make_parts(_Work(self.before, self.after, missing, self.common, self.name, self._memory))
+
+    def make_all(self) -> None:
+        """Make all new parts, some at a time."""
+        ranks = range(self.after.ranks)
+        at_once = min(AT_ONCE, max(1, TOGETHER_BYTES * len(ranks) // max(1, _bytes_of(self.before))))
+        for start in ranks[::at_once]:
+            self.make(*ranks[start : start + at_once])
 
     def publish(self) -> None:
         """Let the new parts be the table, all of which were made, and remove the others."""
@@ -134,29 +150,164 @@ class Resharding:
         _remove_others(self.after)
 
 
-def _make_part(before: Layout, after: Layout, rank: int, common: Common, name: str, memory: int | str) -> None:
-    """Make one new part, unless it is there already."""
-    folder, shard = after.part(rank), Shard(rank, after.ranks)
-    if _is_made(folder, name):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    sources = [at for at in range(before.ranks) if _meet(Shard(at, before.ranks), shard)]
-    with _source(before, sources[0], common) as first:
-        of_first, spec = saved_of(rows_of(first), 1), first.spec
-    if spec.has_residents:
-        raise UnsupportedError(
-            f"the rows of the table at {before.path!r} come and go (admission= or eviction=), and each part decides by "
-            "itself who has a record: they cannot be shared out anew."
-        )
-    count = sum(len(ids) for at in sources for ids in _own_ids(before, at, common, shard))
-    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": memory}
+class _Work(NamedTuple):
+    """New parts that are made together.
+
+    Attributes:
+        before, after: where rows are, and where they go.
+        ranks: of the new parts.
+        common: the commit that they are of.
+        name: what the commit of each is called.
+        memory: of each table that is written.
+    """
+
+    before: Layout
+    after: Layout
+    ranks: Sequence[int]
+    common: Common
+    name: str
+    memory: int | str
+
+
+def _make_parts(work: _Work) -> None:
+    """Make new parts by going once through the old ones that have rows of them, in the order of the ids.
+
+    So each record is read once, and written once, straight to where it stays. Threads read, and write, meanwhile.
+    """
+    before, after = work.before, work.after
+    for rank in work.ranks:
+        shutil.rmtree(after.part(rank), ignore_errors=True)
+    shards = [Shard(rank, after.ranks) for rank in work.ranks]
+    sources = [at for at in range(before.ranks) if any(_meet(Shard(at, before.ranks), shard) for shard in shards)]
+    memory = max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))
+    with contextlib.ExitStack() as opened:
+        tables = [opened.enter_context(_source(before, at, work.common, memory)) for at in sources]
+        if tables[0].spec.has_residents:
+            raise UnsupportedError(
+                f"the rows of the table at {before.path!r} come and go (admission= or eviction=), and each part "
+                "decides by itself who has a record: they cannot be shared out anew."
+            )
+        pool = opened.enter_context(ThreadPoolExecutor(len(tables) + len(shards)))
+        size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
+        streams = [_ahead(pool, _records(table, size)) for table in tables]
+        _send(merged(streams), shards, [_Feed(pool, _write, work, rank, tables) for rank in work.ranks])
+
+
+def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_Feed]) -> None:
+    """Give each new part its rows, and wait until all of them are made."""
+    try:
+        for parts in batches:
+            owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
+            for shard, feed in zip(shards, feeds, strict=True):
+                own = [
+                    (ids[of == shard.rank], records[of == shard.rank])
+                    for (ids, records), of in zip(parts, owned, strict=True)
+                ]
+                feed.put(_one(own))
+    except BaseException as error:
+        for feed in feeds:
+            feed.fail(error)
+        raise
+    for feed in feeds:
+        feed.end()
+    for feed in feeds:
+        feed.made.result()
+
+
+def _write(work: _Work, rank: int, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
+    """Write one new part."""
+    folder, spec, first = work.after.part(rank), sources[0].spec, saved_of(rows_of(sources[0]), 1)
+    most = sum(rows_of(table).tier.count for table in sources)
+    options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": work.memory}
     with Table(spec.rows, spec.dim, path=folder, **options) as made:
-        batches = itertools.chain.from_iterable(_own_records(before, at, common, shard) for at in sources)
         rows = rows_of(made)
         with rows.turn.whole():
-            all_own = Saved({**of_first.header, "count": count}, of_first.history, batches)
-            load(rows, all_own, lambda ids: _twice(folder, ids))
-        made.commit(step=common.step, name=name)
+            own = Saved({**first.header, "count": most}, first.history, batches, ascends=True)
+            load(rows, own, lambda ids: _twice(folder, ids))
+        made.commit(step=work.common.step, name=work.name)
+
+
+class _Feed:
+    """Batches on their way to a thread that makes something of them.
+
+    Args:
+        pool: has a thread for it.
+        make: called with more arguments, and an iterator of the batches.
+
+    Attributes:
+        made: done when that has returned.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, make: Callable[..., None], *args: Any) -> None:
+        self._batches: queue.Queue[Batch | BaseException | None] = queue.Queue(WAITING)
+        self.made = pool.submit(make, *args, self._come())
+
+    def _come(self) -> Iterator[Batch]:
+        while (batch := self._batches.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+
+    def put(self, batch: Batch | BaseException | None) -> None:
+        """Send a batch, once there is room for it. Raise what ended the other side."""
+        while not self.made.done():
+            with contextlib.suppress(queue.Full):
+                self._batches.put(batch, timeout=POLL_S)
+                return
+        self.made.result()
+
+    def end(self) -> None:
+        """Say that there are no more."""
+        self.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that there will be no more, because of an error."""
+        with contextlib.suppress(BaseException):
+            self.put(error)
+
+
+def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
+    """Go through batches of several streams, each in the order of ids, as far as all of them have come by then.
+
+    Example:
+        >>> ids = [np.array([1, 5]), np.array([2, 3]), np.array([9])]
+        >>> one, two = (iter([(each, each) for each in part]) for part in (ids[:1], ids[1:]))
+        >>> [[ids.tolist() for ids, _ in parts] for parts in merged([one, two])]
+        [[[1], [2, 3]], [[5], []], [[9]]]
+    """
+    heads = [(stream, batch) for stream in streams if (batch := next(stream, None)) is not None]
+    while heads:
+        bound = min(int(ids[-1]) for _, (ids, _) in heads)
+        cuts = [int(np.searchsorted(ids, bound, side="right")) for _, (ids, _) in heads]
+        yield [(ids[:cut], records[:cut]) for (_, (ids, records)), cut in zip(heads, cuts, strict=True)]
+        left = [(stream, (ids[cut:], records[cut:])) for (stream, (ids, records)), cut in zip(heads, cuts, strict=True)]
+        refilled = ((stream, batch if len(batch[0]) else next(stream, None)) for stream, batch in left)
+        heads = [(stream, batch) for stream, batch in refilled if batch is not None]
+
+
+def _one(parts: Sequence[Batch]) -> Batch:
+    """Return the batch of all rows of several, in the order of their ids."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.concatenate([ids for ids, _ in parts])
+    order = np.argsort(ids)
+    return ids[order], np.concatenate([records for _, records in parts])[order]
+
+
+def _records(table: Table, size: int) -> Iterator[Batch]:
+    tier = rows_of(table).tier
+    for ids in tier.ascending_ids(size):
+        if len(ids):
+            records, slots = tier.reach(ids)
+            yield ids, records.bytes[slots]
+
+
+def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Go through batches, of which the next one is made meanwhile."""
+    coming = pool.submit(next, batches, None)
+    while (batch := coming.result()) is not None:
+        coming = pool.submit(next, batches, None)
+        yield batch
 
 
 def _is_made(folder: str, name: str) -> bool:
@@ -172,25 +323,18 @@ def _meet(one: Shard, other: Shard) -> bool:
     return starts_before_end and other.rank * one.ranks < (one.rank + 1) * other.ranks
 
 
-def _source(layout: Layout, rank: int, common: Common) -> Table:
-    return open_table(layout.part(rank), mode="r", at=common.numbers[rank], memory=SOURCE_MEMORY)
+def _source(layout: Layout, rank: int, common: Common, memory: int) -> Table:
+    return open_table(layout.part(rank), mode="r", at=common.numbers[rank], memory=memory)
 
 
-def _own_ids(layout: Layout, rank: int, common: Common, shard: Shard) -> Iterator[np.ndarray]:
-    with _source(layout, rank, common) as table:
-        for ids in rows_of(table).tier.id_batches(EXPORT_BATCH_ROWS):
-            yield ids[shard.owns(ids)]
-
-
-def _own_records(layout: Layout, rank: int, common: Common, shard: Shard) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    with _source(layout, rank, common) as table:
-        for ids, records in rows_of(table).tier.record_batches(max(1, BATCH_BYTES // table.spec.record_bytes)):
-            own = shard.owns(ids)
-            yield ids[own], records[own]
+def _bytes_of(layout: Layout) -> int:
+    """Return how large a table is, about."""
+    files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
+    return sum(os.path.getsize(file) for file in files)
 
 
 def _count(folder: str) -> int:
-    with open_table(folder, mode="r", memory=SOURCE_MEMORY) as table:
+    with open_table(folder, mode="r", memory=LEAST_SOURCE_MEMORY) as table:
         return int(table.stats()["rows_touched"])
 
 

@@ -179,7 +179,7 @@ def _compact(store: Store, source: Source, rate: float | None, stops: Callable[[
         made.extend(writer.chunks())
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
     except BaseException:
-        _remove(store, folder)
+        remove_chunks(store, folder)
         raise
     _install(store, source, made)
 
@@ -426,8 +426,8 @@ def _install(store: Store, source: Source, made: list[tuple[Run, Chunk]]) -> Non
         store.forget([*folded, *replaced])  # before a commit is published that no longer names them
 
 
-def _remove(store: Store, folder: str) -> None:
-    # What cannot be removed now is removed as an orphan by the next writer.
+def remove_chunks(store: Store, folder: str) -> None:
+    """Remove chunks that came to nothing. What cannot be removed now, the next writer removes as an orphan."""
     where = folders.join(store.folder, folder)
     with contextlib.suppress(OSError):
         for name in store.system.listdir(where):

@@ -43,11 +43,13 @@ class Saved(NamedTuple):
         header: what table it is, after how many steps, and how many rows have records: `count`.
         history: arrays of the rule's, by name.
         batches: ids int64 (n,) and records uint8 (n, record_bytes), which may be views.
+        ascends: the ids do, from batch to batch, too.
     """
 
     header: dict[str, Any]
     history: dict[str, np.ndarray]
     batches: Iterable[tuple[np.ndarray, np.ndarray]]
+    ascends: bool = False
 
 
 def save(rows: Rows, batch_rows: int) -> Saved:
@@ -99,16 +101,23 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
     def fill(tier: Tier) -> None:
         tier.history = history
         tier.check_room(header["count"])
+        if saved.ascends:
+            tier.paste_ascending(checked(_ascends()), header["count"])
+            return
+        for ids, records in checked(lambda ids: len(make_plan(ids).ids) == len(ids) and not tier.holds(ids).any()):
+            tier.paste_records(ids, records)
+
+    def checked(are_new: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ids, records in saved.batches:
             check_ids(ids, spec.rows, rows.subject)
-            if len(make_plan(ids).ids) != len(ids) or tier.holds(ids).any():
+            if not are_new(ids):
                 raise refuse_repeated(ids)
             if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
                 raise ArgumentError(
                     f"`records` of a state for {rows.subject} must have been last stepped in one of its steps, 1 to "
                     f"{steps}: got some of another. The state is damaged: load another one."
                 )
-            tier.paste_records(ids, records)
+            yield ids, records
 
     tier = rows.home.replaced(rows, spec, fill)
     if residents is not None:
@@ -121,6 +130,17 @@ def load(rows: Rows, saved: Saved, refuse_repeated: Callable[[np.ndarray], Excep
         what = f"only the weights of a state for {rows.subject} are taken, which steps by {wanted}"
         warnings.warn(f"{what}: {spec.rule} {lost.replace('would be lost', 'is left out')}.", stacklevel=2)
     rows.set_rule(wanted)
+
+
+def _ascends() -> Callable[[np.ndarray], bool]:
+    """Return what tells of batches of ids, one after the other, whether they ascend, and go on where the last ended."""
+    last: list[int] = []
+
+    def ascends(ids: np.ndarray) -> bool:
+        before, last[:] = list(last), [int(each) for each in ids[-1:]] or last
+        return bool((ids[1:] > ids[:-1]).all()) and not (before and len(ids) and ids[0] <= before[0])
+
+    return ascends
 
 
 def _residents(rows: Rows, spec: Spec, saved: Saved) -> Residents | None:

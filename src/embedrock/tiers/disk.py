@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
@@ -18,6 +18,7 @@ from embedrock.process.interrupts import held_back
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.store.compaction import relieve
+from embedrock.store.filling import fill
 from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.runs import damaged
@@ -256,6 +257,19 @@ class Disk(Tier):
         self.budget.let_go()
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
+        below, rest = self._base_and_rest(size)
+        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+
+    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        below, rest = self._base_and_rest(size)
+        for ids in below:
+            end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
+            both, rest = np.sort(np.concatenate([ids, rest[:end]])), rest[end:]
+            yield from (both[start : start + size] for start in range(0, len(both), size))
+        yield from (rest[start : start + size] for start in range(0, len(rest), size))
+
+    def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
+        """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
             base, rest = self.store.base, self._ids_above_base()
             gone = self.store.ids_gone_from_base()
@@ -268,7 +282,7 @@ class Disk(Tier):
             for number, chunk in enumerate(base.chunks)
             for start in range(0, chunk.count, size)
         )
-        return itertools.chain(below, (rest[start : start + size] for start in range(0, len(rest), size)))
+        return below, rest
 
     def _ids_above_base(self) -> np.ndarray:
         resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
@@ -322,6 +336,10 @@ class Disk(Tier):
         self.cache.remove(own)
         self.new_epoch()
         self._count -= len(ids)
+
+    def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
+        self._count = fill(self.store, batches, most)
+        self.new_epoch()
 
     def paste_records(self, ids: np.ndarray, records: np.ndarray) -> None:
         while len(ids):

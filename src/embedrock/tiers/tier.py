@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +158,11 @@ class Tier(ABC):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Go through the ids of all rows that have records, at most `size` at a time."""
 
+    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        """Go through those of `id_batches` in the order of the ids."""
+        ids = np.sort(np.concatenate([np.empty(0, np.int64), *self.id_batches(max(size, SCANNED_ROWS))]))
+        return (ids[start : start + size] for start in range(0, len(ids), size))
+
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
         """Go through those in ``[lo, hi)`` of `id_batches`."""
         for ids in self.id_batches(max(size, SCANNED_ROWS)):
@@ -170,6 +175,11 @@ class Tier(ABC):
         for ids in self.id_batches(size):
             records, slots = self.reach(ids)
             yield ids, records.bytes[slots]
+
+    def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
+        """Paste all the records that there are, at most so many, in the order of their ids: see `paste_records`."""
+        for ids, records in batches:
+            self.paste_records(ids, records)
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids int64 (n,) and records uint8 (n, record_bytes), as views where records lie densely."""
