@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embedrock as er
 import embedrock.torch as ert
+import embedrock.torch.dcp as ert_dcp
 from disks import BALLAST, fill, memory_disk
 from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards.owners import owners
@@ -876,6 +878,56 @@ def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_pat
     (tmp_path / names[0]).unlink()
     with pytest.raises(er.CorruptTableError, match=r"part-1-of-2.*All ranks must save to.* one folder that all see"):
         ert.load(model, tmp_path)
+
+
+def shares_by_dcp(rank: int, folder: str) -> list[Any]:
+    """Train, save by torch.distributed.checkpoint, train on; then load in a new model, and do so again."""
+    found = []
+    for kinds in [(True, False, "rank 1")] * 2:
+        model = Model(kinds, True)
+        net = DistributedDataParallel(model)
+        optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.SGD, lr=0.05)
+        with pytest.raises(er.UnsupportedError, match=r"embedrock.torch.dcp.state_dict\(model\) is what torch.distr"):
+            model.state_dict()
+        if found:
+            state = {"model": ert_dcp.state_dict(model)}
+            dcp.load(state, checkpoint_id=folder, planner=ert_dcp.LoadPlanner())
+            model.load_state_dict(state["model"])
+        for step in range(3, 5) if found else range(5):
+            if step == 3 and not found:
+                dcp.save({"model": ert_dcp.state_dict(model)}, checkpoint_id=folder)
+            nn.functional.softplus(net(ids_of(step, rank))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([table.export() for table in model.tables])
+    return found
+
+
+def loads_by_dcp(folder: str) -> list[Any]:
+    model = Model([False] * 3, True)
+    state = {"model": ert_dcp.state_dict(model)}
+    dcp.load(state, checkpoint_id=folder, planner=ert_dcp.LoadPlanner())
+    model.load_state_dict(state["model"])
+    return [table.export() for table in model.tables]
+
+
+def test_torch_distributed_checkpoint_saves_and_loads_rows_that_are_shared(pair: Ranks, tmp_path: Path) -> None:
+    for first, again in pair.run(shares_by_dcp, str(tmp_path / "dcp")):
+        for (ids, rows), (its_ids, its_rows) in zip(first, again, strict=True):
+            np.testing.assert_array_equal(ids, its_ids)
+            np.testing.assert_array_equal(rows, its_rows)
+    model = Model([False] * 3, True)
+    optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.SGD, lr=0.05)
+    for step in range(3):
+        for block in range(2):
+            nn.functional.softplus(model(ids_of(step, block)) / 1.0).sum().div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (ids, rows), (its_ids, its_rows) in zip(
+        loads_by_dcp(str(tmp_path / "dcp")), [table.export() for table in model.tables], strict=True
+    ):
+        np.testing.assert_array_equal(ids, its_ids)  # one process has all rows of both
+        np.testing.assert_allclose(rows, its_rows, rtol=1e-4, atol=1e-6)  # dense layers are DDP's
 
 
 # ---------------------------------------------------------------- what travels

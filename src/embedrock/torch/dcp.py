@@ -1,13 +1,39 @@
-"""`LoadPlanner` for `torch.distributed.checkpoint`, which fills the tensors of a state dict: rows may be others."""
+"""For `torch.distributed.checkpoint`: state dicts of models that processes share, and a planner that loads rows.
+
+It fills the tensors of a state dict when it loads, and rows may be others: `LoadPlanner`.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
+from embedrock.torch.layers.row_parts import apart
 from embedrock.torch.layers.row_state import META, ROWS
+
+LAYER = re.compile(rf"(|.*\.){re.escape(ROWS)}(?:part-\d+-of-\d+\.)?{re.escape(META.removeprefix(ROWS))}")
+
+
+def state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()``, also of one whose rows in RAM several processes share: each has its part.
+
+    All of them save, and load, what this returns; there may be more of them when it is loaded, or fewer.
+
+    Args:
+        model: of this process.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> from embedrock.torch.dcp import state_dict
+        >>> sorted(state_dict(ert.Embedding(10, 4)))
+        ['rows.meta']
+    """
+    with apart():
+        return model.state_dict()
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -41,7 +67,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def _layers(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
     """Return the layers with rows in nested state dicts: the dict, and the path of what comes before ``rows.``."""
-    found = [(state, (*path, key.removesuffix(META))) for key in state if isinstance(key, str) and key.endswith(META)]
+    prefixes = {match[1]: None for key in state if isinstance(key, str) and (match := LAYER.fullmatch(key))}
+    found = [(state, (*path, prefix)) for prefix in prefixes]
     for key, value in state.items():
         found += _layers(value, (*path, key)) if isinstance(value, dict) else []
     return found

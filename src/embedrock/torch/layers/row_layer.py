@@ -19,6 +19,7 @@ from embedrock.initializers import FromArray
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
 from embedrock.torch.layers.operators import number_of
+from embedrock.torch.layers.row_parts import are_apart, keyed_by_part, own_part
 from embedrock.torch.layers.row_state import (
     META,
     PART,
@@ -378,9 +379,10 @@ class RowLayer(nn.Module):
         if shard is None:
             return row_tensors(self._table)
         if self.handle.terms.path is None:
-            if not is_kept():
+            if not (is_kept() or are_apart()):
                 self.handle.check_whole("put in a state dict")
-            return tensors_of_part(self._table, shard.rank, shard.ranks)
+            tensors = tensors_of_part(self._table, shard.rank, shard.ranks)
+            return tensors if is_kept() else keyed_by_part(tensors, shard)
         return part_tensors(self.handle.terms.path, shard.ranks)
 
     def _load_from_state_dict(
@@ -394,7 +396,8 @@ class RowLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         self.name_in_model(prefix)
-        state, rest = take_rows(state_dict, prefix, self.handle.label)
+        whole = own_part(state_dict, prefix, self.handle.shard, self.handle.label)
+        state, rest = take_rows(whole, prefix, self.handle.label)
         if state is not None:
             self._load_rows(state)
         elif strict:

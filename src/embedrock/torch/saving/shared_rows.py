@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,8 @@ from embedrock.fronts.checkpoints import Checkpoint
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.process import platform
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.layers.row_state import HISTORY, IDS, META, ROWS, part_of, steps_in, with_part
+from embedrock.torch.layers.row_parts import joined
+from embedrock.torch.layers.row_state import META, ROWS, part_of
 
 PART_NAME = re.compile(r"(step-\d{1,18}-[0-9a-f]{8})\.part-(\d+)-of-(\d+)(?:\.tmp)?")
 
@@ -96,9 +96,7 @@ def own_rows(model: nn.Module, states: dict[str, Any], file: Path, read: Read) -
         parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
         for old in _rows_of(found, prefix):
             del found[prefix + old]
-        owns = (lambda ids: np.ones(len(ids), bool)) if shard is None else shard.owns
-        whole = None if shard is None else (shard.rank, shard.ranks)
-        found |= {prefix + name: tensor for name, tensor in _joined(parts, owns, whole).items()}
+        found |= {prefix + name: tensor for name, tensor in joined(parts, shard).items()}
     return found
 
 
@@ -113,21 +111,3 @@ def _read_part(path: Path, read: Read) -> States:
             "from, one folder that all see."
         )
     return read(path)
-
-
-def _joined(
-    parts: list[dict[str, Tensor]], owns: Callable[[np.ndarray], np.ndarray], part: tuple[int, int] | None
-) -> dict[str, Tensor]:
-    """Return the tensors of those rows of all parts that are owned."""
-    counts = [len(one[IDS]) if IDS in one else 0 for one in parts]
-    masks = [owns(one[IDS].numpy()) if IDS in one else np.empty(0, bool) for one in parts]
-    own = [torch.from_numpy(mask) for mask in masks]
-    leading = max(parts, key=lambda one: steps_in(one[META]))  # who has no rows at all makes no steps
-    joined = {META: with_part(leading[META], int(sum(mask.sum() for mask in masks)), part)}
-    for name in {name for one in parts for name in one} - {META}:
-        of_rows = [(one[name], mask) for one, mask, n in zip(parts, own, counts, strict=True) if n and name in one]
-        if name.startswith(HISTORY):  # of the rule, the same in all
-            joined[name] = leading[name]
-        else:
-            joined[name] = torch.cat([tensor[mask] for tensor, mask in of_rows])
-    return {name: tensor for name, tensor in joined.items() if tensor.numel()}

@@ -378,8 +378,9 @@ class Handle(nn.Parameter):
             raise UnsupportedError(
                 f"the rows of {self.label} cannot be {done}: they are shared out over {shard.ranks} processes, and "
                 f"this one, rank {shard.rank}, has its own only. On each rank, layer.table.export() returns those, and "
-                "layer.table.state() saves them with the optimizer's state; ert.save on all ranks saves all; with "
-                "sharded=False each rank has all rows."
+                "layer.table.state() saves them with the optimizer's state; ert.save on all ranks saves all, and "
+                "embedrock.torch.dcp.state_dict(model) is what torch.distributed.checkpoint saves; with sharded=False "
+                "each rank has all rows."
             )
 
     # ------------------------------------------------------------ rows on a GPU
