@@ -178,6 +178,69 @@ def test_bags_of_one_id_are_rows():
     np.testing.assert_array_equal(found.cpu(), expected)
 
 
+def configured(where: str, memory: int | None) -> tuple[ert.EmbeddingBagCollection, Any]:
+    """Return a collection that makes its tables, in a group of its own."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {} if memory is None else {"device_memory": memory}
+    configs = [ert.EmbeddingBagConfig(rows, DIM, f"t{k}", options=options) for k, rows in enumerate(ROWS)]
+    bags = ert.EmbeddingBagCollection(configs)
+    if where == "gpu":
+        on_device(bags)
+    return bags, ert.Adam(bags, lr=0.1)
+
+
+@pytest.mark.parametrize("memory", [EVERYTHING, *slow(0)])
+def test_tables_of_a_group_are_used_together_on_a_gpu_and_come_back(memory: int):
+    models = [configured("gpu", memory), configured("cpu", None)]
+
+    def train(seed: int) -> None:
+        for bags, step in models:
+            rng = np.random.default_rng(seed)
+            found = bags({f"t{k}": torch.from_numpy(rng.integers(0, rows, BATCH)) for k, rows in enumerate(ROWS)})
+            torch.stack([rows.square().sum().cpu() for rows in found.values()]).sum().backward()
+            step.step()
+            step.zero_grad()
+
+    def tables(number: int) -> list[er.Table]:
+        return [models[number][0].layer_of(f"t{k}").table for k in range(len(ROWS))]
+
+    train(0)
+    with launches() as seen:
+        train(1)
+    assert seen == JOINT
+    group = tables(0)[0].group
+    assert group is not None
+    for mine, other in zip(tables(0), tables(1), strict=True):
+        ids = np.arange(mine.rows or 0)
+        np.testing.assert_array_equal(mine.lookup(ids), other.lookup(ids))
+        np.testing.assert_array_equal(mine.export()[0], other.export()[0])
+        assert mine.stats()["rows_touched"] == other.stats()["rows_touched"]
+    together = group.lookup({f"t{k}": [1, 2] for k in range(len(ROWS))})
+    train(2)  # from where they are
+    ert.place(models[0][0], "cpu") if not INTERPRETED else [
+        h.move(torch.device("cpu")) for h in ert.handles(models[0][0])
+    ]
+    models[0][0].cpu()
+    train(3)
+    assert together["t0"].shape == (2, DIM)
+    for mine, other in zip(tables(0), tables(1), strict=True):
+        assert mine.side is None
+        np.testing.assert_array_equal(mine.export()[1], other.export()[1])
+    group.drop("t1")
+    assert sorted(group) == ["t0", "t2"]
+
+
+def test_a_table_of_a_group_that_a_gpu_cannot_use_says_so():
+    group = er.Group()
+    layer = ert.Embedding(group.table("t", rows=None, dim=DIM, seed=1))
+    on_device(layer)
+    with pytest.warns(
+        ert.PlacementWarning, match=r"is in a group, and has open ids, .*: it is read and stepped by the CPU"
+    ):
+        layer(torch.tensor([2**40]))
+    assert layer.table.side is None
+
+
 def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(joint_device, "MOST_KEYS", ROWS[0] + ROWS[1] + 4)
     mine, theirs = Model(0), Model(None)

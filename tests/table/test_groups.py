@@ -532,12 +532,15 @@ def test_counts_of_another_admission_are_not_lost() -> None:
     assert group.table("a", None, 4, admission=er.Admission(2)) is table
 
 
-def test_gpu_memory_is_refused() -> None:
+def test_gpu_memory_is_of_tables_in_ram(tmp_path: Path) -> None:
     for size in ("1GiB", "25%"):
         with pytest.raises(er.UnsupportedError, match=f"`device_memory` of the group must be None or 0: got '{size}'"):
             er.Group(device_memory=size)
-    group = er.Group(device_memory=0)
-    with pytest.raises(er.UnsupportedError, match="of table 'users' in a group must be None or 0: got 7"):
-        group.table("users", 10, 4, device_memory=7)
-    assert not len(group)
-    assert group.table("users", 10, 4, device_memory=0).device_memory == 0
+    with er.Group(path=tmp_path / "rows", device_memory=0) as group:
+        with pytest.raises(
+            er.UnsupportedError, match=r"of table 'users' of .*rows.* must be None or 0: got 7\. Rows of"
+        ):
+            group.table("users", 10, 4, device_memory=7)
+        assert not len(group)
+        assert group.table("users", 10, 4, device_memory=0).device_memory == 0
+    assert er.Group().table("users", 10, 4, device_memory=7).device_memory == 7

@@ -30,8 +30,8 @@ MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
-    That is so for tables of a group, which share their records' memory; it is told by a `PlacementWarning`. And for
-    those whose rows come and go, where `device_memory=0` asks for it.
+    That is so for tables of a group on disk, or whose rows the GPU cannot plan; it is told by a `PlacementWarning`. And
+    for those whose rows come and go, where `device_memory=0` asks for it.
 
     The device has an index, if it is a GPU.
 
@@ -39,14 +39,6 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
         UnsupportedError: the device has not the features that kernels need, or the rows come and go.
         MemoryBudgetError: it has too little memory.
     """
-    if table.group is not None:
-        warnings.warn(
-            f"{table.subject} is in a group, whose rows are used in RAM: it is read and stepped by the CPU, and its "
-            "rows are copied to the GPU. For GPU speed, make it outside of the group.",
-            PlacementWarning,
-            stacklevel=4,
-        )
-        return None
     if rows_of(table).residents is not None and table.device_memory == 0:
         return None
     side = table.side
@@ -61,13 +53,15 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     except PinningError as error:
         warn_of(error, table.subject)
         return None
+    if made is None:
+        return None
     made.timeline.begin()
     with rows.turn.lock:
         rows.attach(made)
     return made
 
 
-def _made(table: Table, device: torch.device) -> DeviceSide:
+def _made(table: Table, device: torch.device) -> DeviceSide | None:
     given = table.device_memory
     budget = _free_bytes(device) // placement.FREE_SHARE if given is None else _bytes_of(given, device)
     rows = rows_of(table)
@@ -77,6 +71,16 @@ def _made(table: Table, device: torch.device) -> DeviceSide:
         if chosen.mode == "device":
             _warn_of_little_ram(table)
         return DirectSide(rows, tier, device, chosen)
+    if table.group is not None:
+        kinds = "open ids, rows that come and go, first values from an array, or more rows than memory= has room for"
+        why = "on disk" if table.is_on_disk else f"and has {kinds}"
+        warnings.warn(
+            f"{table.subject} is in a group, {why}: it is read and stepped by the CPU, and its rows are copied to the "
+            "GPU. For GPU speed, make it outside of the group.",
+            PlacementWarning,
+            stacklevel=5,
+        )
+        return None
     if given and table.is_on_disk:
         warnings.warn(
             f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="

@@ -67,7 +67,7 @@ class DirectSide(DeviceSide):
 
     Args:
         rows: of the table.
-        tier: of the rows, with a direct directory.
+        tier: that has their records, with a direct directory: that of the rows, or of their pool.
         device: the GPU.
         placement: how the records are spread.
 
@@ -76,7 +76,7 @@ class DirectSide(DeviceSide):
     """
 
     def __init__(self, rows: Rows, tier: Memory, device: torch.device, placement: DevicePlacement) -> None:
-        super().__init__(rows, tier, device)
+        super().__init__(rows, rows.tier, device)
         drawn = drawn_by(self.spec.init)
         count = self.spec.rows
         assert count is not None  # or its slots would not be its ids

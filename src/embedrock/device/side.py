@@ -29,6 +29,7 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
+from embedrock.tiers.turn import Sides
 
 
 def form_of(spec: Spec) -> Form:
@@ -178,7 +179,7 @@ class DeviceSide(ABC):
             ClosedTableError: it is not.
         """
         turn = self.rows.turn
-        if turn.running is not self:
+        if not isinstance(turn.running, DeviceSide | Sides):  # of tables of the group: they are not in the way
             turn.settle()
         self.rows.check_open()
 
@@ -386,7 +387,7 @@ class DeviceSide(ABC):
 
     def note_use(self) -> None:
         """Let whatever changes the tier's records wait for `finish`."""
-        self.rows.turn.running = self
+        self.rows.turn.use(self)
 
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""

@@ -71,7 +71,7 @@ class Group:
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
         name: for error messages.
-        device_memory: GPU memory: None or 0, as rows of a group are used in RAM, also by models on a GPU.
+        device_memory: GPU memory: None or 0. Members in RAM have their own, see `table`.
 
     Attributes:
         memory, on_nonfinite: what it was given.
@@ -108,7 +108,7 @@ class Group:
         system: System = OS_SYSTEM,
         device_memory: Size | None = None,
     ) -> None:
-        refuse_device_memory("the group", device_memory)
+        refuse_device_memory("the group", device_memory, "Give each table its own: group.table(device_memory=)")
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
         options |= {"name": name, "system": system}
         check_on_nonfinite(on_nonfinite)
@@ -172,7 +172,7 @@ class Group:
             dim: weights in a row.
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
-            device_memory: see `Group`.
+            device_memory: see `Table`; of members on disk None or 0, as their rows are used in RAM.
             admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
                 another eviction takes the place of the one that it has.
 
@@ -196,7 +196,9 @@ class Group:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
-        refuse_device_memory(f"table {name!r} in a group", given["device_memory"])
+        if self.files is not None:
+            used = "Rows of a group on disk are used in RAM, also by models on a GPU"
+            refuse_device_memory(f"table {name!r} of {self.subject}", given["device_memory"], used)
         spec, asked = new_spec(rows, dim, given, first)
         asked |= dict.fromkeys(POLICIES)  # which may become others
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
@@ -647,12 +649,12 @@ def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) ->
     return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
 
 
-def refuse_device_memory(subject: str, size: Size | None) -> None:
-    """Raise `UnsupportedError` where rows of a group are to be in GPU memory."""
+def refuse_device_memory(subject: str, size: Size | None, remedy: str) -> None:
+    """Raise `UnsupportedError` where GPU memory is given to what has none."""
     if parse_device_memory(size):
         raise UnsupportedError(
-            f"`device_memory` of {subject} must be None or 0: got {size!r}. Rows of a group are used in RAM, also by "
-            "models on a GPU. Leave it out, or make the table outside of a group: a GPU may have its rows."
+            f"`device_memory` of {subject} must be None or 0: got {size!r}. {remedy}. Leave it out, or make the table "
+            "outside of the group."
         )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from embedrock.errors import MemoryBudgetError
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
 from embedrock.table.files import refuse_state
 from embedrock.table.home import Home
 from embedrock.table.ram import check_copy
 from embedrock.table.rows import Rows
+from embedrock.tiers.memory import Memory
 from embedrock.tiers.part import Part, may_share
 from embedrock.tiers.tier import Tier
 from embedrock.tiers.turn import Turn
@@ -18,6 +20,7 @@ from embedrock.tiers.turn import Turn
 if TYPE_CHECKING:
     from embedrock.table.group import Group
     from embedrock.table.group_files import GroupFiles
+    from embedrock.tiers.pools import Pools
 
 MOVED_BYTES = 8 << 20  # of records, at a time
 
@@ -27,6 +30,12 @@ def part_of(rows: Rows) -> Part:
     tier = rows.tier
     assert isinstance(tier, Part)  # members have no other
     return tier
+
+
+def _copy(part: Part, made: Tier) -> None:
+    """Make the records of a part in another tier, which is laid out alike."""
+    for ids, records in part.record_batches(max(1, MOVED_BYTES // part.spec.record_bytes)):
+        made.paste_records(ids, records)
 
 
 class InGroup(Home):
@@ -86,14 +95,31 @@ class InGroup(Home):
 
         def fill(made: Tier) -> None:
             made.check_room(part.count)
-            for ids, records in part.record_batches(max(1, MOVED_BYTES // spec.record_bytes)):
-                made.paste_records(ids, records)
+            _copy(part, made)
 
         return self.replaced(rows, spec, fill)
 
+    def lay_out_direct(self, rows: Rows) -> Memory | None:
+        part = part_of(rows)
+        if part.is_direct:
+            return part.pool.tier
+        if rows.spec.rows is None or rows.residents is not None:
+            return None
+        pools = cast("Pools", self.group.pools)  # those of a group on disk have another home
+        try:
+            made = pools.part_alone(rows.spec, self.subject)
+        except MemoryBudgetError:
+            return None
+        _copy(part, made)
+        made.history = rows.history
+        pools.release(part)
+        rows.replace_tier(made)
+        return made.pool.tier
+
     def _grows(self, part: Part, spec: Spec) -> bool:
         """Let a table have more rows where it is; return whether it can."""
-        can = may_share(spec) or not part.pool.is_shared  # in its own range, or all keys are its own
+        # In its own range, or all keys are its own; records in slots that are ids have no room for more.
+        can = (may_share(spec) or not part.pool.is_shared) and not part.is_direct
         if can:
             part.spec = spec
         return can
@@ -145,6 +171,9 @@ class InFolder(InGroup):
         self.files.wait_for_quiet(None)
         self.files.stop_compaction()
         return super().empty_tier(spec)
+
+    def lay_out_direct(self, rows: Rows) -> Memory | None:
+        return None
 
     def be_quiet(self, rows: Rows) -> None:
         self.files.wait_for_quiet(None)

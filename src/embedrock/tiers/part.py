@@ -153,7 +153,7 @@ class Part(Tier):
 
     @property
     def count(self) -> int:
-        return self._count
+        return self.pool.tier.count if self.is_direct else self._count
 
     @count.setter
     def count(self, count: int) -> None:

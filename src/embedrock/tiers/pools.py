@@ -49,10 +49,27 @@ class Pools:
         number = next(number for number in itertools.count() if number not in pool.parts)
         return pool.add(spec, number, self, subject)
 
+    def part_alone(self, spec: Spec, subject: str) -> Part:
+        """Return an empty part in a pool of its own, whose slots are the table's ids.
+
+        Raises:
+            MemoryBudgetError: all rows together do not fit the budget.
+        """
+        tier = Memory(spec, place(spec, self.budget_bytes, "direct", subject), self._subject)
+        needed = tier.bytes_with(0) + self._bytes_with([])
+        if needed > self.budget_bytes:
+            raise MemoryBudgetError(
+                f"all rows of {subject} need {format_bytes(tier.bytes_with(0))}, which are not left of the budget of "
+                f"{format_bytes(self.budget_bytes)} for all tables of the group. Raise memory= of er.Group."
+            )
+        pool = Pool(spec, tier, is_shared=False)
+        self._pools.append(pool)
+        return pool.add(spec, 0, self, subject)
+
     def release(self, part: Part) -> None:
         """Forget a part and its records, and give their RAM back. Ctrl-C waits: other tables' records move."""
         with held_back():
-            if part.count:
+            if part.count and part.pool.is_shared:
                 part.pool.tier.remove(np.concatenate(list(part.key_batches(part.count))))
             part.pool.remove(part)
             self._pools = [pool for pool in self._pools if not pool.is_empty]

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from embedrock import kernels
 from embedrock.errors import EmbedrockError
@@ -20,6 +20,23 @@ from embedrock.tiers.side import Side
 
 if TYPE_CHECKING:
     from embedrock.kernels.cpu.threads import Call
+
+
+class Sides:
+    """Sides of several tables that have one turn.
+
+    Args:
+        sides: which may be newer than their tables' tiers.
+    """
+
+    def __init__(self, sides: Iterable[Side]) -> None:
+        self.sides = list(sides)
+
+    def finish(self) -> None:
+        """Bring the tiers' records up to date. Those that could not be are left."""
+        while self.sides:
+            self.sides[-1].finish()
+            self.sides.pop()
 
 
 class Turn:
@@ -37,7 +54,7 @@ class Turn:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.running: Call | Side | None = None
+        self.running: Call | Side | Sides | None = None
         self.failure: BaseException | None = None
         self.is_torn = False
         self.lock, self._next = forks.lock(forks.Rank.TABLE), forks.lock(forks.Rank.QUEUE)
@@ -54,10 +71,24 @@ class Turn:
                 running.finish()
             except BaseException as error:
                 # A side that tells what it lacks has all rows still, and can be asked again.
-                if not (isinstance(error, EmbedrockError) and isinstance(running, Side)):
+                if not (isinstance(error, EmbedrockError) and isinstance(running, Side | Sides)):
                     self.failure, self.running = error, None
                 raise
             self.running = None
+
+    def use(self, side: Side) -> None:
+        """Let whoever reads the records of the table, or of those that have this turn too, wait for a side as well.
+
+        No step of the CPU is running.
+        """
+        running = self.running
+        if running is side:
+            return
+        if isinstance(running, Sides):
+            if side not in running.sides:
+                running.sides.append(side)
+        else:
+            self.running = side if running is None else Sides([cast(Side, running), side])
 
     def start(self, function: Callable[..., object], *args: Any, here: bool = False) -> None:
         """Make a step by calling ``function(*args)``: in the background, if there are threads, or here and now."""
