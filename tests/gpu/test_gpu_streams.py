@@ -15,7 +15,8 @@ from gpu_models import DIM, ROWS, memory_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import side, timeline
+from embedrock.device import attach, side, timeline
+from embedrock.errors import UnsupportedError
 from slow import slow
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its GPU is a fake")
@@ -111,6 +112,19 @@ def test_cuda_is_the_current_gpu(gpu: FakeGPU):
     ert.place(torch.nn.Sequential(), "cuda")
     trained.layers[0].handle.move(torch.device("cuda"))  # where it is: gradients may wait
     assert trained.layers[0].handle.side() is before
+
+
+def test_a_second_gpu_is_refused(gpu: FakeGPU):
+    trained, other = Trained(None), er.Table(ROWS, DIM, seed=1)
+    trained.step(torch.arange(3))
+    said = (
+        r"cannot be used on cuda:1: those of .*Embedding.* are on cuda:0, and a process uses rows on one GPU\. Put all"
+    )
+    with pytest.raises(UnsupportedError, match=said):
+        attach.side_of(other, torch.device("cuda", 1))
+    assert other.side is None
+    trained.step(torch.arange(3))
+    trained.check(gpu)
 
 
 # ---------------------------------------------------------------- the fake finds what it is there for

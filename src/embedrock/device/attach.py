@@ -8,6 +8,7 @@ import torch
 
 from embedrock.device import placement
 from embedrock.device.direct import DirectSide
+from embedrock.device.faults import in_use
 from embedrock.device.hosted import HostedSide
 from embedrock.device.pinned import PinningError, warn_of
 from embedrock.device.placement import slot_bytes
@@ -36,7 +37,8 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     The device has an index, if it is a GPU.
 
     Raises:
-        UnsupportedError: the device has not the features that kernels need, or the rows come and go.
+        UnsupportedError: the device has not the features that kernels need, or the rows come and go; or rows of another
+            table are on another GPU.
         MemoryBudgetError: it has too little memory.
     """
     if rows_of(table).residents is not None and table.device_memory == 0:
@@ -44,6 +46,7 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:
         return side
+    _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
     rows.leave_side()
@@ -136,6 +139,17 @@ def _free_bytes(device: torch.device) -> int:
         return memory_limit()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for itself
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _check_only_gpu(table: Table, device: torch.device) -> None:
+    for rows in in_use():
+        side = rows.side
+        if rows is not rows_of(table) and isinstance(side, DeviceSide) and side.device != device:
+            raise UnsupportedError(
+                f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {side.device}, and "
+                "a process uses rows on one GPU. Put all embedding layers of a process on one GPU, and start a process "
+                "for each (torchrun; docs/shards.md), or leave these layers on the CPU."
+            )
 
 
 def _check_capability(device: torch.device) -> None:

@@ -25,6 +25,11 @@ _all: weakref.WeakSet[Faults] = weakref.WeakSet()
 step_numbers = itertools.count(1)  # of all steps on GPUs in this process
 
 
+def in_use() -> list[Rows]:
+    """Return the rows of the tables of this process that are, or were, on devices."""
+    return [rows for rows in (faults._rows_of() for faults in list(_all)) if rows is not None]
+
+
 class Faults:
     """The first thing that went wrong with a table's rows on a device.
 
