@@ -146,9 +146,9 @@ def _check_only_gpu(table: Table, device: torch.device) -> None:
         side = rows.side
         if rows is not rows_of(table) and isinstance(side, DeviceSide) and side.device != device:
             raise UnsupportedError(
-                f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {side.device}, and "
-                "a process uses rows on one GPU. Put all embedding layers of a process on one GPU, and start a process "
-                "for each (torchrun; docs/shards.md), or leave these layers on the CPU."
+                f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {side.device}, "
+                "and a process uses rows on one GPU. Put all embedding layers of a process on one GPU, and start a "
+                "process for each (torchrun; docs/shards.md), or leave these layers on the CPU."
             )
 
 
