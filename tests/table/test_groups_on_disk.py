@@ -21,6 +21,8 @@ from embedrock.table.batches import Feature
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
 from embedrock.testing import FaultFS, records_of
+from embedrock.tiers.disk import Disk
+from embedrock.tiers.disk_pools import DiskPools
 from embedrock.tiers.part import Part
 from group_pair import DiskGroupPair, play
 from same_tables import check_same
@@ -278,6 +280,25 @@ def test_pools_lend_each_other_the_budget(tmp_path: Path) -> None:
         for name in alone:
             check_same(group[name], alone[name])
         group.commit()
+
+
+def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_path: Path) -> None:
+    def tier_of(group: er.Group) -> Disk:
+        assert isinstance(group.pools, DiskPools)
+        return group.pools.tiers[0]
+
+    with er.Group(path=tmp_path / "m", memory="8MiB") as group:
+        group.table("large", 10**6, 128)
+        alone = tier_of(group).placement
+        assert alone.overlay_bytes == (8 << 20) * 3 // 16
+        group.table("small", 2000, 128)
+        both = tier_of(group).placement
+        # 24 bytes for each row of the small one, of which half of the budget holds all, and 3/16 of the rest.
+        assert both.overlay_bytes == 2000 * 24 + ((8 << 20) - 2000 * 512) * 3 // 16
+        assert both.slots > alone.slots
+        group.commit()
+    with er.open(tmp_path / "m", memory="8MiB") as group:
+        assert tier_of(group).placement == both
 
 
 # -------------------------------------------------------------------- reads of all members

@@ -90,7 +90,8 @@ class Disk(Tier):
         self.brings = 0  # calls of bring_ahead under way
         self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
         budget.join(self, self._claim_of(spec))
-        super().__init__(spec, place(spec, budget.nbytes, subject, budget.note, self._is_pool), subject)
+        self.subject = subject
+        super().__init__(spec, self._placed(spec, budget.nbytes), subject)
         self.cache = self._new_cache(self.placement)
         self._follow_placement()
         self._users = 0

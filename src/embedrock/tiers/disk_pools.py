@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from embedrock.store.volume import Volume
 from embedrock.tiers.auto_budget import pool_of
 from embedrock.tiers.disk import Disk
 from embedrock.tiers.part import NewRows, Part, Pool, may_share
-from embedrock.tiers.placing import check_budget
+from embedrock.tiers.placing import check_budget, place
 from embedrock.tiers.pools import by_pool
+from embedrock.tiers.tier import Placement
 from embedrock.tiers.turn import Turn
 
 OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its tiers
@@ -28,11 +30,23 @@ OF_VOLUME = ("commit", "collections_failed")  # in the numbers of each of its ti
 class PoolTier(Disk):
     """The tier of a pool on disk.
 
+    Args:
+        members: the rows of each table that has a part of it, or had one; whoever changes that lets it `grow` then.
+
     Attributes:
+        members: see above.
         parts: of the pool, by number.
     """
 
     parts: dict[int, Part]
+
+    def __init__(self, members: list[int], *how: Any) -> None:
+        self.members = members
+        super().__init__(*how)
+
+    def _placed(self, spec: Spec, nbytes: int) -> Placement:
+        return place(spec, nbytes, self.subject, self.budget.note, self._is_pool, self.members)
+
     _batch = np.empty(0, np.int64)  # keys that were brought, until they are stepped
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
@@ -80,10 +94,10 @@ class DiskPools:
         """
         for number, store in enumerate(self._volume.stores):
             specs = [spec for member, spec in members if member.pool == number]
-            layout = _layout(specs[0])
+            layout, rows = _layout(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
             if store.parts is not None:
-                layout = replace(layout, rows=sum(spec.rows or 0 for spec in specs))
-            self._pools.append(self._pool(layout, store.content, number))
+                layout = replace(layout, rows=sum(rows))
+            self._pools.append(self._pool(layout, store.content, number, rows))
         return [self._known(member, spec) for member, spec in members]
 
     def _known(self, member: Member, spec: Spec) -> Part:
@@ -91,9 +105,9 @@ class DiskPools:
         part.count = member.count
         return part
 
-    def _pool(self, layout: Spec, content: Content, number: int) -> Pool[PoolTier]:
+    def _pool(self, layout: Spec, content: Content, number: int, members: list[int]) -> Pool[PoolTier]:
         store = self._volume.stores[number]
-        tier = PoolTier(layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
+        tier = PoolTier(members, layout, store, self._budgets.share(), self._policy, self._turn, self._subject)
         pool = Pool(layout, tier, is_shared=content.parts is not None)
         tier.parts = pool.parts
         return pool
@@ -104,7 +118,7 @@ class DiskPools:
         if pool is None:
             pool = self._new_pool(spec, subject)
         else:
-            self.resize(pool, (pool.tier.spec.rows or 0) + (spec.rows or 0))
+            self.resize(pool, [*pool.tier.members, spec.rows or 0])
         return pool.add(spec, pool.tier.store.new_part() if pool.is_shared else 0, self, subject)
 
     def _new_pool(self, spec: Spec, subject: str) -> Pool[PoolTier]:
@@ -115,16 +129,23 @@ class DiskPools:
         content = Content(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
         store = self._volume.add(content)
         try:
-            pool = self._pool(layout, content, self._volume.stores.index(store))
+            members = [spec.rows or 0] if is_shared else []
+            pool = self._pool(layout, content, self._volume.stores.index(store), members)
         except BaseException:
             self._volume.discard(store)
             raise
         self._pools.append(pool)
         return pool
 
-    def resize(self, pool: Pool[PoolTier], rows: int) -> None:
-        """Let a pool have room for so many rows. It is quiet."""
-        pool.tier.grow(replace(pool.tier.spec, rows=rows))
+    def resize(self, pool: Pool[PoolTier], members: list[int]) -> None:
+        """Let a pool have room for members of so many rows. It is quiet."""
+        tier, before = pool.tier, pool.tier.members
+        tier.members = members
+        try:
+            tier.grow(replace(tier.spec, rows=sum(members)))
+        except BaseException:
+            tier.members = before
+            raise
 
     def grow(self, part: Part, spec: Spec) -> bool:
         """Let a table have more rows in its part; return whether it can. It is quiet."""
@@ -132,7 +153,9 @@ class DiskPools:
         if pool.is_shared and not may_share(spec):
             return False
         if pool.is_shared:
-            self.resize(pool, (pool.tier.spec.rows or 0) + (spec.rows or 0) - (part.spec.rows or 0))
+            members = list(pool.tier.members)
+            members[members.index(part.spec.rows or 0)] = spec.rows or 0
+            self.resize(pool, members)
         else:
             pool.tier.grow(_layout(spec))
         part.spec = spec

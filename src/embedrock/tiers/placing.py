@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
@@ -22,10 +25,13 @@ UNBOUNDED = 1 << 62  # of bytes, more than any budget
 BUFFER_SHARE = 16  # one part in so many of the budget, at most, is kept for buffers
 
 
-def place(spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool = False) -> Placement:
+def place(
+    spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool = False, members: Sequence[int] = ()
+) -> Placement:
     """Decide how a table of `spec` uses so many bytes; `note` says in an error why it is so many.
 
-    Of a pool, `spec` has the rows of all members, whose keys are not dense: so no slot is an id.
+    Of a pool, `spec` has the rows of all members, whose keys are not dense: so no slot is an id. `members` has the rows
+    of each, where they are known.
 
     Raises:
         ArgumentError: a row is too large for a file.
@@ -36,9 +42,7 @@ def place(spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool =
             f"a row of {subject} takes {spec.record_bytes} bytes, and on disk it must take less than "
             f"{format_bytes(MAX_RECORD_BYTES)}. Use a smaller `dim`, or a rule with less state."
         )
-    overlay, buffers = budget * OVERLAY_SIXTEENTHS // 16, min(BUFFER_BYTES, budget // BUFFER_SHARE)
-    if spec.rows is not None:
-        overlay = min(overlay, spec.rows * OVERLAY_ROW_BYTES)
+    overlay, buffers = _overlay_bytes(spec, budget, members), min(BUFFER_BYTES, budget // BUFFER_SHARE)
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
     if rows is not None and not is_pool and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
@@ -52,6 +56,22 @@ def place(spec: Spec, budget: int, subject: str, note: str = "", is_pool: bool =
             f"memory={format_bytes(budget)}{note}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
     return Placement(budget, slots, False, overlay)
+
+
+def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:
+    """Return how much of a budget is kept for the overlay.
+
+    It is for tables with more rows than are in RAM. Members of a pool that an even share of the budget holds whole need
+    no more than an entry for each row, as they would alone.
+    """
+    if spec.rows is None:
+        return budget * OVERLAY_SIXTEENTHS // 16
+    rows = np.sort(np.array(members or [spec.rows], np.float64))  # which is exact up to 2**53
+    nbytes, larger = rows * spec.record_bytes, np.arange(len(members or [0]) - 1, -1, -1)
+    whole = int(np.count_nonzero(np.cumsum(nbytes) + larger * nbytes <= budget))
+    rest = (budget - int(nbytes[:whole].sum())) * OVERLAY_SIXTEENTHS // 16
+    most = int(rows[:whole].sum()) * OVERLAY_ROW_BYTES + rest
+    return min(most, budget * OVERLAY_SIXTEENTHS // 16, spec.rows * OVERLAY_ROW_BYTES)
 
 
 def _slots_in(nbytes: int, record_bytes: int) -> int:
