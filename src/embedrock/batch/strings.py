@@ -105,8 +105,10 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     """
     if type(values).__module__.partition(".")[0] == "pyarrow":
         return _of_arrow(values, subject), (len(values),)
-    if isinstance(values, list | tuple) and _NESTED.isdisjoint(map(type, values)):
-        return _of_objects(values, (len(values),), subject), (len(values),)
+    if isinstance(values, list | tuple):
+        joined = _joined(values)  # which looks at no type: lists in the list are found as what cannot be joined
+        if joined is not None or _NESTED.isdisjoint(map(type, values)):
+            return _of_objects(values, (len(values),), subject, joined), (len(values),)
     # Of lists an array of objects: one of strings would have room for the longest in each.
     array = np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
@@ -115,7 +117,8 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     if array.dtype.kind == "U":
         return _of_points(np.ascontiguousarray(flat), array.shape, subject), array.shape
     if array.dtype.kind in "OT" or not array.size:
-        return _of_objects(flat.tolist(), array.shape, subject), array.shape
+        listed = flat.tolist()
+        return _of_objects(listed, array.shape, subject, _joined(listed)), array.shape
     raise IdTypeError(
         f"`values` of {subject} must be strings or bytes: got dtype {array.dtype}. Integers are ids as they are; pass "
         "np.asarray(values).astype(str) to hash how they are written."
@@ -142,8 +145,22 @@ def _of_points(flat: np.ndarray, shape: tuple[int, ...], subject: str) -> String
     return Strings(data, offsets[:-1], offsets[1:])
 
 
-def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str) -> Strings:
-    """Return strings of a list of ``str``, or of one of ``bytes``."""
+def _joined(values: Sequence[Any]) -> Strings | None:
+    """Return strings of a list of ``str``, or of one of ``bytes``, none of which has a NUL; None: it is another one."""
+    try:
+        data = b"\0".join(values) if isinstance(values[0], bytes) else "\0".join(values).encode()
+    except (IndexError, TypeError, UnicodeEncodeError):
+        return None
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
+    if len(ends) != len(values) - 1:
+        return None
+    return Strings(np.frombuffer(data, np.uint8), np.append(0, ends + 1), np.append(ends, len(data)))
+
+
+def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joined: Strings | None = None) -> Strings:
+    """Return strings of a list of ``str``, or of one of ``bytes``; `joined` is what `_joined` returned for it."""
+    if joined is not None:
+        return joined
     kind = type(values[0]) if values else str
     try:
         if issubclass(kind, bytes):
