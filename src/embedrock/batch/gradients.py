@@ -89,6 +89,10 @@ class RowGradients:
         """Whether no value is NaN or Inf."""
         return math.isfinite(self.square_norm)
 
+    def has_width(self, dim: int) -> bool:
+        """Return whether there is a float32 row of so many columns for each of the plan's."""
+        return self.values.shape == (len(self.plan.ids), dim) and self.values.dtype == np.float32
+
     def nonfinite_ids(self) -> np.ndarray:
         """Return the ids of rows with NaN or Inf."""
         return self.plan.ids[~np.isfinite(self.values).all(axis=1)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,11 +30,9 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64).reshape(array.shape)
 
 
-def as_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
-    """Return what `check_ids` does; arrays that need no copy are returned as they are, and not checked."""
-    if type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous:
-        return ids
-    return check_ids(ids, rows, subject)
+def are_ids(ids: npt.ArrayLike) -> TypeGuard[np.ndarray]:
+    """Return whether ids are what `check_ids` returns, but for their range."""
+    return type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous
 
 
 def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:

@@ -1,13 +1,18 @@
-"""`JointPlan`: one plan for the ids of several tables, each of which finds in it what its own plan would be."""
+"""`JointPlan`: one plan for the ids of several tables, each of which finds in it what its own plan would be.
+
+`JointGradients`: the same of their rows' gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import SMALL_BATCH, Int64Array, Plan, check_count, partition, plan_parts
 from embedrock.machine.buffers import buffers
 from embedrock.process.spans import spanned
@@ -75,7 +80,7 @@ def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
     A part is a table's batch or, of a batch that its own plan would cut by hash, a partition of it: the ids are moved.
     """
     positions, cuts = counting(len(ids)), bounds
-    for table in np.flatnonzero(np.diff(bounds) > SMALL_BATCH).tolist():
+    for table in np.flatnonzero(bounds[1:] - bounds[:-1] > SMALL_BATCH).tolist():
         start, stop = bounds[table : table + 2].tolist()
         if not positions.flags.writeable:
             positions = buffers.copy(positions)
@@ -113,6 +118,81 @@ def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool 
     each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
     return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch)
+
+
+@dataclass(eq=False)
+class JointGradients:
+    """The gradients of the rows of several tables, summed to one for each row, those of one table after another's.
+
+    Attributes:
+        ids, slots, epoch: of the rows, as in `Plan`.
+        may_miss: whether there may be slots that are -1.
+        values: float32 (unique, dim).
+        rows: where the rows of each table begin, and where the last ones end.
+    """
+
+    ids: Int64Array
+    slots: Int64Array
+    epoch: int
+    may_miss: bool
+    values: np.ndarray
+    rows: list[int]
+
+    def run_of(self, first: int, last: int) -> JointGradients:
+        """Return those of the tables from `first` to `last`."""
+        start, stop = self.rows[first], self.rows[last]
+        if (start, stop) == (0, len(self.ids)):
+            return self
+        own = slice(start, stop)
+        rows = [row - start for row in self.rows[first : last + 1]]
+        return JointGradients(self.ids[own], self.slots[own], self.epoch, self.may_miss, self.values[own], rows)
+
+
+class PartGradients(RowGradients):
+    """Those of one table among several. What nobody asks for is not cut out of them: a step of all needs no parts.
+
+    Args:
+        joint: of all tables.
+        number: of the table.
+        square_norm: see `RowGradients`.
+    """
+
+    joint: JointGradients
+    number: int
+
+    def __init__(self, joint: JointGradients, number: int, square_norm: float) -> None:
+        vars(self).update(joint=joint, number=number, square_norm=square_norm)  # as it is frozen
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("plan", "values"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        joint, own = self.joint, slice(*self.joint.rows[self.number : self.number + 2])
+        plan = plan_of_rows(joint.ids[own], joint.slots[own], joint.epoch, joint.may_miss)
+        vars(self).update(plan=plan, values=joint.values[own])
+        return vars(self)[name]
+
+    def has_width(self, dim: int) -> bool:
+        return self.joint.values.shape[1] == dim
+
+
+def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
+    """Return the gradients of several tables as they were summed, without a copy; None if they were not, or changed.
+
+    Example:
+        >>> rows = np.arange(4), np.arange(4), 0, False, np.ones((4, 2), np.float32)
+        >>> joint = JointGradients(*rows, [0, 1, 3, 4])
+        >>> parts = [PartGradients(joint, table, 1.0) for table in range(3)]
+        >>> run_of(parts) is joint, run_of(parts[1:]).ids, run_of(parts[::2])
+        (True, array([1, 2, 3]), None)
+    """
+    first = parts[0]
+    if not isinstance(first, PartGradients):
+        return None
+    joint, begin = first.joint, first.number
+    for number, part in enumerate(parts, begin):
+        if not isinstance(part, PartGradients) or part.joint is not joint or part.number != number:
+            return None
+    return joint.run_of(begin, begin + len(parts))
 
 
 def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:

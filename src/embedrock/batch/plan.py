@@ -243,7 +243,7 @@ def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, work
         workers: how many threads may do it.
     """
     n, parts, cpu, launch = keys.size, bounds.size - 1, kernels.cpu.plan, kernels.cpu.launch
-    size = table_size(int(np.diff(bounds).max(initial=1)))
+    size = table_size(int((bounds[1:] - bounds[:-1]).max(initial=1)))
     tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + parts, np.int32)
     counts, order = np.empty(parts, np.int64), buffers.empty((n,), np.int32)

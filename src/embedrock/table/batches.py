@@ -13,8 +13,8 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients, sum_segments
-from embedrock.batch.ids import as_ids, check_ids, check_range
-from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.ids import are_ids, check_ids, check_range
+from embedrock.batch.joint import JointGradients, JointPlan, PartGradients, joined_ids, make_joint_plan, rejoined
 from embedrock.batch.plan import bounds_of
 from embedrock.batch.pooling import Bags, Places, Source
 from embedrock.errors import CacheTooSmallError
@@ -79,6 +79,7 @@ class Route:
         pool: of the tables.
         kind: see `Feature.kind`.
         tables: each once, in the order of their positions in plans.
+        rows: theirs.
         parts: where their records are.
         paddings: of each table, the id whose row gets no gradient; None also for bags, in which it is not planned.
         numbers: of the features, in the order of their positions.
@@ -90,6 +91,7 @@ class Route:
     pool: Pool
     kind: str
     tables: list[Table]
+    rows: list[Rows]
     parts: list[Part]
     paddings: list[int | None]
     numbers: list[int]
@@ -101,7 +103,7 @@ class Route:
 
     def limits(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the lowest and the highest id of each table: int64 (tables,)."""
-        rows = [table.rows for table in self.tables]
+        rows = [rows.spec.rows for rows in self.rows]
         if self._limits is None or self._limits[0] != rows:
             bounds = [wrong_ids.bounds(each) for each in rows]
             self._limits = rows, np.array([low for low, _ in bounds]), np.array([end - 1 for _, end in bounds])
@@ -110,12 +112,12 @@ class Route:
     @property
     def is_current(self) -> bool:
         """Whether the tables' records still are in the same parts, whose keys are planned."""
-        return [part_of(rows_of(table)) for table in self.tables] == self.parts
+        return [rows.tier for rows in self.rows] == self.parts
 
     @property
     def lags(self) -> bool:
         """Whether rows of a table may be behind."""
-        return any(rows_of(table).lags for table in self.tables)
+        return any([rows.lags for rows in self.rows])
 
     def layout(self, features: Sequence[Feature]) -> Layout:
         """Return where its features have their ids. That of the last batch serves batches of the same shapes."""
@@ -192,7 +194,8 @@ class Share:
 
     def keys(self) -> np.ndarray:
         """Return the pool's keys of the rows."""
-        return self.plan.ids + np.repeat([part.base for part in self.route.parts], np.diff(self.plan.rows))
+        rows = self.plan.rows
+        return self.plan.ids + np.repeat([part.base for part in self.route.parts], rows[1:] - rows[:-1])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number of each feature, and where it begins and ends."""
@@ -309,8 +312,9 @@ def _given(feature: Feature) -> Feature:
     """Return a feature with ids as an array of int64, whose range nobody has looked at."""
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
-    ids = as_ids(feature.ids, feature.table.rows, feature.table.subject)
-    return feature if ids is feature.ids else feature._replace(ids=ids)
+    if are_ids(feature.ids):
+        return feature
+    return feature._replace(ids=_checked(feature))
 
 
 def _routes(features: Sequence[Feature]) -> list[Route]:
@@ -328,14 +332,14 @@ def _routes(features: Sequence[Feature]) -> list[Route]:
 
 def _route(pool: Pool, kind: str, features: Sequence[Feature], asked: dict[Table, list[int]]) -> Route:
     numbers = [number for own in asked.values() for number in own]
-    parts = [part_of(rows_of(table)) for table in asked]
+    rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
     modes, start = list[tuple[str | None, int, int]](), 0
     for mode, alike in itertools.groupby(features[number].mode for number in numbers):
         modes.append((mode, start, start := start + len(list(alike))))
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
-    return Route(pool, kind, list(asked), parts, paddings, numbers, own, modes, skips)
+    return Route(pool, kind, list(asked), rows, [*map(part_of, rows)], paddings, numbers, own, modes, skips)
 
 
 def _share(route: Route, features: Sequence[Feature]) -> Share:
@@ -461,8 +465,8 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Rea
         batch = plan(batch.features, batch.routes)  # as records were laid out anew
     reading = Reading(batch, side_by_side=side_by_side)
     for share in batch.shares:
-        for table in share.route.tables:
-            rows_of(table).check()
+        for rows in share.route.rows:
+            rows.check()
     for share in batch.shares:
         values = _values(share) if for_weights or share.route.lags else None
         trace = places = None
@@ -567,7 +571,8 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags in one pool, as many of each feature."""
     if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
         return False
-    return len(set(np.diff(batch.shares[0].layout.bags).tolist())) == 1
+    bags = batch.shares[0].layout.bags
+    return len(set((bags[1:] - bags[:-1]).tolist())) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -612,12 +617,12 @@ def _summed(
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
         may_miss, cuts = bool((share.slots < 0).any()), share.plan.rows.tolist()
+        joint = JointGradients(share.plan.ids, share.slots, share.epoch, may_miss, values, cuts)
         for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
-            own = slice(cuts[k], cuts[k + 1])
-            rows = plan_of_rows(share.plan.ids[own], share.slots[own], share.epoch, may_miss)
-            summed = RowGradients(rows, values[own], float(np.add.reduce(squares[own])))
+            start, stop = cuts[k], cuts[k + 1]
+            summed: RowGradients = PartGradients(joint, k, float(np.add.reduce(squares[start:stop])))
             if rows_of_share is not None:
-                summed = summed.kept(rows_of_share[own])
+                summed = summed.kept(rows_of_share[start:stop])
             found.setdefault(table, []).append(summed if padding is None else summed.without(padding))
     return [MemberGradients(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 

@@ -84,10 +84,9 @@ def _first_nonfinite(values: np.ndarray) -> int:
 
 def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
     """Raise `GradientError` unless gradients are those of rows of this width."""
-    expected = len(grads.plan.ids), dim
-    if grads.values.shape != expected or grads.values.dtype != np.float32:
+    if not grads.has_width(dim):
         raise GradientError(
-            f"gradients of rows of {subject} must be float32 {expected}: got {grads.values.dtype} "
+            f"gradients of rows of {subject} must be float32 {(len(grads.plan.ids), dim)}: got {grads.values.dtype} "
             f"{grads.values.shape}. Were they summed for another table?"
         )
 

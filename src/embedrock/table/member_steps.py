@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
-from embedrock.batch.joint import rejoined
+from embedrock.batch.joint import JointGradients, run_of
 from embedrock.batch.plan import Plan
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.sizes import format_bytes
@@ -164,6 +164,23 @@ def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
     return [each for pool in pools for each in pool.more]
 
 
+def _joined(parts: Sequence[RowGradients]) -> JointGradients:
+    """Return the gradients of several tables as one: without a copy, where they are as they were summed together."""
+    together = run_of(parts)
+    if together is not None:
+        return together
+    plans = [part.plan for part in parts]
+    epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
+    rows = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
+    ids, slots = (_one_after_another([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
+    may_miss = any(plan.missing for plan in plans)
+    return JointGradients(ids, slots, epoch, may_miss, _one_after_another([part.values for part in parts]), rows)
+
+
+def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 def _admit(pools: Sequence[_PoolStep]) -> None:
     """Make the new records of all pools, or none."""
     done: list[_PoolStep] = []
@@ -231,14 +248,13 @@ class _PoolStep:
         self.election: _Election | None = None
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
-        self._epoch, plans = tier.epoch, [part.grads.plan for part in due]
-        bounds = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
-        self._spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        for part, plan in zip(due, plans, strict=True):
-            if plan.epoch != self._epoch:
-                check_range(plan.ids, part.rows.spec.rows, part.rows.subject)
-        self._is_found = all(plan.epoch == self._epoch and not plan.missing for plan in plans)
-        self._slots = rejoined([plan.slots for plan in plans]) if self._is_found else tier.find(self._keys())
+        self._epoch, self._grads = tier.epoch, _joined([part.grads for part in due])
+        self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
+        is_current = self._grads.epoch == self._epoch
+        for part in [] if is_current else due:
+            check_range(part.grads.plan.ids, part.rows.spec.rows, part.rows.subject)
+        self._is_found = is_current and not self._grads.may_miss
+        self._slots = self._grads.slots if self._is_found else tier.find(self._keys())
         self.new, self._fresh = self._to_be_made()
 
     def elect(self) -> None:
@@ -249,6 +265,7 @@ class _PoolStep:
         slots = tier.bring(self._keys(), self._slots)  # so that only rows without a record have none
         self.election = _Election(due, due.rows.with_slots(due.grads.plan, slots))
         self._due, self._slots = [self.election.due], self.election.ready.plan.slots
+        self._grads = _joined([self.election.due.grads])
         self._spans, self._epoch = [slice(0, len(self._slots))], tier.epoch
         self._is_found = not (self._slots < 0).any()
         self.new, self._fresh = self._to_be_made()
@@ -339,9 +356,9 @@ class _PoolStep:
         made, parts = list[Callable[[], None]](), list(zip(self._due, self._spans, scratch, strict=True))
         for _, alike in itertools.groupby(enumerate(parts), lambda item: self._cohort(item, numbers)):
             due, spans, room = zip(*(part for _, part in alike), strict=True)
-            first, slots = due[0].rows, self._slots[spans[0].start : spans[-1].stop]
-            grads = rejoined([part.grads.values for part in due])
-            args = due[0].grads.plan.ids, slots, grads, numbers[first], first.steps, room[0]
+            first, own = due[0].rows, slice(spans[0].start, spans[-1].stop)
+            rows = self._grads.ids[own], self._slots[own], self._grads.values[own]
+            args = *rows, numbers[first], first.steps, room[0]
             made.append(functools.partial(part_of(first).records.step, *args))
         return made
 

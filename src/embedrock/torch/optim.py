@@ -234,11 +234,12 @@ class RowOptimizer(torch.optim.Optimizer):
     def _due(self, group: dict[str, Any]) -> list[SharedStep]:
         """Return the steps of the tables of a param group that have gradients."""
         due, rules = list[SharedStep](), dict[int, Rule]()  # by the identity of those that tables have, which are few
-        _check_clip_value(group["clip_value"])
+        clip = group["clip_value"]
+        _check_clip_value(clip)
         for handle in group["params"]:
             if handle.table.mode == "r":
                 if (grads := handle.gradients()) is not None:
-                    handle.pending.side.prepare(grads)  # raises ReadOnlyTableError
+                    handle.pending.side.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                 continue
             own = handle.table.rule
             rule = rules.get(id(own))
@@ -252,7 +253,6 @@ class RowOptimizer(torch.optim.Optimizer):
             grads = handle.gradients()
             if grads is not None:
                 handle.announce(grads)
-                clip = group["clip_value"]
                 step = DueStep(handle.side_of_gradients(), rule, grads.clipped(clip))
                 due.append(SharedStep(handle.sharing, step, clip))
         return due

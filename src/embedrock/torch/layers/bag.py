@@ -183,7 +183,7 @@ class EmbeddingBag(RowLayer):
         """Return what the layer asks of a lookup together with others.
 
         Args:
-            ids, offsets, weights: as of `forward`.
+            ids, offsets, weights: as of `forward`; or ids (bags,) without offsets, one of each bag.
             host: the ids and offsets, where they are arrays already.
         """
         handle = self._usable_handle()
@@ -193,8 +193,9 @@ class EmbeddingBag(RowLayer):
         bounds = None
         if host is not None:
             array, bounds = host
-        elif offsets is None and getattr(ids, "ndim", None) == 2 and not is_jagged(ids):  # each bag has as many ids
+        elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # each bag has as many ids
             array = host_ids(ids, handle.label)
+            array = array if array.ndim == 2 else array[:, None]
         else:
             flat, cuts = self._flat(ids, offsets, handle)
             array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()

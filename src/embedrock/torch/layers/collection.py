@@ -303,13 +303,13 @@ class EmbeddingBagCollection(Collection[BagInput]):
         return [BagInput(p.ids, offsets, p.weights, p.host) for p, offsets in ends]
 
     def _call(self, layer: Any, given: BagInput) -> Tensor:
-        return layer(*given[:3])
+        return layer(*given.arguments)
 
     def _asked(self, layer: EmbeddingBag, given: BagInput) -> Asked:
         return layer.asked(*given)
 
     def _where(self, layer: EmbeddingBag, given: BagInput, error: IdError) -> IdError:
-        return layer.outside(error, given.ids, given.offsets)
+        return layer.outside(error, *given.arguments[:2])
 
 
 class EmbeddingCollection(Collection[Tensor]):

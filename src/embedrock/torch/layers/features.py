@@ -54,9 +54,10 @@ class HostBags(NamedTuple):
 
 
 class BagInput(NamedTuple):
-    """What a bag layer is called with for one feature: the arguments of `EmbeddingBag.forward`.
+    """What a collection is called with for one feature of bags.
 
     Attributes:
+        ids, offsets, weights: as of `EmbeddingBag.forward`; or ids (batch,) without offsets, one of each sample.
         host: the ids and offsets, where they are arrays already.
     """
 
@@ -64,6 +65,13 @@ class BagInput(NamedTuple):
     offsets: Tensor | None = None
     weights: Tensor | None = None
     host: HostBags | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, Tensor | None, Tensor | None]:
+        """The arguments of `EmbeddingBag.forward`."""
+        if self.offsets is not None or not _is_flat(self.ids):
+            return self.ids, self.offsets, self.weights
+        return self.ids.unsqueeze(1), None, None if self.weights is None else self.weights.unsqueeze(-1)
 
 
 class Parts(NamedTuple):
@@ -157,19 +165,12 @@ def check_bounds(bounds: np.ndarray, count: int) -> None:
 
 
 def bag_input(given: Any) -> BagInput:
-    """Return what one feature of a dict is called with: ids, or a tuple of ids, offsets and perhaps weights.
-
-    Ids (batch,) without offsets are one of each sample.
-    """
-    if isinstance(given, tuple):
-        if len(given) not in (2, 3):
-            raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(given)} parts.")
-        given = BagInput(*given)
-    else:
-        given = BagInput(given)
-    if given.offsets is not None or not _is_flat(given.ids):
-        return given
-    return BagInput(given.ids.unsqueeze(1), None, None if given.weights is None else given.weights.unsqueeze(-1))
+    """Return what one feature of a dict is called with: ids, or a tuple of ids, offsets and perhaps weights."""
+    if not isinstance(given, tuple):
+        return BagInput(given)
+    if len(given) not in (2, 3):
+        raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(given)} parts.")
+    return BagInput(*given)
 
 
 def _is_flat(ids: Any) -> bool:

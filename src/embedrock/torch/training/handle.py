@@ -20,6 +20,7 @@ from embedrock.torch.training.backward import Backward, accumulates, as_it_is
 from embedrock.torch.training.handle_gradient import HandleGradient
 from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import Sharing, Terms, known_as, sharing_of
 from embedrock.torch.training.side import Gradients, RowSide, device_side, indexed
 from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
@@ -79,7 +80,7 @@ class Handle(nn.Parameter):
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _untouched: tuple[int, int] | None  # version and address of the value; None: it was written to
     _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
-    _bits: Tensor  # the value, as an int32
+    _bits: np.ndarray | None  # the value, as an int32, seen by NumPy, which is quicker; None where that is not on the CPU
     _is_original: bool  # no copy, of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -103,7 +104,7 @@ class Handle(nn.Parameter):
 
     # ------------------------------------------------------------ forward and backward
 
-    def receive(self, grads: Gradients, node: Any) -> Tensor:
+    def receive(self, grads: Gradients, node: Any, run: Backward | None = None) -> Tensor:
         """Take the row gradients of one lookup, during a backward.
 
         They are added to the pending ones only when autograd accumulates the handle's own gradient, so that
@@ -112,13 +113,14 @@ class Handle(nn.Parameter):
         Args:
             grads: of the lookup.
             node: of autograd's, that accumulates the handle's gradient.
+            run: the backward, by whoever has asked for it; None: the current one.
 
         Returns:
             What autograd has to add for this lookup: 0, so that what was done to ``.grad`` until then can be told; to
             what `torch.autograd.grad` returns, by how much the norm of this backward's gradients grew.
         """
         self.pending.drop_unless_shown(self)
-        run = Backward.current()
+        run = Backward.current() if run is None else run
         earlier = run.brought(self)
         both = grads if earlier is None else self.pending.side.merge(earlier, grads)
         run.bring(self, both)
@@ -144,7 +146,7 @@ class Handle(nn.Parameter):
         self._check_origin(grad)
         sharing = self._sharing  # as the forward found it
         if sharing is None:
-            self._show(self.pending.add(brought, grad))
+            self._show(self.pending.add(brought, grad), grad)
         else:
             self.pending.follow(grad)  # before DistributedDataParallel averages it
             sharing.arrive(cast(HostGradients, brought))  # the CPU uses rows that processes share
@@ -152,10 +154,10 @@ class Handle(nn.Parameter):
     def show(self, grads: Gradients) -> None:
         """Let the handle's gradient stand for what all processes have brought."""
         number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
-        self._show(self.pending.show(grads, number))
+        self._show(self.pending.show(grads, number), self.grad)
 
-    def _show(self, shows: Tensor) -> None:
-        if shows is not self.grad:
+    def _show(self, shows: Tensor, grad: Tensor | None) -> None:
+        if shows is not grad:
             self.grad = shows
         # If not, GradScaler skips the step, or the step refuses. Of a GPU's number nobody knows yet.
         norm = self.pending.shown
@@ -269,7 +271,7 @@ class Handle(nn.Parameter):
         # The value is looked at too, because fused optimizers and writes to .data leave the version as it is; but only
         # on the CPU, because reading it from elsewhere waits for the device.
         is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (not self.is_cpu or self._bits.item() == self._zero_bits)
+        return is_same and (self._bits is None or self._bits.item() == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -277,7 +279,8 @@ class Handle(nn.Parameter):
         self._note_untouched()
 
     def _note_untouched(self) -> None:
-        self._untouched, self._bits = (self._version, self.data_ptr()), self.data.view(torch.int32)
+        self._untouched = self._version, self.data_ptr()
+        self._bits = self.data.view(torch.int32).numpy() if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table cannot work under a rule."""
@@ -340,7 +343,8 @@ class Handle(nn.Parameter):
     @property
     def sharing(self) -> Sharing | None:
         """How the processes of a group share the rows; None: this one trains alone."""
-        self._sharing = sharing_of(self, self._sharing)
+        if self._sharing is not None or are_there_groups():  # hardly ever, and this is asked of each of many tables
+            self._sharing = sharing_of(self, self._sharing)
         return self._sharing
 
     def share_by(self, terms: Terms) -> None:

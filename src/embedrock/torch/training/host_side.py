@@ -25,24 +25,25 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
-class HostGradients(RowGradients):
+class HostGradients:
     """Row gradients, and the number that stands for them outside.
 
     Attributes:
+        rows: the gradients.
         shown: their L2 norm as a float32, Inf where one of them is not finite; scaled as they were since.
     """
 
+    rows: RowGradients
     shown: float
 
     @staticmethod
     def of(grads: RowGradients, shown: float | None = None) -> HostGradients:
         """Take gradients; `shown` is their norm, if it is None."""
-        number = _norm(grads) if shown is None else shown
-        return HostGradients(grads.plan, grads.values, grads.square_norm, number)
+        return HostGradients(grads, _norm(grads) if shown is None else shown)
 
     def row_ids(self) -> np.ndarray:
         """Return the ids of the rows."""
-        return self.plan.ids
+        return self.rows.plan.ids
 
     def seen_as(self, number: Tensor) -> HostGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
@@ -53,16 +54,16 @@ class HostGradients(RowGradients):
             return None
         # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
         factor = shown / self.shown if self.shown else shown
-        return HostGradients.of(self.scaled(factor), shown)
+        return HostGradients.of(self.rows.scaled(factor), shown)
 
     def clipped(self, clip_value: float | None) -> RowGradients:
         """Return them with every element clamped to ``[-clip_value, clip_value]``."""
-        return self.scaled(1.0, clip_value)
+        return self.rows.scaled(1.0, clip_value)
 
     def vector_norm(self, order: float) -> float:
         """Return the norm of any order from 0 to Inf of all their elements, in float64."""
         with np.errstate(over="ignore", invalid="ignore"):
-            sizes = np.abs(self.values, dtype=np.float64)
+            sizes = np.abs(self.rows.values, dtype=np.float64)
             if order == 0:
                 return float(np.count_nonzero(sizes))
             if order == math.inf:
@@ -71,7 +72,7 @@ class HostGradients(RowGradients):
 
     def clamped(self, low: float | None, high: float | None) -> HostGradients:
         """Return them with every element clamped to ``[low, high]``."""
-        return HostGradients.of(self.with_values(np.clip(self.values, low, high)))
+        return HostGradients.of(self.rows.with_values(np.clip(self.rows.values, low, high)))
 
     def growth_since(self, earlier: HostGradients | None) -> float:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
@@ -146,7 +147,7 @@ class HostSide:
 
     def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
         """Return the sum of two gradients; in a row that both have, the earlier one comes first."""
-        return HostGradients.of(earlier.merge(later))
+        return HostGradients.of(earlier.rows.merge(later.rows))
 
     def bounds(self, offsets: Tensor, n: int) -> np.ndarray:
         """Return where bags start and end, int64 (bags + 1,)."""

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.process.spans import span
 from embedrock.table.batches import may_be_side_by_side
 from embedrock.table.group import Group
-from embedrock.torch.training.backward import as_it_is
+from embedrock.table.table import Table
+from embedrock.torch.training.backward import Backward, as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostGradients, host_floats
 from embedrock.torch.training.lookup import refuse_second_derivative
@@ -136,17 +138,14 @@ class GroupReading:
         each = [one.trains or _weights_train(one) for one in self.asked]
         return [any(each)] if self.side_by_side else each
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
+    def gradients(self, grads: Sequence[Any]) -> dict[Table, RowGradients]:
         """Return the gradients of the rows of each table that some came back to, in float32 arrays by output."""
         if self.side_by_side:
             found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            handles = {one.handle for one in self.asked if one.trains}
-        else:
-            found = self._group.sum(self._found, grads)
-            parts = zip(self.asked, grads, strict=True)
-            handles = {one.handle for one, own in parts if one.trains and own is not None}
-        summed = {part.table: part.grads for part in found}
-        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
+            return dict(found)
+        parts = zip(self.asked, grads, strict=True)
+        tables = {one.handle.table for one, own in parts if one.trains and own is not None}
+        return {table: own for table, own in self._group.sum(self._found, grads) if table in tables}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients of the positions' weights: (n,), of each feature that has some."""
@@ -227,10 +226,12 @@ class JointLookup(torch.autograd.Function):
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
         given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
         found = reading.gradients(given) if any(needs[:count]) else {}
-        nodes = ctx.next_functions  # which makes a list of all, each time
+        nodes, run = ctx.next_functions, Backward.current()  # nodes: which makes a list of all, each time
         of_handles = [
-            handle.receive(found[handle], nodes[place][0]) if needs[place] and handle in found else None
-            for place, handle in enumerate(ctx.handles)
+            handle.receive(HostGradients.of(found[handle.table]), node[0], run)
+            if needed and handle.table in found
+            else None
+            for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
         ]
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
@@ -239,7 +240,8 @@ class JointLookup(torch.autograd.Function):
 def _are_alike(asked: Sequence[Asked]) -> bool:
     """Return whether the outputs can be parts of one tensor to which one gradient comes back."""
     device, dtype = asked[0].handle.device, asked[0].dtype
-    return all(one.handle.device == device and one.dtype is dtype and not _weights_train(one) for one in asked)
+    is_alike = all([one.handle.device == device and one.dtype is dtype for one in asked])
+    return is_alike and not any(map(_weights_train, asked))
 
 
 def _weights_train(asked: Asked) -> bool:

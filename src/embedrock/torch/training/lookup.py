@@ -36,7 +36,8 @@ class Options(NamedTuple):
 
 def host_ids(ids: Tensor, label: str) -> np.ndarray:
     """Return a tensor of ids, on any device, as an array. Raises what `check_ids` raises."""
-    return check_ids(ids, label).cpu().numpy()
+    checked = check_ids(ids, label)
+    return checked.numpy() if checked.is_cpu else checked.cpu().numpy()
 
 
 def check_ids(ids: Tensor, label: str) -> Tensor:
@@ -51,7 +52,7 @@ def check_ids(ids: Tensor, label: str) -> Tensor:
         raise IdTypeError(
             f"`input` of {label} must be a dense tensor of torch.int32 or torch.int64: got {got}. {remedy}"
         )
-    return ids.resolve_neg()  # or a view that negates would be read without its sign
+    return ids.resolve_neg() if ids.is_neg() else ids  # or a view that negates would be read without its sign
 
 
 def _tensor_told(ids: Tensor) -> tuple[str, str]:

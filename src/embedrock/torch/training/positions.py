@@ -33,11 +33,7 @@ class PositionGradients(HostGradients):
     def of_lookup(sums: HostGradients, ids: np.ndarray, values: np.ndarray, padding: int | None) -> PositionGradients:
         """Take the gradients of the positions of one lookup, float32 (n, dim), but those of the id `padding`."""
         kept = slice(None) if padding is None or not (is_padding := ids == padding).any() else ~is_padding
-        return PositionGradients(*_parts(sums), (Block(ids[kept], values[kept]),))
-
-
-def _parts(sums: HostGradients) -> tuple[Plan, np.ndarray, float, float]:
-    return sums.plan, sums.values, sums.square_norm, sums.shown
+        return PositionGradients(sums.rows, sums.shown, (Block(ids[kept], values[kept]),))
 
 
 class PositionSide(HostSide):
@@ -63,7 +59,8 @@ class PositionSide(HostSide):
         """Return both: see `RowSide.merge`."""
         assert isinstance(earlier, PositionGradients)  # of `sum` or `unpool`
         assert isinstance(later, PositionGradients)
-        return PositionGradients(*_parts(super().merge(earlier, later)), earlier.lookups + later.lookups)
+        sums = super().merge(earlier, later)
+        return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
 
 
 def _ids_of(plan: Segments) -> np.ndarray:

@@ -35,16 +35,15 @@ class SharedGradients(HostGradients):
     @staticmethod
     def of_ranks(verdict: Verdict, exchange: Exchange, placement: Placement) -> SharedGradients:
         """Take what an exchange has brought."""
-        grads, square = verdict
+        rows, square = verdict
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
         shown = float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf
-        parts = grads.plan, grads.values, grads.square_norm, shown, 1.0 / placement.ranks
-        return SharedGradients(*parts, math.isfinite(square), exchange, placement)
+        return SharedGradients(rows, shown, 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
 
     @property
     def sums(self) -> RowGradients:
         """What blocks of later backwards are added to: sums over ranks, scaled as the number was."""
-        return self.scaled(self.factor * self.placement.ranks)
+        return self.rows.scaled(self.factor * self.placement.ranks)
 
     def seen_as(self, number: Tensor) -> SharedGradients | None:
         """Return them scaled as `shown` was by whoever made it `number`; None where that zeroed them."""
@@ -58,9 +57,9 @@ class SharedGradients(HostGradients):
 
     def clipped(self, clip_value: float | None) -> RowGradients:
         """Return them as they are stepped, every element clamped to ``[-clip_value, clip_value]``."""
-        due = self.scaled(self.factor, clip_value)
+        due = self.rows.scaled(self.factor, clip_value)
         # So that all ranks refuse a step, or leave it out, if one has to.
-        return due if self.is_finite_everywhere else replace(_plain(due), square_norm=math.nan)
+        return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
 
     def vector_norm(self, order: float) -> float:
         """Return the norm of any order from 0 to Inf of all elements on all ranks. All of them ask for it."""
@@ -75,15 +74,11 @@ class SharedGradients(HostGradients):
     def clamped(self, low: float | None, high: float | None) -> SharedGradients:
         """Return them with every element of the mean clamped to ``[low, high]``. All ranks do so."""
         ranks = self.placement.ranks
-        mean = self.scaled(self.factor)
+        mean = self.rows.scaled(self.factor)
         clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(ranks))
         squares = self.exchange.numbers("a clamp", clamped.square_norm)
         verdict = Verdict(clamped, self.placement.total(squares))
         return SharedGradients.of_ranks(verdict, self.exchange, self.placement)
-
-
-def _plain(grads: RowGradients) -> RowGradients:
-    return RowGradients(grads.plan, grads.values, grads.square_norm)
 
 
 def _snapped(factor: float) -> float:

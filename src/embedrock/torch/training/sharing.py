@@ -352,7 +352,8 @@ class Sharing:
 
     def arrive(self, grads: HostGradients) -> None:
         """Take what a backward brings."""
-        blocks = grads.lookups if isinstance(grads, PositionGradients) else [Block(grads.plan.ids, grads.values)]
+        rows = grads.rows
+        blocks = grads.lookups if isinstance(grads, PositionGradients) else [Block(rows.plan.ids, rows.values)]
         self._crew.arrive(self, blocks)
 
     @property

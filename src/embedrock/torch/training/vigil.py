@@ -53,7 +53,7 @@ class Vigil:
         self._owner: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._stepped = False
-        self._new_gradients = False
+        self._new_gradients = self._waits = False
         self._passes = 0
         self._passed_by = ""
 
@@ -72,7 +72,7 @@ class Vigil:
     def received(self) -> None:
         """Note that gradients wait."""
         if not self._stepped or self.owner is None:
-            self._new_gradients = True
+            self._new_gradients = self._waits = True
             _waiting.add(self)
             _listen()
 
@@ -80,7 +80,9 @@ class Vigil:
         """Note that our optimizer stepped."""
         self._stepped = True
         self.forgive()
-        _waiting.discard(self)
+        if self._waits:
+            _waiting.discard(self)
+            self._waits = False
 
     def see(self, other: Optimizer) -> None:
         """Take note of another optimizer's step, if one of ours should have gone with it."""
