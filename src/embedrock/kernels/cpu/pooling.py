@@ -20,6 +20,8 @@ CUTS = 8
 f32 = np.float32
 f64 = np.float64
 
+ZERO = f32(0)  # that a sum begins with, in one pass with its first row, which alone might be -0
+
 
 @kernel(over="places", reads=("slots", "inverse", "offsets", "places"), grain=256, cuts=CUTS)
 def pool_sum(words, slots, inverse, fresh, offsets, places, weights, skip, mean, out, scale, lo, hi):
@@ -32,8 +34,6 @@ def pool_sum(words, slots, inverse, fresh, offsets, places, weights, skip, mean,
         if bag + NEXT_BAGS < hi:
             prefetch_to_write(out, places[bag + NEXT_BAGS], dim * 4)
         total = out[place]
-        for d in range(dim):
-            total[d] = f32(0)
         count = 0
         for j in range(offsets[bag], offsets[bag + 1]):
             if j + AHEAD < end and slots[inverse[j + AHEAD]] >= 0:
@@ -46,11 +46,14 @@ def pool_sum(words, slots, inverse, fresh, offsets, places, weights, skip, mean,
             if slot >= 0:
                 row = words[slot]
                 for d in range(dim):
-                    total[d] += weight * decode(row[d])
+                    total[d] = (total[d] if count > 1 else ZERO) + weight * decode(row[d])
             else:
                 first = fresh[-1 - slot]
                 for d in range(dim):
-                    total[d] += weight * first[d]
+                    total[d] = (total[d] if count > 1 else ZERO) + weight * first[d]
+        if count == 0:
+            for d in range(dim):
+                total[d] = ZERO
         scale[place] = f32(1 / max(1, count)) if mean else f32(1)
         if mean:
             for d in range(dim):
