@@ -233,7 +233,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[SharedStep]:
         """Return the steps of the tables of a param group that have gradients."""
-        due, rules = list[SharedStep](), dict[int, Rule]()  # by the identity of those that tables have, which are few
+        due, rules = list[SharedStep](), dict[int, tuple[Rule, bool]]()  # by the identity of tables' own, which are few
         clip = group["clip_value"]
         _check_clip_value(clip)
         for handle in group["params"]:
@@ -242,13 +242,15 @@ class RowOptimizer(torch.optim.Optimizer):
                     handle.pending.side.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                 continue
             own = handle.table.rule
-            rule = rules.get(id(own))
-            if rule is None:
+            known = rules.get(id(own))
+            if known is None:
                 try:
-                    rule = rules[id(own)] = self._rule(group, own)
+                    rule = self._rule(group, own)
                 except (ArgumentError, UnknownArgumentError) as error:
                     raise of_step(error, handle.label) from error
-            self._check_bound(handle, rule)
+                known = rules[id(own)] = rule, rule.same_layout(own)
+            rule, is_laid_out = known
+            self._check_bound(handle, rule, is_laid_out)
             handle.check_untouched()
             grads = handle.gradients()
             if grads is not None:
@@ -257,14 +259,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 due.append(SharedStep(handle.sharing, step, clip))
         return due
 
-    def _check_bound(self, handle: Handle, rule: Rule) -> None:
+    def _check_bound(self, handle: Handle, rule: Rule, is_laid_out: bool) -> None:
         mine = type(self).__name__
         if handle.vigil.owner is not self:
             raise ArgumentError(
                 f"the rows of {handle.label} are held by another optimizer, made after this ert.{mine}. A table has "
                 "one optimizer at a time: step that one, or make this one anew."
             )
-        is_laid_out = rule.same_layout(handle.table.rule)
         if not is_laid_out and (handle.requires_grad or handle.grad is not None):
             raise ArgumentError(
                 f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "

@@ -195,7 +195,7 @@ class EmbeddingBag(RowLayer):
             array, bounds = host
         elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # each bag has as many ids
             array = host_ids(ids, handle.label)
-            array = array if array.ndim == 2 else array[:, None]
+            array = array if array.ndim == 2 else array.reshape(-1, 1)
         else:
             flat, cuts = self._flat(ids, offsets, handle)
             array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()
