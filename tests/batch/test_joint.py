@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.batch import joint
 from embedrock.batch import plan as planning
-from embedrock.batch.joint import JointPlan, joined_ids, make_joint_plan, plan_of_rows, rejoined
+from embedrock.batch.joint import (
+    JointGradients,
+    JointPlan,
+    PartGradients,
+    joined_ids,
+    make_joint_plan,
+    plan_of_rows,
+    rejoined,
+    run_of,
+)
 from embedrock.batch.plan import make_plan
 
 ids_of_tables = st.lists(st.lists(st.integers(-3, 9) | st.sampled_from((-(2**63), 2**63 - 1)), max_size=12), max_size=6)
@@ -70,6 +79,27 @@ def test_rows_planned_once_each() -> None:
     assert (plan.shape, plan.missing, plan.epoch) == ((5000,), 2500, 3)
     np.testing.assert_array_equal(plan.ids[plan.inverse], ids)
     assert plan.starts.tolist() == list(range(5001))
+
+
+def test_gradients_of_tables_are_parts_of_one_array() -> None:
+    ids, slots, values = np.array([4, 9, 2, 4, 7]), np.array([0, 1, -1, 3, 4]), np.float32(np.arange(15)).reshape(5, 3)
+    joint = JointGradients(ids, slots, 7, True, values, [0, 2, 2, 5])
+    parts = [PartGradients(joint, table, 1.0) for table in range(3)]
+    assert [part.has_width(3) for part in parts] == [True] * 3
+    assert not parts[0].has_width(4)
+    assert run_of(parts) is joint
+    last = run_of(parts[1:])
+    assert last is not None
+    assert (last.rows, last.slots.tolist(), last.ids.tolist()) == ([0, 0, 3], [-1, 3, 4], [2, 4, 7])
+    assert np.shares_memory(last.values, values)
+    for others in (parts[::-1], [parts[0], parts[2]], [parts[0], parts[1].scaled(2.0), parts[2]]):
+        assert run_of(others) is None
+    assert "plan" not in vars(parts[2])  # nobody has asked for it
+    np.testing.assert_array_equal(parts[2].values, values[2:])
+    plan = parts[2].plan
+    assert (plan.ids.tolist(), plan.missing, plan.epoch) == ([2, 4, 7], 1, 7)
+    with pytest.raises(AttributeError, match="PartGradients has no attribute 'rows'"):
+        parts[2].rows  # noqa: B018
 
 
 def test_too_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,10 +159,7 @@ class Rule(ABC):
             return True
         if other is None or type(self) is not type(other):
             return False
-        for name in self.FIXED:  # a generator would take twice the time, of each of many tables
-            if getattr(self, name) != getattr(other, name):
-                return False
-        return True
+        return all(getattr(self, name) == getattr(other, name) for name in self.FIXED)
 
 
 R = TypeVar("R", bound=Rule)

@@ -117,7 +117,7 @@ class Route:
     @property
     def lags(self) -> bool:
         """Whether rows of a table may be behind."""
-        return any([rows.lags for rows in self.rows])
+        return any(rows.lags for rows in self.rows)
 
     def layout(self, features: Sequence[Feature]) -> Layout:
         """Return where its features have their ids. That of the last batch serves batches of the same shapes."""

@@ -51,13 +51,10 @@ def pool_sum(words, slots, inverse, fresh, offsets, places, weights, skip, mean,
                 first = fresh[-1 - slot]
                 for d in range(dim):
                     total[d] = (total[d] if count > 1 else ZERO) + weight * first[d]
-        if count == 0:
-            for d in range(dim):
-                total[d] = ZERO
         scale[place] = f32(1 / max(1, count)) if mean else f32(1)
-        if mean:
+        if mean or count == 0:
             for d in range(dim):
-                total[d] *= scale[place]
+                total[d] = total[d] * scale[place] if count > 0 else ZERO
 
 
 @kernel(over="places", reads=("slots", "inverse", "offsets", "places"), grain=256, cuts=CUTS)

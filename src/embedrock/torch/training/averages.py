@@ -13,6 +13,7 @@ from embedrock.errors import UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.initializers import Zeros
 from embedrock.table.table import Table, rows_of
+from embedrock.torch.training.backward import Backward
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostSide
 from embedrock.torch.training.side import Gradients
@@ -192,7 +193,7 @@ class AveragedHandle(Handle):
         self.check_untouched()
         return self.average.of(ids)
 
-    def receive(self, grads: Gradients, node: Any) -> NoReturn:
+    def receive(self, grads: Gradients, node: Any, run: Backward | None = None) -> NoReturn:
         """Refuse to train: a step would move the rows that are averaged."""
         raise UnsupportedError(
             f"{self.label} cannot train: it follows the rows of a model. Freeze it by requires_grad_(False); or load "

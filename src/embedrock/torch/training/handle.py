@@ -80,7 +80,9 @@ class Handle(nn.Parameter):
     _stays_on_cpu: torch.device | None  # a GPU that cannot use them
     _untouched: tuple[int, int] | None  # version and address of the value; None: it was written to
     _zero_bits: int  # what it has to be: those of 0.0, or -0.0 of a copy, so that averages of the two are noticed
-    _bits: np.ndarray | None  # the value, as an int32, seen by NumPy, which is quicker; None where that is not on the CPU
+    _bits: (
+        np.ndarray | None
+    )  # the value, as an int32, seen by NumPy, which is quicker; None where that is not on the CPU
     _is_original: bool  # no copy, of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:

@@ -240,7 +240,7 @@ class JointLookup(torch.autograd.Function):
 def _are_alike(asked: Sequence[Asked]) -> bool:
     """Return whether the outputs can be parts of one tensor to which one gradient comes back."""
     device, dtype = asked[0].handle.device, asked[0].dtype
-    is_alike = all([one.handle.device == device and one.dtype is dtype for one in asked])
+    is_alike = all(one.handle.device == device and one.dtype is dtype for one in asked)
     return is_alike and not any(map(_weights_train, asked))
 
 
