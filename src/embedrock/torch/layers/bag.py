@@ -175,7 +175,7 @@ class EmbeddingBag(RowLayer):
         if joins is None or isinstance(joins, Group):
             return joins
         # A GPU reads bags of one id as rows, together with others.
-        ids, *others = given
+        ids, *others = *given.arguments, given.host
         is_one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1 and not is_jagged(ids)
         return joins if is_one and others == [None] * len(others) and self.padding_idx is None else None
 
@@ -188,7 +188,7 @@ class EmbeddingBag(RowLayer):
         """
         handle = self._usable_handle()
         if not isinstance(handle.pending.side.joins, Group):  # each bag has one id: see `joined_by`
-            feature = handle.pending.side.feature(check_ids(ids, handle.label)[:, 0], None)
+            feature = handle.pending.side.feature(check_ids(ids, handle.label).reshape(-1), None)
             return Asked(handle, feature, None, self.dtype, self._trains(handle))
         bounds = None
         if host is not None:

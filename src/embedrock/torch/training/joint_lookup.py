@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.process.spans import span
 from embedrock.table.batches import may_be_side_by_side
 from embedrock.table.group import Group
-from embedrock.table.table import Table
 from embedrock.torch.training.backward import Backward, as_it_is
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.host_side import HostGradients, host_floats
@@ -138,14 +136,17 @@ class GroupReading:
         each = [one.trains or _weights_train(one) for one in self.asked]
         return [any(each)] if self.side_by_side else each
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Table, RowGradients]:
+    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         """Return the gradients of the rows of each table that some came back to, in float32 arrays by output."""
         if self.side_by_side:
             found = self._group.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            return dict(found)
-        parts = zip(self.asked, grads, strict=True)
-        tables = {one.handle.table for one, own in parts if one.trains and own is not None}
-        return {table: own for table, own in self._group.sum(self._found, grads) if table in tables}
+            handles = {one.handle for one in self.asked if one.trains}
+        else:
+            found = self._group.sum(self._found, grads)
+            parts = zip(self.asked, grads, strict=True)
+            handles = {one.handle for one, own in parts if one.trains and own is not None}
+        summed = {part.table: part.grads for part in found}
+        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients of the positions' weights: (n,), of each feature that has some."""
@@ -228,9 +229,7 @@ class JointLookup(torch.autograd.Function):
         found = reading.gradients(given) if any(needs[:count]) else {}
         nodes, run = ctx.next_functions, Backward.current()  # nodes: which makes a list of all, each time
         of_handles = [
-            handle.receive(HostGradients.of(found[handle.table]), node[0], run)
-            if needed and handle.table in found
-            else None
+            handle.receive(found[handle], node[0], run) if needed and handle in found else None
             for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
         ]
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
