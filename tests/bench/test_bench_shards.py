@@ -7,18 +7,34 @@ from typing import Any
 
 import pytest
 
-from embedrock.bench.harness.comparison import StepSession
 from embedrock.bench.harness.processes import Child
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.shards.contenders import CONTENDERS, our_layer, step_of_ranks, torch_layer
+from embedrock.bench.shards.contenders import CONTENDERS, our_layer, torch_layer
+from embedrock.bench.shards.ranks import RanksSession
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [partial(our_layer, sharded=True), partial(our_layer, sharded=False), torch_layer])
-def test_processes_make_their_steps_together(make: Any) -> None:
-    session = StepSession, partial(step_of_ranks, make=make, ranks=2), Workload(rows=1000, dim=4, batch=32, batches=3)
+@pytest.mark.parametrize(
+    ("make", "loop"),
+    [
+        (partial(our_layer, sharded=True), "plain"),
+        (partial(our_layer, sharded=True), "prefetch"),
+        (partial(our_layer, sharded=True), "uneven"),
+        (partial(our_layer, sharded=False), "plain"),
+        (torch_layer, "plain"),
+    ],
+)
+def test_processes_make_their_steps_together(make: Any, loop: str) -> None:
+    session = RanksSession, make, loop, 2, Workload(rows=10_000, dim=64, batch=2048, batches=3)
     with Child(*session, environment={"EMBEDROCK_THREADS": "1"}, timeout_s=120) as child:
-        assert len(child.call("turn", 3, 60).steps_s) == 3
+        turn = child.call("turn", 3, 60)
+    assert len(turn.steps_s) == 3
+    assert len(turn.meters) == 2
+    for meters in turn.meters:
+        assert meters.cpu_s > 0
+        assert (meters.sent is None) == (make is torch_layer)
+        if meters.sent is not None and loop != "uneven":  # which announces what it does, by texts
+            assert abs(meters.sent / meters.formula - 1) < 0.02
 
 
 def test_a_contender_takes_the_ram_of_its_processes() -> None:

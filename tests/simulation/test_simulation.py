@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.shards.ranks import ids_of
 from embedrock.cli.main import main
+from embedrock.cli.simulations import compared
 from embedrock.planner.zipf import bounded_zipf
 from embedrock.shards.owners import owners
 from embedrock.simulation import Cluster, Compute, Load, calibrated, simulate
@@ -79,6 +84,44 @@ def test_what_is_measured_of_one_and_two_is_found_again_in_two() -> None:
     four = simulate(LOAD, Cluster(ranks=4, per_node=4, cores=2), compute=compute)
     assert four.seconds["compute"] == pytest.approx(2 * (10e-3 + 5e-3 * 1.5), rel=0.01)  # 3/4 are others' rows, not 1/2
     assert calibrated(10e-3, 18e-3, LOAD, cores=1) == Compute(10e-3, 0.0)
+
+
+def test_waiting_hides_behind_the_work_of_others_where_ranks_share_cores() -> None:
+    compute = calibrated(4e-3, 19e-3, LOAD, cores=2, work=8e-3)
+    assert compute.wait == pytest.approx(11e-3)
+    cluster = Cluster(ranks=2, per_node=8, cores=2)
+    assert simulate(LOAD, cluster, compute=compute).seconds["compute"] == pytest.approx(19e-3, rel=0.01)
+    four = simulate(LOAD, replace(cluster, ranks=4), compute=compute).seconds["compute"]
+    assert four == pytest.approx(4e-3 + 1.5 * 4e-3 + 11e-3, rel=0.01)  # longer than 10 ms of each on 2 cores
+    eight = simulate(LOAD, replace(cluster, ranks=8), compute=compute).seconds["compute"]
+    assert eight == pytest.approx(8 / 2 * (4e-3 + 1.75 * 4e-3), rel=0.01)
+    assert simulate(LOAD, replace(cluster, ranks=1), compute=compute).seconds["compute"] == 4e-3
+
+
+def measured_lines() -> list[dict[str, Any]]:
+    workload = {"rows": 10_000, "dim": 8, "batch": 100, "features": 2, "batches": 9}
+    lines = [("ours-alone", 1, 4.0, 4.0), ("ours-sharded-2", 2, 10.0, 8.0), ("ours-sharded-4", 4, 22.0, 10.0)]
+    return [
+        {"name": name, "status": "ok", "workload": workload, "ranks": ranks, "median_ms": ms, "cpu_ms": cpu}
+        | {"sent_bytes": 0.0}
+        for name, ranks, ms, cpu in lines
+    ]
+
+
+def test_steps_that_a_bench_measured_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "shards.json"
+    file.write_text(json.dumps({"machine": {"cores": 2}, "results": measured_lines()}))
+    assert main(["simulate", "--measured", str(file), "--json"]) == 0
+    two, four = json.loads(capsys.readouterr().out)
+    assert two["simulated ms"] == pytest.approx(10.0)
+    assert four["simulated ms"] == pytest.approx(2 * (4 + 4 * four["simulated bytes"] / two["simulated bytes"]))
+    assert four["off %"] == pytest.approx((four["simulated ms"] / 22 - 1) * 100)
+    steps = zip(*(ids_of(Workload(**measured_lines()[0]["workload"]), rank) for rank in range(2)), strict=True)
+    others = [int((owners(np.unique(ids), 2) != rank).sum()) for step in steps for rank, ids in enumerate(step)]
+    assert two["simulated bytes"] == pytest.approx(80 * np.mean(others[:16]))  # of the first 8 steps
+    file.write_text(json.dumps({"machine": {"cores": 2}, "results": measured_lines()[:1]}))
+    with pytest.raises(er.ArgumentError, match="must have ours-sharded-2: got ours-alone"):
+        compared(json.loads(file.read_text()))
 
 
 def test_commits_losses_and_the_largest_part_add_up() -> None:

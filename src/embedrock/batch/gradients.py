@@ -121,6 +121,8 @@ class RowGradients:
             np.multiply(self.values, np.float32(factor), out=values)
         if clip_value is not None:
             np.clip(values, -clip_value, clip_value, out=values)
+        elif abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5):  # exact: squares need not be summed again
+            return RowGradients(self.plan, values, self.square_norm * factor * factor)
         return RowGradients.of_rows(self.plan, values)
 
     def without(self, row_id: int) -> RowGradients:

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from embedrock.bench.harness.workload import Workload
+from embedrock.bench.shards.ranks import ids_of_ranks
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
 from embedrock.cli.imports import OPEN
+from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes
 from embedrock.planner import machine as machines
 from embedrock.planner.demand import RULE_NAMES
@@ -23,6 +26,7 @@ from embedrock.terminal.arguments import count, number, size
 from embedrock.terminal.tables import format_count, format_facts, format_number, format_table
 
 RANKS = (8, 64, 256, 1024, 4096)
+ALONE, SHARDED = "ours-alone", "ours-sharded-"  # in the JSON of `embedrock bench shards`
 LOADS = (
     ("rows", count, "of the table"),
     ("dim", count, "weights in a row"),
@@ -58,6 +62,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rule", choices=RULE_NAMES, default=FIRST.rule, help="(default: adam)")
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE", help="Parquet, Arrow, CSV or TSV of ids")
     parser.add_argument("--column", default="ids", metavar="NAME", help="of the log (default: ids)")
+    measured = (
+        "JSON of `embedrock bench shards`: what its steps of 1 and 2 ranks need, its load, and more ranks compared"
+    )
+    parser.add_argument("--measured", type=Path, metavar="FILE", help=measured)
     alone = "of a step of one process by itself, measured (default: by the constants of `embedrock machine`)"
     parser.add_argument("--alone-ms", type=number, metavar="MS", help=alone)
     parser.add_argument("--two-ms", type=number, metavar="MS", help="of a step of two ranks on this machine, measured")
@@ -67,6 +75,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(arguments: Namespace) -> int:
+    if arguments.measured is not None:
+        return _compare(arguments)
     fields = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name, _, _ in LOADS}
     load = Load(**fields, dtype=arguments.dtype, rule=arguments.rule)
     own = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name, _, _ in CLUSTERS}
@@ -92,6 +102,53 @@ def _run(arguments: Namespace) -> int:
     else:
         print(_text(load, found))
     return 0
+
+
+def _compare(arguments: Namespace) -> int:
+    """Print what was measured of ranks of this machine beside what is simulated by the steps of one and of two."""
+    found = compared(json.loads(arguments.measured.read_text()))
+    print(
+        json.dumps(found, indent=1) if arguments.json else format_table(tuple(found[0]), [_shown(one) for one in found])
+    )
+    return 0
+
+
+def _shown(line: dict[str, float]) -> tuple[str, ...]:
+    return tuple(f"{value:,.0f}" if name.endswith("bytes") else format_number(value) for name, value in line.items())
+
+
+def compared(document: dict[str, Any]) -> list[dict[str, float]]:
+    """Return for each number of ranks in the JSON of `embedrock bench shards` what was measured, and what is simulated.
+
+    Raises:
+        ArgumentError: steps of one process, or of two, are not in it.
+    """
+    cores = document["machine"]["cores"]
+    lines = {line["name"]: line for line in document["results"] if line["status"] == "ok"}
+    missing = [name for name in (ALONE, f"{SHARDED}2") if name not in lines]
+    if missing:
+        raise ArgumentError(f"the measurements must have {' and '.join(missing)}: got {', '.join(lines) or 'none'}.")
+    alone, two = lines[ALONE], lines[f"{SHARDED}2"]
+    workload = Workload(**alone["workload"])
+    load = Load(workload.rows, workload.dim, workload.lookups, workload.zipf)
+    compute = calibrated(
+        alone["cpu_ms"] / 1e3, two["median_ms"] / 1e3, load, cores, ids_of_ranks(workload, 2), two["cpu_ms"] / 1e3
+    )
+    found = []
+    for line in (line for name, line in lines.items() if name.startswith(SHARDED)):
+        ranks = line["ranks"]
+        told = simulate(load, Cluster(ranks, ranks, cores), log=ids_of_ranks(workload, ranks), compute=compute)
+        found.append(
+            {
+                "ranks": ranks,
+                "measured ms": line["median_ms"],
+                "simulated ms": told.seconds["compute"] * 1e3,
+                "off %": (told.seconds["compute"] * 1e3 / line["median_ms"] - 1) * 100,
+                "measured bytes": line["sent_bytes"],
+                "simulated bytes": told.bytes_sent,
+            }
+        )
+    return found
 
 
 def _compute(arguments: Namespace, load: Load) -> Compute | None:

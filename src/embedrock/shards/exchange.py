@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -197,8 +197,10 @@ class Exchange:
         self._announce("share", _act("gradients"), waits=waits)
         with self._lock:
             known, self._expected = self._expected, None
-            messages = self._swap(_act("gradients"), lambda: _letters(brought, self.transport.ranks), known)
-            blocks, members = _by_key(messages, find)
+            rank, ranks, own = self.transport.rank, self.transport.ranks, list[_Came]()
+            messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
+            came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
+            blocks, members = _by_key(came)
             folded: list[tuple[Member, RowGradients]] = []
 
             def facts() -> np.ndarray:
@@ -227,7 +229,7 @@ class Exchange:
 
         def letters() -> list[Letter]:
             made.append(make())
-            return [made] * self.transport.ranks
+            return [[*made] for _ in range(self.transport.ranks)]
 
         with self._lock:
             messages = self._swap(_act(what), letters)
@@ -276,11 +278,12 @@ class Exchange:
         sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
         mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
+        room, own = self.transport.room, self.transport.rank
         try:
-            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent]))
+            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent], room, own))
             if ours is None:  # there is no room for the message, but for a refusal
                 error, head[1] = failed, REFUSES
-                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go])
+                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go], room, own)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
             self.transport.leave()  # or the others would wait for it until their time is up
@@ -347,40 +350,55 @@ def _shard_of(member: Member) -> Shard:
     return member.placement
 
 
-# ---------------------------------------------------------------- letters of gradients
+class _Came(NamedTuple):
+    """A block of the rows of one rank, from one that may be another: of a table that may not be known here."""
+
+    key: int
+    member: Member | None
+    block: Block | None
 
 
-def _letters(brought: Brought, ranks: int) -> list[Letter]:
-    """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them."""
+def _letters(brought: Brought, rank: int, ranks: int, own: list[_Came]) -> Sequence[Letter]:
+    """Return for each rank a letter with the blocks of its rows: each one's key, rows and words, then all of them.
+
+    Those of this rank's own rows go nowhere, but to `own`.
+    """
     parts = [
-        (key, member.wire, stages.bring(block, member.placement))
+        (key, member, stages.bring(block, member.placement))
         for key, (member, blocks) in brought.items()
         for block in blocks
     ]
-    letters = []
-    for rank in range(ranks):
-        blocks = [(key, Block(own[rank].ids, as_sent(own[rank].values, wire))) for key, wire, own in parts]
-        heads = [[key, len(block.ids), length([block.values])] for key, block in blocks]
-        head = np.array([len(blocks), *(number for each in heads for number in each)], np.int64)
-        letters.append([head, *(array for _, block in blocks for array in block)])
-    return letters
+    own[:] = [_Came(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
+    return [
+        [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
+    ]
 
 
-def _by_key(
-    messages: Sequence[np.ndarray], find: Callable[[int], Member | None]
-) -> tuple[dict[int, list[list[Block]]], dict[int, Member | None]]:
+def _letter(blocks: Sequence[tuple[int, str, Block]]) -> Letter:
+    sent = [(key, block.ids, as_sent(block.values, wire)) for key, wire, block in blocks]
+    heads = [[key, len(ids), length([values])] for key, ids, values in sent]
+    head = np.array([len(sent), *(number for each in heads for number in each)], np.int64)
+    return [head, *(array for _, *both in sent for array in both)]
+
+
+def _read(message: np.ndarray, find: Callable[[int], Member | None]) -> Iterator[_Came]:
+    reader = MessageReader(message)
+    heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
+    for key, count, words in heads:
+        ids, values, member = reader.ints(count), reader.part(words), find(key)
+        block = None if member is None else Block(ids, values.sent(count, member.table.dim, member.wire))
+        yield _Came(key, member, block)
+
+
+def _by_key(came: Sequence[Iterable[_Came]]) -> tuple[dict[int, list[list[Block]]], dict[int, Member | None]]:
     """Return the blocks of each table by rank, and the tables: by their keys, in order on all."""
     found: dict[int, list[list[Block]]] = {}
     members: dict[int, Member | None] = {}
-    for rank, message in enumerate(messages):
-        reader = MessageReader(message)
-        heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
-        for key, count, words in heads:
-            ids, values = reader.ints(count), reader.part(words)
-            member = members[key] = members[key] if key in members else find(key)
-            of_ranks = found.setdefault(key, [[] for _ in messages])
-            if member is not None:
-                of_ranks[rank].append(Block(ids, values.sent(count, member.table.dim, member.wire)))
+    for rank, of_rank in enumerate(came):
+        for one in of_rank:
+            members[one.key] = one.member
+            blocks = found.setdefault(one.key, [[] for _ in came])
+            blocks[rank] += [] if one.block is None else [one.block]
     return dict(sorted(found.items())), dict(sorted(members.items()))
 
 

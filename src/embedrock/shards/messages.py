@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from embedrock.machine.buffers import buffers
 
 WORD = np.int32
-Letter = list[np.ndarray]  # what becomes a message
+Room = Callable[[int], np.ndarray]  # given words, returns memory for them, int32 (words,)
 
 
-def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays as one message, int32 (words,). Those of 2-byte elements are filled up to whole words."""
-    return np.concatenate([np.empty(0, WORD), *map(_words, arrays)])
+class Unwritten(NamedTuple):
+    """Rows that are written straight into a message.
+
+    Attributes:
+        shape: of them, which are float32.
+        write: writes them to an array.
+    """
+
+    shape: tuple[int, int]
+    write: Callable[[np.ndarray], object]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they take."""
+        return 4 * self.shape[0] * self.shape[1]
 
 
-def length(letter: Letter) -> int:
+Part = np.ndarray | Unwritten
+Letter = list[Part]  # what becomes a message
+
+
+def pack(letter: Sequence[Part]) -> np.ndarray:
+    """Return a letter as a message, int32 (words,). Arrays of 2-byte elements are filled up to whole words."""
+    return pack_all([letter])[0]
+
+
+def length(letter: Sequence[Part]) -> int:
     """Return how long a letter is as a message, in words."""
-    return sum(-(-array.nbytes // 4) for array in letter)
+    return sum(-(-part.nbytes // 4) for part in letter)
 
 
-def pack_all(letters: Sequence[Letter]) -> list[np.ndarray]:
-    """Return messages, that lie in memory one after the other: see `joined`."""
+def _room(words: int) -> np.ndarray:
+    return buffers.empty((words,), WORD)
+
+
+def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room, last: int = -1) -> list[np.ndarray]:
+    """Return letters as messages, that lie in memory one after the other: see `joined`.
+
+    Args:
+        letters: one for each message.
+        room: returns their memory.
+        last: which one lies behind the others.
+    """
     sizes = [length(letter) for letter in letters]
-    flat = buffers.empty((sum(sizes),), WORD)
-    np.concatenate([_words(array) for letter in letters for array in letter] or [flat[:0]], out=flat)
-    return np.split(flat, np.cumsum(sizes)[:-1])
+    flat, at, messages = room(sum(sizes)), 0, [np.empty(0, WORD)] * len(letters)
+    for place in sorted(range(len(letters)), key=lambda place: place == last % len(letters)):
+        messages[place] = flat[at : at + sizes[place]]
+        at += sizes[place]
+        ends = list(itertools.accumulate((-(-part.nbytes // 4) for part in letters[place]), initial=0))
+        for part, start, end in zip(letters[place], ends[:-1], ends[1:], strict=True):
+            _write(part, messages[place][start:end])
+    return messages
 
 
 def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
@@ -40,11 +78,14 @@ def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(messages)
 
 
-def _words(array: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(array).reshape(-1)
+def _write(part: Part, words: np.ndarray) -> None:
+    if isinstance(part, Unwritten):
+        part.write(words.view(np.float32).reshape(part.shape))
+        return
+    flat = np.ascontiguousarray(part).reshape(-1)
     if flat.nbytes % 4:
         flat = np.append(flat, flat.dtype.type(0))
-    return flat.view(WORD)
+    words[:] = flat.view(WORD)
 
 
 class MessageReader:
@@ -75,9 +116,7 @@ class MessageReader:
         if dtype == "float32":
             return self.rows(count, dim)
         halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
-        if dtype == "float16":
-            return halves.view(np.float16).astype(np.float32)
-        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return decoded(halves, dtype)
 
     def words(self, count: int) -> np.ndarray:
         """Return the next `count` words, int32."""
@@ -91,6 +130,13 @@ class MessageReader:
 def words_of(weights: int, dtype: str) -> int:
     """Return how many words so many numbers take in a message that are sent as `dtype`."""
     return weights if dtype == "float32" else (weights + 1) // 2
+
+
+def decoded(halves: np.ndarray, dtype: str) -> np.ndarray:
+    """Return what `as_sent` made of float32 numbers, in 16 bits each, as float32."""
+    if dtype == "float16":
+        return halves.view(np.float16).astype(np.float32)
+    return (halves.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:

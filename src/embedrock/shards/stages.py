@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.machine.buffers import buffers
-from embedrock.shards.messages import Letter, MessageReader, as_sent, words_of
+from embedrock.shards.messages import Letter, MessageReader, Part, Unwritten, as_sent, decoded, words_of
 from embedrock.shards.owners import Placement, Split
 from embedrock.table.table import Table
 
@@ -49,6 +50,10 @@ class Block(NamedTuple):
     ids: np.ndarray
     values: np.ndarray
 
+    def as_received(self, wire: str) -> Block:
+        """Return what comes of it by a message whose numbers are sent as `wire`."""
+        return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
+
 
 # ---------------------------------------------------------------- lookups
 
@@ -73,7 +78,13 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
 def serve(message: np.ndarray, sources: Sequence[Source]) -> Letter:
     """Return a letter with the rows that a message asks for."""
     parts = zip(asked(message, len(sources)), sources, strict=True)
-    return [as_sent(source.table.lookup(ids), source.sent_as) for ids, source in parts]
+    return [_served(ids, source) for ids, source in parts]
+
+
+def _served(ids: np.ndarray, source: Source) -> Part:
+    if source.sent_as == "float32":
+        return Unwritten((len(ids), source.table.dim), partial(source.table.lookup, ids))
+    return as_sent(source.table.lookup(ids), source.sent_as)
 
 
 def served_words(counts: Sequence[int], sources: Sequence[Source]) -> int:

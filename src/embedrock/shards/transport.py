@@ -27,8 +27,12 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    def room(self, words: int) -> np.ndarray:
+        """Return memory for the messages of the next `swap`, int32 (words,), which then carries them as they lie."""
+        ...
+
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Give each rank its message, int32 (words,); return what each has for this one.
+        """Give each rank its message, int32 (words,); return what each has for this one, to read before the next swap.
 
         Args:
             parts: the messages.
@@ -44,7 +48,7 @@ class Transport(Protocol):
         ...
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Give all ranks an array, of the same shape and dtype on each; return that of each."""
+        """Give all ranks an array of one dimension, as long on each, of numbers of 8 bytes; return that of each."""
         ...
 
     def leave(self) -> None:

@@ -13,15 +13,19 @@ serve to them.
 **Seconds of a step.** Each of these takes its time, and the longest one bounds a step where all overlap, as with
 prefetching; where nothing does, a step takes the sum::
 
-    compute    (alone + per_byte * bytes) * max(1, ranks on a node / its cores)
+    compute    the larger of: work * ranks on a node / its cores, and work + wait,
+               where work = alone + per_byte * bytes, and wait is nothing for one rank
     local      bytes between ranks of a node / what its memory or links give, by rank
     network    bytes that leave a node / what its network gives, + 2 messages to each other node * latency / in flight
     disk       seconds for the rows that the rank reads which has most to serve
 
-*alone* is the step of a batch in one process by itself: measured, or by the constants of `embedrock machine`
-(`embedrock.planner.cost`). *per_byte* is what copying, packing and carrying a byte costs: found from the step of two
-ranks (`calibrated`), or `PER_BYTE`. Rows read from disk are those asked of a rank that its RAM does not hold, if it
-keeps the most popular ones, times `WORSE` for a policy that does not know them.
+*alone* is what a step of the batch takes processors in one process by itself: measured, or by the constants of
+`embedrock machine` (`embedrock.planner.cost`). *per_byte* is what copying, packing and carrying a byte takes them, and
+*wait* how long ranks with a core each wait for each other in a step; where ranks share cores, others work meanwhile.
+Both are found from the step of two ranks (`calibrated`), or they are `PER_BYTE`, on one machine `PER_BYTE_NEAR`, and
+nothing. Rows read from disk are
+those asked of a rank that its RAM does not hold, if it keeps the most popular ones, times `WORSE` for a policy that
+does not know them.
 
 **Bytes of a table.** A row that was ever stepped has a record: weights and optimizer state. On disk it takes its CRC
 and, in logs that wait for compaction, up to `LOGS` times as much again. How many rows have one after so many steps is
@@ -55,7 +59,8 @@ from embedrock.spec import Spec
 from embedrock.wording import check_choice
 
 BYTES_OF_HEADS = 512  # of a step, to each other rank, at most
-PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, over loopback: docs/scale.md
+PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, by a socket: docs/scale.md
+PER_BYTE_NEAR = 3.6e-9  # the same, where all ranks are on one machine and read each other's memory
 WORSE = 1.08  # times the misses of the best cache
 SEALED = 12  # bytes of a record in a log besides its own: id and CRC
 LOGS = 1.5  # times the bytes of the base, that logs may come to
@@ -123,12 +128,21 @@ class Compute(NamedTuple):
     """What processors need.
 
     Attributes:
-        alone: seconds of a step of the same batch in one process by itself.
-        per_byte: seconds of a core for each byte that a rank sends.
+        alone: seconds of a core for a step of the same batch in one process by itself.
+        per_byte: seconds of a core for each byte that a rank sends; None: by where the ranks are.
+        wait: seconds of a step in which ranks that have a core each wait for each other.
     """
 
     alone: float
-    per_byte: float = PER_BYTE
+    per_byte: float | None = None
+    wait: float = 0.0
+
+    def seconds(self, sent: float, cluster: Cluster) -> float:
+        """Return those of a step that sends so many bytes from each rank."""
+        there = PER_BYTE_NEAR if cluster.ranks <= cluster.per_node else PER_BYTE
+        work = self.alone + (there if self.per_byte is None else self.per_byte) * sent
+        crowd = min(cluster.ranks, cluster.per_node) / cluster.cores
+        return max(work * crowd, work + (self.wait if sent else 0.0))
 
 
 @dataclass(frozen=True)
@@ -225,7 +239,7 @@ def simulate(
     beyond = _bytes(traffic.beyond, load)
     own = compute or Compute(sum(seconds_of(_work(load, traffic), NO_DISK, machine.constants).values()))
     seconds = {
-        "compute": (own.alone + own.per_byte * sent) * max(1.0, min(cluster.ranks, cluster.per_node) / cluster.cores),
+        "compute": own.seconds(sent, cluster),
         "local": (sent - beyond) / cluster.local,
         "network": beyond * min(cluster.ranks, cluster.per_node) / cluster.network + 4 * cluster.latency * (nodes > 1),
         "disk": misses / cluster.reads,
@@ -258,18 +272,28 @@ def simulate(
     )
 
 
-def calibrated(alone: float, two: float, load: Load, cores: int, log: Iterable[np.ndarray] | None = None) -> Compute:
+def calibrated(
+    alone: float,
+    two: float,
+    load: Load,
+    cores: int,
+    log: Iterable[np.ndarray] | None = None,
+    work: float | None = None,
+) -> Compute:
     """Return what processors need, of steps that were measured on one machine.
 
     Args:
-        alone: seconds of a step of one process.
+        alone: seconds of a step of one process, of processors if `work` is given.
         two: seconds of a step of two ranks, each with such a batch.
         load: what was trained.
         cores: of the machine.
         log: the ids of it.
+        work: seconds of processors that a step took each of the two; None: all that they have.
     """
+    crowd = max(1.0, 2 / cores)
+    work = two / crowd if work is None else work
     traffic = of_zipf(load.rows, load.zipf, load.lookups, 2, 2) if log is None else of_log(log, load.lookups, 2, 2, 8)
-    return Compute(alone, max(0.0, two / max(1.0, 2 / cores) - alone) / _bytes(traffic.remote, load))
+    return Compute(alone, max(0.0, work - alone) / _bytes(traffic.remote, load), max(0.0, two - work * crowd))
 
 
 def _bytes(rows: float, load: Load) -> float:

@@ -248,19 +248,20 @@ class Rows:
         tier = self.tier
         return make_plan(ids, tier.find, tier.epoch)
 
-    def look_up(self, ids: np.ndarray) -> np.ndarray:
-        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``."""
+    def look_up(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``, in `out` if it is given."""
         if self.owns is not None:
             self._check_own(ids)
         if self.lags:
-            return self.read(make_plan(ids))
-        flat, tier = ids.reshape(-1), self.tier
-        out = buffers.empty((flat.size, self.spec.dim), np.float32)
-        missing = tier.look_up(flat, _positions(flat.size), out) < 0
+            return self.read(make_plan(ids), out)
+        if out is None:
+            out = buffers.empty((*ids.shape, self.spec.dim), np.float32)
+        flat, rows = ids.reshape(-1), out.reshape(-1, self.spec.dim)
+        missing = self.tier.look_up(flat, _positions(flat.size), rows) < 0
         if missing.any():
             absent = flat[missing]
-            out[missing] = self.read(make_plan(absent)) if tier.evicts else self.unrecorded(absent)
-        return out.reshape(*ids.shape, self.spec.dim)
+            rows[missing] = self.read(make_plan(absent)) if self.tier.evicts else self.unrecorded(absent)
+        return out
 
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
         """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""

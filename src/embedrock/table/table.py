@@ -101,20 +101,22 @@ class Table(Growing):
     # ---------------------------------------------------------------- reading
 
     @exclusive
-    def lookup(self, ids: npt.ArrayLike) -> np.ndarray:
+    def lookup(self, ids: npt.ArrayLike, out: np.ndarray | None = None) -> np.ndarray:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
         Nothing is stored: a row that was never stepped has its first value, however often it is read.
 
         Args:
             ids: integers of any shape; repeats are allowed.
+            out: C-contiguous float32 of that shape, to write to.
 
         Raises:
             IdError: an id lies outside the table.
             IdTypeError: ids are not integers.
         """
         checked = self._checked_ids(ids)
-        return self._checked_rows().look_up(checked)
+        checks.check_out(out, (*checked.shape, self.dim), self.subject)
+        return self._checked_rows().look_up(checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return what a batch needs: unique rows, where each position finds its row, and where the records are."""

@@ -1,81 +1,40 @@
-"""Who takes part in ``bench shards``: a step of several processes, each with a batch of its own, under stock DDP.
-
-The contender's own process is rank 0. It starts the others, and has all make their step at the same time.
-"""
+"""Who takes part in ``bench shards``: a step of several processes, each with a batch of its own, under stock DDP."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from embedrock.bench.harness.comparison import Step
 from embedrock.bench.harness.contenders import LEARNING_RATE, import_torch
-from embedrock.bench.harness.processes import Child
+from embedrock.bench.harness.runner import Racer
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.step.contenders import PROCESS_BYTES, StepContender, our_step
+from embedrock.bench.shards.ranks import Make, RanksSession
+from embedrock.bench.step.contenders import PROCESS_BYTES, StepContender
 
-START_S = 120.0  # that a process may take to start
 
-
-class Rank:
-    """One of the processes: it makes a step when it is told to.
+@dataclass(frozen=True)
+class RanksContender(StepContender):
+    """Processes that make a step together.
 
     Args:
-        make: makes the layer and its optimizer, of a workload.
-        workload: of this rank.
-        rank, ranks: which one it is, of how many.
-        store: file by which they find each other.
+        ranks: how many.
+        loop: over batches: "plain", "prefetch" or "uneven".
     """
 
-    def __init__(self, make: Callable[[Workload], Any], workload: Workload, rank: int, ranks: int, store: str) -> None:
-        torch = import_torch()
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        torch.manual_seed(0)
-        layer, self._optimizer = make(workload)
-        self._net = torch.nn.parallel.DistributedDataParallel(layer)
-        shift = np.int64(rank * 7919)  # other ids on each, as popular
-        self._ids = [torch.from_numpy((batch + shift) % workload.rows) for batch in workload.ids()]
-        self._gradient = torch.from_numpy(workload.gradient())
+    ranks: int = 1
+    loop: str = "plain"
 
-    def step(self, index: int) -> None:
-        """Work through a batch."""
-        self._optimizer.zero_grad()
-        self._net(self._ids[index]).backward(self._gradient)
-        self._optimizer.step()
+    def racer(self, workload: Workload, name: str = "", session: type = RanksSession) -> Racer:
+        """Return it as it takes part."""
+        return Racer(self, workload, (session, self.make, self.loop, self.ranks, workload), name)
 
 
-def step_of_ranks(workload: Workload, make: Callable[[Workload], Any], ranks: int) -> Step:
-    """Return a step that all ranks make at the same time, in as many processes."""
-    folder, pool = tempfile.TemporaryDirectory(), ThreadPoolExecutor(ranks)
-    args = make, workload
-    store = os.path.join(folder.name, "store")
-    environment = {name: value for name, value in os.environ.items() if name.endswith("_THREADS")}
-    starting = [
-        pool.submit(Child, Rank, *args, rank, ranks, store, environment=environment, timeout_s=START_S)
-        for rank in range(1, ranks)
-    ]
-    own, others = Rank(*args, 0, ranks, store), [each.result() for each in starting]
-
-    def step(index: int, keeps: object = folder) -> None:
-        made = [pool.submit(other.call, "step", index) for other in others]
-        own.step(index)
-        for each in made:
-            each.result()
-
-    return step
-
-
-def our_layer(workload: Workload, sharded: Any) -> Any:
+def our_layer(workload: Workload, **options: Any) -> Any:
     """Return `embedrock.torch.Embedding` and its optimizer."""
     import embedrock.torch as ert
 
-    layer = ert.Embedding(workload.rows, workload.dim, sharded=sharded)
+    layer = ert.Embedding(workload.rows, workload.dim, **options)
     return layer, ert.Adam(layer, lr=LEARNING_RATE)
 
 
@@ -86,19 +45,27 @@ def torch_layer(workload: Workload) -> Any:
     return layer, torch.optim.SparseAdam(list(layer.parameters()), lr=LEARNING_RATE)
 
 
-def _contender(name: str, label: str, make: Callable[[Workload], Any], ranks: int, tables: float) -> StepContender:
-    step = partial(step_of_ranks, make=make, ranks=ranks)
-    return StepContender(name, f"{label}, {ranks} processes", step, tables * ranks, process_bytes=PROCESS_BYTES * ranks)
+def _contender(
+    name: str, label: str, make: Make, ranks: int, tables: float, loop: str = "plain", lazy: bool = False
+) -> RanksContender:
+    processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    ram = PROCESS_BYTES * ranks
+    return RanksContender(name, f"{label}, {processes}", make, tables * ranks, lazy, ram, ranks, loop)
 
 
-def _ours(ranks: int, name: str, label: str, sharded: Any) -> StepContender:
-    return _contender(f"ours-{name}-{ranks}", label, partial(our_layer, sharded=sharded), ranks, 1.0)
+def _ours(ranks: int, name: str, label: str, sharded: Any, loop: str = "plain", **options: Any) -> RanksContender:
+    make = partial(our_layer, sharded=sharded, **options)
+    return _contender(f"ours-{name}-{ranks}", f"ert.Embedding, {label}", make, ranks, 1.0, loop)
 
 
 CONTENDERS = (
-    StepContender("ours-alone", "ert.Embedding, one process", partial(our_step, optimizer="Adam"), 3.0, lazy=True),
-    _ours(2, "sharded", "ert.Embedding(sharded=True)", True),
-    _ours(4, "sharded", "ert.Embedding(sharded=True)", True),
-    _ours(2, "replicated", "ert.Embedding, all rows on each rank", False),
+    _contender("ours-alone", "ert.Embedding under DDP", partial(our_layer, sharded=False), 1, 3.0, lazy=True),
+    _ours(1, "sharded", "sharded=True", True),
+    _ours(2, "sharded", "sharded=True", True),
+    _ours(4, "sharded", "sharded=True", True),
+    _ours(2, "prefetch", "sharded=True, ids ahead by ert.prefetch", True, "prefetch"),
+    _ours(2, "uneven", "sharded=True, inside of ert.uneven", True, "uneven"),
+    _ours(2, "bfloat16", "sharded=True, wire='bfloat16'", True, wire="bfloat16"),
+    _ours(2, "replicated", "all rows on each rank", False),
     _contender("torch-sparse-2", "nn.Embedding(sparse=True), SparseAdam", torch_layer, 2, 3.0),
 )

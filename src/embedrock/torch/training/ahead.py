@@ -90,7 +90,7 @@ class Round:
         self.number, ranks = number, self._crew.ahead
         self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
         self._letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
-        self._messages = pack_all(self._letters)
+        self._messages = pack_all(self._letters, last=ranks.rank)
         self._go = list(gradients)
         numbers = zip(map(len, self._messages), gradients, strict=True)
         told = [np.array([self.number, *pair], np.int64).view(np.int32) for pair in numbers]
@@ -272,6 +272,7 @@ class Ahead:
                 counts = np.full(ranks, self._copies[sharing])
             weights = (count * sharing.table.dim for count in counts.tolist())
             words += 2 * counts + np.array([words_of(each, sharing.wire) for each in weights])
+        words[self._crew.ahead.rank] = 0  # which go nowhere
         return words.tolist()
 
     def _dropped(self, sharing: Sharing, ids: np.ndarray) -> np.ndarray:

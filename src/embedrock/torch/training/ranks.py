@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from embedrock.errors import WorkerLostError
 from embedrock.machine.buffers import buffers
 from embedrock.shards.messages import WORD, joined
+from embedrock.shards.near import NearRanks
 
 PATIENCE_S = 1.0  # for what other ranks were at, once one is lost
 
@@ -28,54 +29,70 @@ class Ranks:
 
     Args:
         parent: the group whose ranks, and whose timeout, it has. All of them make one at the same time.
+        is_near: let ranks that are all on one machine read each other's messages where they lie.
 
     Attributes:
         rank, ranks: of this process, and how many there are.
         sent: bytes that went to other ranks.
+        waited_s: seconds in collective operations, for the other ranks and for bytes.
         rounds: collective operations so far.
         at: what this rank is at, in words, for errors.
     """
 
-    def __init__(self, parent: dist.ProcessGroup) -> None:
+    def __init__(self, parent: dist.ProcessGroup, is_near: bool = True) -> None:
         members, self._timeout = dist.get_process_group_ranks(parent), _timeout_of(parent)
         self.rank, self.ranks = dist.get_rank(parent), len(members)
         self.sent = self.rounds = 0
+        self.waited_s = 0.0
         self.at = "the first message"
         self._lost: WorkerLostError | None = None
         self._group: Any = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
+        self._near = NearRanks.of(self.rank, self.ranks, self.gather) if is_near else None
+
+    def room(self, words: int) -> np.ndarray:
+        """Return memory for messages that `swap` will carry: see `Transport.room`."""
+        return buffers.empty((words,), WORD) if self._near is None else self._near.room(words)
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
         """Give each rank its message; return what each has for this one: see `Transport.swap`."""
-        return self.begin(parts, self._sizes([len(part) for part in parts]) if sizes is None else sizes)()
+        if self._near is not None:
+            self._count(parts)
+            return self._near.read(self._swapped(self._near.left(parts)))
+        ours = np.array([[len(part)] for part in parts], np.int64)
+        return self.begin(parts, self._swapped(ours)[:, 0].tolist() if sizes is None else sizes)()
 
     def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """Begin to do what `swap` does; return what waits until it is done. What is begun later ends later."""
         ours, theirs = [len(part) for part in parts], list(sizes)
-        got, message = torch.from_numpy(buffers.empty((sum(theirs),), WORD)), torch.from_numpy(joined(parts))
+        ours[self.rank] = theirs[self.rank] = 0  # what is for this one goes nowhere
+        got = torch.from_numpy(buffers.empty((sum(theirs),), WORD))
+        message = torch.from_numpy(joined(self._of_others(parts)))
         begun = self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group, async_op=True))
-        self._count_sent(ours, WORD)
+        self._count(parts)
+        self.rounds += 1
 
         def end(keeps: object = message) -> list[np.ndarray]:
             self._do(begun.wait)
-            return [piece.numpy() for piece in got.split(theirs)]
+            found = [piece.numpy() for piece in got.split(theirs)]
+            found[self.rank] = parts[self.rank]
+            return found
 
         return end
 
-    def _sizes(self, ours: list[int]) -> list[int]:
-        theirs = torch.empty(self.ranks, dtype=torch.int64)
-        self._do(lambda: dist.all_to_all_single(theirs, torch.tensor(ours), group=self._group))
-        self._count_sent([1] * self.ranks, np.int64)
-        return theirs.tolist()
+    def _swapped(self, numbers: np.ndarray) -> np.ndarray:
+        """Give each rank its row of int64 (ranks, n); return those from each."""
+        theirs = np.empty_like(numbers)
+        ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
+        self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
+        self._count(numbers)
+        self.rounds += 1
+        return theirs
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
         """Give all ranks an array; return that of each: see `Transport.gather`."""
-        ours = torch.from_numpy(np.ascontiguousarray(facts))
-        theirs = torch.empty((self.ranks * len(ours), *ours.shape[1:]), dtype=ours.dtype)
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # until 2.13
-        self._do(lambda: getattr(dist, name)(theirs, ours, group=self._group))
-        self._count_sent([ours.numel()] * self.ranks, facts.dtype)
-        return [part.numpy() for part in theirs.split(len(ours))]
+        bits = facts.view(np.int64)
+        return list(self._swapped(np.tile(bits, (self.ranks, 1))).view(facts.dtype))  # faster than an all-gather
 
     def leave(self) -> None:
         """Carry no more, and close the connections: see `Transport.leave`."""
@@ -89,16 +106,21 @@ class Ranks:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _count_sent(self, elements: Sequence[int], dtype: Any) -> None:
-        self.rounds += 1
-        self.sent += (sum(elements) - elements[self.rank]) * np.dtype(dtype).itemsize
+    def _of_others(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return [part for rank, part in enumerate(parts) if rank != self.rank]
+
+    def _count(self, parts: Iterable[np.ndarray]) -> None:
+        self.sent += sum(part.nbytes for part in self._of_others(parts))
 
     def _do(self, operation: Callable[[], Any]) -> Any:
         """Do a part of a collective operation. One that failed leaves the group of no more use."""
         if self._lost is not None:
             raise self._lost
+        began = time.perf_counter()
         try:
-            return operation()
+            done = operation()
+            self.waited_s += time.perf_counter() - began
+            return done
         except RuntimeError as error:
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
             self._lost = WorkerLostError(

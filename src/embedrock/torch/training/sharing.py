@@ -135,7 +135,7 @@ class Crew:
     def ahead(self) -> Ranks:
         """What carries ids of batches to come. All ranks ask for it first at the same time."""
         if self._ahead is None:
-            self._ahead = Ranks(self._group)
+            self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
     def join(self, sharing: Sharing) -> None:

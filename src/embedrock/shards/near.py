@@ -1,0 +1,67 @@
+"""`NearRanks`: messages between ranks of one machine, left in memory that the others read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from embedrock.machine.segments import Segment, Window
+from embedrock.shards.messages import WORD, pack_all
+
+Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
+NOTE = 2  # int64: where a message begins in its segment, and how many bytes it has
+
+
+class NearRanks:
+    """Ranks of one machine, each of which leaves its messages where the others read them.
+
+    A rank has two segments, that take turns. Messages are read before the next ones are carried, so that a rank may
+    write to a segment again once the message after that in it was carried.
+
+    Args:
+        rank: of this process.
+        segments: its own.
+        windows: on those of each rank.
+    """
+
+    def __init__(self, rank: int, segments: Sequence[Segment], windows: Sequence[Sequence[Window]]) -> None:
+        self._rank, self._segments, self._windows, self._turn = rank, segments, windows, 0
+
+    @staticmethod
+    def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
+        """Return them if all ranks of a group see each other's memory; None on all if one does not."""
+        if ranks == 1:
+            return None
+        try:
+            segments = [Segment(), Segment()]
+            told = np.concatenate([[*segment.address, *segment.token] for segment in segments])
+        except (OSError, MemoryError):
+            segments, told = [], np.zeros(8, np.int64)
+        theirs = [told.reshape(2, 4) for told in gather(told.astype(np.int64))]
+        try:
+            windows = [[Window((int(one[0]), int(one[1])), one[2:]) for one in each] for each in theirs]
+        except (OSError, MemoryError):
+            windows = []
+        sees_all = bool(segments and windows)
+        if not all(one[0] for one in gather(np.array([sees_all], np.int64))):
+            return None
+        return NearRanks(rank, segments, windows)
+
+    def room(self, words: int) -> np.ndarray:
+        """Return memory for this rank's next messages, int32 (words,)."""
+        return self._segments[self._turn].take(4 * words).view(WORD)
+
+    def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
+        """Leave this rank's messages to the others; return the note for each: int64 (ranks, 2)."""
+        segment = self._segments[self._turn]
+        if not all(segment.has(message) for message in messages):
+            messages = pack_all([[message.copy()] for message in messages], self.room)
+        self._turn = 1 - self._turn
+        return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
+
+    def read(self, notes: np.ndarray) -> list[np.ndarray]:
+        """Return the message from each rank, by its note: int32 (words,). They stay until the next are carried."""
+        turn = 1 - self._turn
+        found = zip(self._windows, notes.tolist(), strict=True)
+        return [windows[turn].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
