@@ -115,7 +115,8 @@ class Table(Growing):
             IdTypeError: ids are not integers.
         """
         checked = self._checked_ids(ids)
-        checks.check_out(out, (*checked.shape, self.dim), self.subject)
+        if out is not None:
+            checks.check_out(out, (*checked.shape, self.dim), self.subject)
         return self._checked_rows().look_up(checked, out)
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
