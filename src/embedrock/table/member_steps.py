@@ -234,7 +234,7 @@ class _Election:
         self.due.rows.note(self.ready.ballot, self.ready.left)
 
     def tell(self) -> None:
-        """Tell who wants to know of them which rows have left."""
+        """Let those who want to know of them hear which rows have left."""
         if self.due.rows.residents is not None:
             self.due.rows.residents.tell()
 
