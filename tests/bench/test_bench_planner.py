@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import embedrock as er
 from embedrock.bench.cli import main
 from embedrock.bench.harness.targets import judge
 from embedrock.bench.planner import benches
-from embedrock.bench.planner.benches import TARGETS, compared, numbers
+from embedrock.bench.planner.benches import TARGETS, at_pace, compared, numbers
 from embedrock.bench.planner.contender import Trainer
 from embedrock.bench.planner.settings import Setting, drawn
 from embedrock.bench.planner.splits import split_over_best
@@ -37,13 +38,13 @@ def test_settings_are_those_of_their_seed_and_go_over_the_whole_range():
 
 
 def test_what_a_setting_is_compared_with():
-    found = {"step_s": 1.0, "misses": 0.0, "peak_bytes": 1 << 28, "pace_s": 2 * EXAMPLE.pace_s}
-    told = er.plan(SMALL.demands(), SMALL.batch, steps=SMALL.steps, machine=EXAMPLE)
-    line = compared(SMALL, found, EXAMPLE)
+    found = {"step_s": 1.0, "misses": 0.0, "peak_bytes": 1 << 28}
+    told = er.plan(SMALL.demands(), SMALL.batch, steps=SMALL.middle, machine=EXAMPLE)
+    line = compared(told, found)
     assert line["told_step_s"] == told.alone_s
     assert line["step_off"] == told.alone_s - 1
     waiting = sum(one.seconds["disk_read"] for one in told.tables)
-    assert line["paced_off"] == pytest.approx(2 * told.alone_s - waiting - 1)
+    assert at_pace({**line, **found}, 2.0) == pytest.approx(2 * told.alone_s - waiting - 1)
     assert line["misses_off"] is None
     assert line["peak_off"] == told.peak_then / (1 << 28) - 1
 
@@ -61,14 +62,36 @@ def test_targets():
 
 def test_numbers_of_settings():
     assert numbers("3,21") == (3, 21)
-    with pytest.raises(SystemExit):
-        main(["plan", "--settings", "0"])
+    assert numbers("1-3,20-21") == (1, 2, 3, 20, 21)
+    for wrong in ("0", "3-1", "20-22", "a", "1-2-3"):
+        with pytest.raises(SystemExit):
+            main(["plan", "--settings", wrong])
+
+
+def test_runs_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    line = {"status": "ok", "slower": 1.0, **SMALL.to_json(), "step_s": 1.0, "told_step_s": 1.1, "misses": 9.0}
+    line |= {"peak_bytes": 1 << 28, "others": 0.0, "told_waiting_s": 0.0, "paced_off": 0.1, "peak_off": 0.05}
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, names in zip(files, (["12"], ["2", "3"]), strict=True):
+        lines = [{**line, "name": name, "step_off": 0.1 * int(name), "misses_off": 0.0} for name in names]
+        path.write_text(json.dumps({"results": lines}))
+    monkeypatch.setattr(benches, "split_over_best", lambda seed: 1.5)
+    found = tmp_path / "all.json"
+    assert main(["plan", "--settings", "21", "--join", *map(str, files), "--json", str(found)]) == 0
+    assert [one["name"] for one in json.loads(found.read_text())["results"]] == ["2", "3", "12", "split"]
+    shown = capsys.readouterr().out
+    assert re.search(r"step: median error +30 % +at most 10 % +NOT reached", shown)
+    assert re.search(r"over the best of 200 +1.5 x +at most 1.02 x +NOT reached", shown)
+    files[0].write_text("[]")
+    with pytest.raises(er.ArgumentError, match=r"--join takes what .* wrote: '.*a\.json' cannot be read"):
+        main(["plan", "--settings", "21", "--join", str(files[0])])
 
 
 def test_misses_of_tables_are_those_that_a_plan_tells(tmp_path: Path):
     setting = replace(SMALL, steps=60, together=1)
     found = Trainer(setting, tmp_path, seed=3).run()
-    assert abs(compared(setting, found, EXAMPLE)["misses_off"]) < 0.1
+    told = er.plan(setting.demands(), setting.batch, steps=setting.middle, machine=EXAMPLE)
+    assert abs(compared(told, found)["misses_off"]) < 0.06
     assert found["misses"] > found["reads"] > 0 < found["spilled"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -15,8 +17,9 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.cli import watching
 from embedrock.cli.main import main
-from embedrock.cli.watching import best_split, changes, page
+from embedrock.cli.watching import best_split, changes, now, page
 from embedrock.process.spans import span
 from embedrock.table import numbers
 from embedrock.table.numbers import (
@@ -196,7 +199,7 @@ def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "script" not in read.tags
     assert read.tags.count("svg") == read.tags.count("polyline") == 5  # steps, hits, reads, disk; commits
     assert "u&v.rock" in read.text
-    assert "share of the time: disk: 0.5 at the end" in read.text
+    assert "share of the time: disk: 50.0% at the end" in read.text
     assert "prefers-color-scheme: dark" in read.text
 
 
@@ -210,7 +213,7 @@ def told(tmp_path: Path) -> Path:
     flat = [[point[0], 10.0 - point[0] / (1 << 22), 0.0] for point in CURVE]
     with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
         ring = Ring(group)
-        members = [{"name": "table 'a<b'", "rows": 1234, "steps": 5}]
+        members = [{"name": "table 'a<b'", "rows": 1234, "steps": 5, "curve": [[1 << 20, 30.0], [4 << 20, 12.0]]}]
         pools = [POOL, {**POOL, "curve": flat, "missed": 9.5}]
         ring.add(
             {"time": time.time(), "steps": 5, "committed": 1.0}, {"kind": "group", "pools": pools, "members": members}
@@ -225,14 +228,54 @@ def test_a_curve_says_where_one_is(told: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"  >    2.0 MiB {'#' * 15}{' ' * 15} 20 you are here\n" in shown
     assert f"       4.0 MiB {'#' * 4} " in shown
     assert "best split of the memory over pools: 2.0 MiB, 2.0 MiB" in shown
-    assert "members: table 'a<b' 1,234 rows 5 steps" in shown
+    assert "  table 'a<b'  1,234      5               30       12\n" in shown
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
     read = Page()
     read.feed((tmp_path / "r.html").read_text())
     assert not read.fetched
     assert read.tags.count("circle") == 2
     assert "you are here: 2.0 MiB, 20 of 100 rows" in read.text
-    assert "table 'a<b'1,2345" in read.text
+    assert "table 'a<b'1,23453012" in read.text
+
+
+def test_plots_lie_within_their_boxes(told: Path, kept: er.Table):
+    shown = page([History.read(path) for path in (told, Path(f"{kept.path}.stats"))])
+    boxes = re.findall(r'<svg viewBox="0 0 500 120".*?</svg>', shown)
+    assert len(boxes) == shown.count("<svg") > 5
+    for box in boxes:
+        points = [point.split(",") for line in re.findall(r'points="([^"]*)"', box) for point in line.split(" ")]
+        points += re.findall(r'cx="([^"]*)" cy="([^"]*)"', box)
+        xs, ys = np.array(points, float).T
+        assert (xs >= 0).all() & (xs <= 500).all() & (ys >= 0).all() & (ys <= 120).all()
+    assert not re.search(r"https?:|url\(|@import|nan|inf\b", shown)
+
+
+def test_a_group_of_very_many_tables_keeps_their_names_at_least(tmp_path: Path):
+    with er.Group(path=tmp_path / "g.rock", memory="4MiB") as group:
+        ring = Ring(group)
+        curve = [[1 << 20, 1.5]] * 9
+        ring.add({}, {"members": [{"name": f"t{k}", "curve": curve} for k in range(600)]})
+    members = History.read(ring.path).told["members"]
+    assert members[-1] == {"name": "t599", "curve": []}
+
+
+def test_top_by_rich_shows_what_it_shows_without(told: Path):
+    rich = pytest.importorskip("rich.console")
+    lines = [line for line in [now(History.read(told))] if line]
+    console = rich.Console(width=200, record=True, file=io.StringIO())
+    console.print(watching._pretty(lines))
+    shown = console.export_text()
+    assert "you are here" in shown
+    assert "table 'a<b'" in shown
+    assert all(field.head in shown for field in watching.FIELDS)
+
+
+def test_top_without_rich(told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        watching.watch(lambda: [line for line in [now(History.read(told))] if line], 1.0)
+    assert capsys.readouterr().out.startswith(watching.CLEAR + "table")
 
 
 def test_the_best_split_takes_from_who_gains_less():

@@ -10,13 +10,32 @@ import pytest
 
 from embedrock.cli import machines as command
 from embedrock.cli.main import main
+from embedrock.machine.readers import THREADS
+from embedrock.machine.vfs import DIRECT_BYTES
 from embedrock.planner import machine as machines
-from embedrock.planner.cost import NO_DISK, READING, SPILLING, TERMS, Disk, Taken, Work, fit, seconds_of, terms
-from embedrock.planner.machine import Machine, MachineFileError, load, save
+from embedrock.planner.cost import (
+    NO_DISK,
+    READING,
+    SPILLING,
+    TERMS,
+    WARM_BYTES,
+    Disk,
+    Taken,
+    Work,
+    fit,
+    seconds_of,
+    terms,
+)
+from embedrock.planner.machine import Gpu, Machine, MachineFileError, load, save
+from embedrock.planner.sharing import Network
+from embedrock.store.reading import GAP
 
 DISK = Disk((1, 100), (1e-4, 1e-3), 1e9, 1e9)
 CONSTANTS = {name: 10.0 ** -(3 + number % 5) for number, name in enumerate(TERMS)} | {"disk_read": 1.2}
-MACHINE = Machine(1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS, 3e-4)
+GPU, NETWORK = Gpu("H1", 80 << 30, 2e12, 1e9, 5e10, 4e10), Network(2e-5, 1e9, "gloo")
+MACHINE = Machine(
+    1.0, 0.5, 2, 1 << 30, 1 << 27, 1e10, {64: 1e8}, {1: 1.0, 2: 1.5}, "/data", DISK, CONSTANTS, (GPU,), NETWORK
+)
 
 
 def works() -> list[Work]:
@@ -25,8 +44,12 @@ def works() -> list[Work]:
     for k in range(120):
         n, dim, on_disk = int(random.integers(512, 65_536)), int(random.integers(4, 256)), k % 4 > 0
         u, nbytes = n * random.random(), 1e7 * 10 ** (random.random() * (k % 4))
-        new, reads, spilled = u * np.sort(random.random(3))[::-1] * (k % 5 > 0, on_disk and k % 3 > 0, on_disk)
-        made.append(Work(n, u, dim, 12 * dim, new * random.random(), on_disk, reads, spilled, nbytes))
+        new, reads, spilled = (
+            u * np.sort(random.random(3))[::-1] * (k % 5 > 0, on_disk and k % 3 > 0, on_disk and k % 7 > 0)
+        )
+        tables, grown = int(random.integers(1, 30)), float(new * random.random() * 4096)
+        work = Work(n, u, dim, 12 * dim, new * random.random(), on_disk, reads, spilled, nbytes, grown, tables)
+        made.append(work._replace(batch_bytes=tables * n * dim * 4.0))
     return made
 
 
@@ -51,20 +74,28 @@ def test_terms_of_a_step():
     work = Work(100, 60, 8, 96)
     told = terms(work, NO_DISK)
     assert {name: amount for name, amount in told.items() if amount} == {
-        "call": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760}  # fmt: skip
-    on_disk = terms(work._replace(on_disk=True, reads=100, new=20, spilled=30, file_bytes=1e12), DISK)
-    wanted = "disk_call", "miss", "spill", "spill_byte", "grown_byte", "disk_read"
+        "first": 1, "position": 100, "position_byte": 3200, "row": 60, "row_byte": 5760}  # fmt: skip
+    on_disk = terms(work._replace(on_disk=True, reads=100, new=20, spilled=30, file_bytes=1e12, tables=4), DISK)
+    wanted = "first", "next", "first_disk", "next_disk", "come", "leave", "moved_byte", "spill_byte", "disk_read"
     assert {name: on_disk[name] for name in wanted} == {
-        "disk_call": 1, "miss": 120, "spill": 30, "spill_byte": 2880, "grown_byte": 90 * 96,
-        "disk_read": pytest.approx(1e-3, rel=1e-3)}  # fmt: skip
+        "first": 0.25, "next": 0.75, "first_disk": 0.25, "next_disk": 0.75, "come": 120, "leave": 30,
+        "moved_byte": 130 * 96, "spill_byte": 2880, "disk_read": pytest.approx(1e-3, rel=1e-3)}  # fmt: skip
     small = terms(work._replace(on_disk=True, reads=100, file_bytes=1e7), DISK)
     assert small["disk_read"] == 0 < small["cached_request"] < 100  # in the page cache
+    assert small["reader"] == THREADS
+    between = terms(work._replace(on_disk=True, reads=100, file_bytes=float(DIRECT_BYTES)), DISK)
+    assert 0 < between["disk_read"] < on_disk["disk_read"]  # as a log that has just grown to that
+
+
+def test_values_that_the_processors_cache_does_not_hold():
+    work = Work(1 << 14, 10, 64, 768, batch_bytes=4.0 * WARM_BYTES)
+    assert terms(work, NO_DISK)["cold_byte"] == 0.75 * terms(work, NO_DISK)["position_byte"]
 
 
 def test_records_close_to_each_other_are_one_request():
     far, close = (Work(1, 1, 8, 96, on_disk=True, reads=1000, file_bytes=size) for size in (1e12, 5e7))
-    assert far.requests == pytest.approx(1000, rel=1e-3)
-    assert 700 < close.requests < 730  # of 1000 gaps of 50 KB on average, those of more than 16 KiB
+    assert far.requests(GAP) == pytest.approx(1000, rel=1e-3)
+    assert 700 < close.requests(GAP) < 730  # of 1000 gaps of 50 KB on average, those of more than 16 KiB
     assert close.bytes_read > far.bytes_read * 0.7
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import embedrock as er
 from embedrock.cli.main import main
 from embedrock.planner import machine as machines
 from embedrock.planner.demand import curve_of, in_groups, lasting, memories, read_demands
-from embedrock.planner.machine import EXAMPLE
+from embedrock.planner.machine import EXAMPLE, Gpu
 from embedrock.planner.proposal import UNIT
+from embedrock.planner.sharing import Network
 from embedrock.planner.split import Option, split, worthwhile
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
 from embedrock.store.manifest import PART_BITS
@@ -124,8 +126,54 @@ def test_a_log_tells_what_is_missed():
 
 def test_of_several_workers_each_has_a_part():
     alone, one = (er.plan({"t": {"rows": 10**6}}, 64, workers=n, **PLAIN).tables[0] for n in (1, 4))
-    assert one.demand.spec.rows == 250_000
+    assert one.demand.spec.rows == 250_833  # the largest part: a hash is even but for chance
     assert one.ram_bytes < alone.ram_bytes / 3
+
+
+def test_of_workers_each_misses_its_part_of_what_all_ask_for():
+    tables: dict[str, Any] = {"t": {"rows": 200_000, "dim": 16, "zipf": 1.0, "memory": "2MiB"}}
+    alone = er.plan(tables, 4 * 512, steps=60, machine=EXAMPLE).tables[0]
+    part = {"t": tables["t"] | {"memory": "512KiB"}}
+    found = er.plan(part, 512, workers=4, steps=60, machine=EXAMPLE)
+    (one,) = found.tables
+    assert one.rows_used == pytest.approx(alone.rows_used / 4, rel=0.01)  # of rows that are its own
+    assert one.misses == pytest.approx(alone.misses / 4, rel=0.1)
+    asked = expected_misses(200_000, 1.0, 512, 0) * 3 / 4
+    assert found.sent_bytes == pytest.approx(asked * (8 + 64 + 8 + 64))
+    assert one.seconds["exchange"] > 0 == sum("exchange" in one.seconds for one in [alone])
+    assert 't = ert.Embedding(200000, 16, sharded=True, path="t.rock", memory="' in found.code
+    with pytest.raises(er.ArgumentError, match=r"table 'a' of er\.plan is in group 'g', and workers share tables"):
+        er.plan({"a": {"rows": 100, "group": "g"}}, 8, workers=2, **PLAIN)
+
+
+def test_a_network_that_was_measured_tells_what_workers_take():
+    measured = replace(EXAMPLE, network=Network(1e-3, 1e6, "gloo"))
+    slow, usual = (er.plan({"t": {"rows": 1000}}, 64, workers=2, machine=one) for one in (measured, EXAMPLE))
+    assert slow.tables[0].seconds["exchange"] == pytest.approx(6e-3 + slow.sent_bytes / 1e6)
+    assert slow.step_s > usual.step_s
+    assert slow.bound == "talking to other workers"
+
+
+def test_gpu_memory_goes_where_it_saves_most_of_the_bus():
+    tables: dict[str, Any] = {"hot": {"rows": 100_000, "zipf": 1.2}, "even": {"rows": 100_000, "zipf": 0.0}}
+    none, some, all_there = (
+        er.plan(tables, 4096, device_memory=size, machine=EXAMPLE) for size in ("4KiB", "20MiB", "1GiB")
+    )
+    assert [one.near.placement.mode for one in none.tables if one.near] == ["host", "host"]
+    hot, even = (one.near for one in some.tables)
+    assert hot is not None
+    assert even is not None
+    assert hot.placement.mode == "cached"
+    assert hot.placement.bytes > even.placement.bytes
+    assert hot.placement.bytes + even.placement.bytes <= 20 << 20
+    assert hot.bus_bytes < none.tables[0].rows_used * 768 * 2 / 4
+    assert [one.near.misses for one in all_there.tables if one.near] == [0.0, 0.0]
+    assert 'device_memory="' in some.code
+    assert some.bus_s is None
+    measured = replace(EXAMPLE, gpus=(Gpu("G", 1 << 34, 1e12, 1e9, 1e10, 1e10),))
+    told = er.plan(tables, 4096, device_memory="20MiB", machine=measured)
+    assert told.bus_s == pytest.approx((hot.bus_bytes + even.bus_bytes) / 2 / 1e10 * 2)
+    json.dumps(told.to_json())
 
 
 def test_nothing_fits():
@@ -389,7 +437,7 @@ def test_groups_that_cannot_be(own: dict[str, Any], told: str):
 
 
 def test_smaller_records_are_told_with_their_step():
-    plain: dict[str, Any] = {"memory": "230MiB", "machine": EXAMPLE, "batch_size": 1024}
+    plain: dict[str, Any] = {"memory": "226MiB", "machine": EXAMPLE, "batch_size": 1024}
     found = er.plan(TABLES, **plain)
     half, lean = found.smaller
     assert (half.change, half.record_bytes) == ('dtype="bfloat16"', (320, 384))

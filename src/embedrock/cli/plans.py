@@ -38,6 +38,7 @@ BATCH_SIZE = 4096
 MORE = (
     "batch_size",
     "memory",
+    "device_memory",
     "disk",
     "zipf",
     "dense_ms",
@@ -59,6 +60,13 @@ FIELDS = (
     Field("read", "reads", format_whole),
     Field("ms", lambda one: sum(one["seconds"].values()) * 1e3, format_number),
 )
+NEAR_FIELDS = (
+    Field("on the GPU", lambda one: one["near"] and OF_MODE[one["near"]["placement"]["mode"]]),
+    Field("rows there", lambda one: one["near"] and one["near"]["placement"]["near_rows"], format_whole),
+    Field("GPU memory", lambda one: one["near"] and one["near"]["placement"]["bytes"], format_bytes),
+    Field("bus", lambda one: one["near"] and one["near"]["bus_bytes"], format_bytes),
+)
+OF_MODE = {"device": "all", "cached": "a cache", "host": "none"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -77,6 +85,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--zipf", type=number, metavar="X", help=zipf)
     parser.add_argument("--batch-size", type=count, metavar="N", help=f"samples (default: {BATCH_SIZE})")
     parser.add_argument("--memory", type=size, metavar="SIZE", help="RAM of the process (default: all that it may use)")
+    near = "of a GPU, for rows of tables in RAM (default: none is told)"
+    parser.add_argument("--device-memory", type=size, metavar="SIZE", help=near)
     parser.add_argument("--disk", type=size, metavar="SIZE", help="for files (default: no limit)")
     parser.add_argument("--dense-ms", type=number, metavar="MS", help="of the rest of the model (default: 0)")
     parser.add_argument("--workers", type=count, metavar="N", help="that share each table by id (default: 1)")
@@ -106,6 +116,7 @@ def _run(arguments: Namespace) -> int:
 
 def _text(found: Proposal) -> str:
     told = found.to_json()
+    fields = FIELDS if all(one.near is None for one in found.tables) else (*FIELDS, *NEAR_FIELDS)
     facts = {
         "a step": f"{format_number(found.step_s * 1e3)} ms",
         "bound by": found.bound,
@@ -115,7 +126,13 @@ def _text(found: Proposal) -> str:
     }
     if found.smaller:
         facts["smaller rows"] = "; ".join(map(str, found.smaller)) + ". Results change: try them"
-    return f"{format_lines(FIELDS, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
+    if found.workers > 1:
+        facts["workers"] = (
+            f"{found.workers}, of which this is one; it sends others {format_bytes(found.sent_bytes)} a step"
+        )
+    if found.bus_s is not None:
+        facts["bus"] = f"{format_number(found.bus_s * 1e3)} ms a step to the GPU and back, beside the rest"
+    return f"{format_lines(fields, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -146,7 +163,7 @@ def _of_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in told:
         if name not in MORE:
             raise ArgumentError(f"{str(path)!r} has {name!r}: besides tables it may have {', '.join(MORE)}.")
-    for limit in ("memory", "disk"):
+    for limit in ("memory", "device_memory", "disk"):
         if limit in told:
             told[limit] = parse_bytes(told[limit], limit)
     return tables, told

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.planner.split import Option, split
 from embedrock.table.numbers import COUNTS, PHASES, TIMED, History, files_in, runtime_folder
 from embedrock.terminal.arguments import number, place, writable_file
-from embedrock.terminal.tables import Field, format_count, format_lines, format_number, format_whole
+from embedrock.terminal.tables import Field, format_count, format_lines, format_number, format_table, format_whole
 
 STALE_S = 10.0  # since the last sample, after which no process seems to train
 CLEAR = "\x1b[H\x1b[J"
@@ -86,9 +86,41 @@ def _top(arguments: Namespace) -> int:
     if arguments.json or arguments.once or not sys.stdout.isatty():
         print(json.dumps({"tables": lines}, indent=1) if arguments.json else _text(lines))
         return 0
-    while True:
-        print(CLEAR + _text(_lines(arguments.folder)), flush=True)
-        time.sleep(max(arguments.every, 0.1))
+    watch(lambda: _lines(arguments.folder), max(arguments.every, 0.1))
+    return 0
+
+
+def watch(lines: Callable[[], Sequence[dict[str, Any]]], every: float) -> None:
+    """Show what tables do on a terminal again and again until somebody ends it: by rich, where it is installed."""
+    try:
+        from rich.live import Live
+    except ImportError:
+        while True:
+            print(CLEAR + _text(lines()), flush=True)
+            time.sleep(every)
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_pretty(lines()), refresh=True)
+            time.sleep(every)
+
+
+def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
+    """Return what `_text` tells as rich shows it: with colors, and a table as wide as the terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold")
+    for field in FIELDS:
+        table.add_column(Text(field.head), justify="left" if field is FIELDS[0] else "right")
+    for one in lines:
+        style = "" if one["is_live"] else "dim"
+        table.add_row(*(Text(field.cell(one), style) for field in FIELDS))
+    details = Text("\n".join(["", *_details(lines)]), no_wrap=True)
+    details.highlight_regex(r"(?m)^  >.*$", "bold green")
+    details.highlight_regex(r"(?m)^\S.*, of the time:", "bold")
+    details.highlight_regex(r"no sample for .*\?", "yellow")
+    return Group(table, details)
 
 
 def _publish(arguments: Namespace) -> int:
@@ -155,17 +187,20 @@ def changes(samples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _text(lines: Sequence[dict[str, Any]]) -> str:
-    parts = [format_lines(FIELDS, lines), ""]
+    return "\n".join([format_lines(FIELDS, lines), "", *_details(lines)])
+
+
+def _details(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines below the table: where the time goes, curves and members."""
+    parts = []
     for one in lines:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in one["shares"].items() if share >= 0.005)
         state = "" if one["is_live"] else f" (no sample for {one['age_s']:.0f} s: does process {one['pid']} run?)"
         parts.append(f"{one['table']}, of the time: {shares or 'nothing'}{state}")
         parts += [line for number, pool in enumerate(one["pools"]) for line in _bars(one, number, pool)]
         parts += _of_split(one)
-        if one["members"]:
-            parts.append("  members: " + "; ".join(map(_of_member, one["members"])))
-    parts.append("Phases are those of all tables of the process; some run beside others.")
-    return "\n".join(parts)
+        parts += _of_members(one["members"])
+    return [*parts, "Phases are those of all tables of the process; some run beside others."]
 
 
 def _bars(line: dict[str, Any], number: int, pool: dict[str, Any]) -> list[str]:
@@ -190,8 +225,30 @@ def _here(pool: dict[str, Any]) -> int:
     return min(range(len(pool["curve"])), key=lambda at: abs(pool["curve"][at][0] - pool["budget_bytes"]))
 
 
-def _of_member(member: dict[str, Any]) -> str:
-    return f"{member['name']} {format_count(member['rows'], 'row')} {format_count(member['steps'], 'step')}"
+def _of_members(members: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the members of a group for each pool, by the ``memory=`` that its caches have."""
+    lines = []
+    for head, rows in member_tables(members):
+        lines += ["", *(f"  {line}" for line in format_table(head, rows).splitlines())]
+    return lines
+
+
+def member_tables(members: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
+    """Return the members of a group, those of a pool together: what stands above, and a row of cells for each.
+
+    After its rows with records and its steps come the rows a step that are missed of it, by ``memory=`` of its pool.
+    """
+    tables: dict[tuple[float, ...], list[list[str]]] = {}
+    for one in members:
+        curve = one.get("curve") or []
+        cells = [one["name"], format_whole(one["rows"]), format_whole(one["steps"])]
+        sizes = tuple(nbytes for nbytes, _ in curve)
+        tables.setdefault(sizes, []).append([*cells, *(format_number(missed) for _, missed in curve)])
+    return [(["member", "rows", "steps", *_missed_heads(sizes)], rows) for sizes, rows in tables.items()]
+
+
+def _missed_heads(sizes: Sequence[float]) -> list[str]:
+    return [f"{'missed: ' if at == 0 else ''}{format_bytes(nbytes)}" for at, nbytes in enumerate(sizes)]
 
 
 def _of_split(line: dict[str, Any]) -> list[str]:
@@ -213,28 +270,39 @@ def _report(arguments: Namespace) -> int:
     return 0
 
 
+HEAD = (
+    "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    "<title>Embedrock</title>"
+)
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --back: #fff; --line: #ccc; --plot: #0b63b5 }
 @media (prefers-color-scheme: dark) { :root { --ink: #ddd; --back: #16181b; --line: #444; --plot: #6db3f2 } }
 body { font: 15px/1.4 system-ui, sans-serif; color: var(--ink); background: var(--back) }
-body { max-width: 70em; margin: 2em auto }
+body { max-width: 70em; margin: 2em auto; padding: 0 1em } h1 { overflow-wrap: anywhere }
 figure { display: inline-block; margin: 0 1em 1em 0 } figcaption { font-size: 13px }
-svg { border: 1px solid var(--line); width: 32em; height: 9em } polyline { fill: none; stroke: var(--plot) }
-circle { fill: var(--plot) } figure { max-width: 32em }
+svg { border: 1px solid var(--line); width: 32em; max-width: 100%; height: 9em }
+polyline { fill: none; stroke: var(--plot) }
+circle { fill: var(--plot) } .wide { overflow-x: auto; margin-bottom: 1em }
+figure { max-width: min(32em, 100%); overflow-wrap: anywhere }
 td, th { padding: 0 1em 0 0; text-align: right } th:first-child, td:first-child { text-align: left }
 """
 PLOTS = (
-    ("steps_per_s", "steps a second"),
-    ("hit_rate", "hits in the cache, of all rows asked for"),
-    ("reads_per_s", "rows read from disk, a second"),
-    *((name, f"share of the time: {name}") for name in PHASES),
+    Field("steps a second", "steps_per_s", format_number),
+    Field("hits in the cache, of all rows asked for", "hit_rate", "{:.1%}".format),
+    Field("rows read from disk, a second", "reads_per_s", format_number),
+    *(Field(f"share of the time: {name}", name, "{:.1%}".format) for name in PHASES),
 )
-SIZES = (("ram_bytes", "RAM"), ("disk_bytes", "files"), ("commit", "commits"), ("rows", "rows with records"))
+SIZES = (
+    Field("RAM", "ram_bytes", format_bytes),
+    Field("files", "disk_bytes", format_bytes),
+    Field("commits", "commit", format_whole),
+    Field("rows with records", "rows", format_whole),
+)
 
 
 def page(histories: Sequence[History]) -> str:
     """Return one HTML page, which needs nothing else, of what tables did."""
-    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Embedrock</title><style>{STYLE}</style><body>"]
+    parts = [f"{HEAD}<style>{STYLE}</style><body>"]
     for history in histories:
         line, change, samples = now(history), changes(history.samples), history.samples
         name = html.escape(str(history.told["table"]))
@@ -242,12 +310,9 @@ def page(histories: Sequence[History]) -> str:
         if line is None:
             parts.append("<p>No samples yet.</p>")
             continue
-        cells = [(field.head, field.cell(line)) for field in FIELDS[1:]]
-        heads = "".join(f"<th>{html.escape(head)}</th>" for head, _ in cells)
-        values = "".join(f"<td>{html.escape(value)}</td>" for _, value in cells)
-        parts.append(f"<table><tr>{heads}</tr><tr>{values}</tr></table>")
-        plots = [(text, change["time"], change[key]) for key, text in PLOTS]
-        plots += [(text, samples["time"], samples[key]) for key, text in SIZES]
+        parts.append(_table([field.head for field in FIELDS[1:]], [[field.cell(line) for field in FIELDS[1:]]]))
+        plots = [(field, change["time"], change[str(field.value)]) for field in PLOTS]
+        plots += [(field, samples["time"], samples[str(field.value)]) for field in SIZES]
         parts += [_plot(*one) for one in plots if np.nanmax(np.append(one[2], 0.0)) > 0]
         parts += [_curve(line, number, pool) for number, pool in enumerate(line["pools"]) if pool.get("curve")]
         parts += [f"<p>{html.escape(text.strip())}</p>" for text in _of_split(line)]
@@ -255,13 +320,14 @@ def page(histories: Sequence[History]) -> str:
     return "\n".join([*parts, "</body></html>"])
 
 
-def _plot(text: str, times: np.ndarray, values: np.ndarray) -> str:
+def _plot(field: Field, times: np.ndarray, values: np.ndarray) -> str:
     there = np.isfinite(values)
     times, values = times[there], values[there]
     chosen = np.unique(np.linspace(0, len(times) - 1, POINTS).astype(int))
     span, most = max(times[-1] - times[0], 1e-9), values.max()
     points = " ".join(f"{500 * (times[k] - times[0]) / span:.1f},{118 - 116 * values[k] / most:.1f}" for k in chosen)
-    label = f"{text}: {format_number(float(values[-1]))} at the end, {format_number(float(most))} at most, {span:.0f} s"
+    end, top = (field.form(float(value)) for value in (values[-1], most))
+    label = f"{field.head}: {end} at the end, {top} at most, {span:.0f} s"
     shown = html.escape(label)
     return (
         f'<figure><svg viewBox="0 0 500 120" preserveAspectRatio="none" role="img" aria-label="{shown}">'
@@ -291,8 +357,10 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
 def _members(members: Sequence[dict[str, Any]]) -> str:
     if not members:
         return ""
-    rows = "".join(
-        f"<tr><td>{html.escape(one['name'])}</td><td>{one['rows']:,}</td><td>{one['steps']:,}</td></tr>"
-        for one in members
-    )
-    return f"<table><tr><th>member</th><th>rows with records</th><th>steps</th></tr>{rows}</table>"
+    return "\n".join(_table(head, rows) for head, rows in member_tables(members))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [[f"<th>{html.escape(cell)}</th>" for cell in head]]
+    cells += [[f"<td>{html.escape(cell)}</td>" for cell in row] for row in rows]
+    return "<div class=wide><table>" + "".join(f"<tr>{''.join(row)}</tr>" for row in cells) + "</table></div>"

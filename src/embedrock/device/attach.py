@@ -6,12 +6,10 @@ import warnings
 
 import torch
 
-from embedrock.device import placement
 from embedrock.device.direct import DirectSide
 from embedrock.device.faults import in_use
 from embedrock.device.hosted import HostedSide
 from embedrock.device.pinned import PinningError, warn_of
-from embedrock.device.placement import slot_bytes
 from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
@@ -21,6 +19,8 @@ from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
+from embedrock.tiers import device_placing
+from embedrock.tiers.device_placing import slot_bytes
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.side import PlacementWarning
 
@@ -66,11 +66,11 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
 
 def _made(table: Table, device: torch.device) -> DeviceSide | None:
     given = table.device_memory
-    budget = _free_bytes(device) // placement.FREE_SHARE if given is None else _bytes_of(given, device)
+    budget = _free_bytes(device) // device_placing.FREE_SHARE if given is None else _bytes_of(given, device)
     rows = rows_of(table)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
     if tier is not None:
-        chosen = placement.choose(table.spec, budget)
+        chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
             _warn_of_little_ram(table)
         return DirectSide(rows, tier, device, chosen)
@@ -119,7 +119,7 @@ def _may_be_planned_there(spec: Spec, budget: int) -> bool:
     if drawn_by(spec.init) is None or spec.rows is None or spec.table_bytes is None or spec.rows > MAX_ROWS:
         return False
     # Pinned RAM is taken for all rows at once.
-    return placement.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
+    return device_placing.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
 
 
 def _bytes_of(size: int | str, device: torch.device) -> int:

@@ -15,7 +15,6 @@ from embedrock.device import joint
 from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
 from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
-from embedrock.device.placement import DevicePlacement
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.kernels.gpu import cache, rows
@@ -25,6 +24,7 @@ from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
 from embedrock.table.rows import Rows
+from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.memory import Memory, take_ram
 from embedrock.wording import counted
 

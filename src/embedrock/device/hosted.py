@@ -15,7 +15,6 @@ from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near, Stamps
 from embedrock.device.pinned import Pinned
-from embedrock.device.placement import cached
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, uploaded_together
 from embedrock.errors import CacheTooSmallError
@@ -24,6 +23,7 @@ from embedrock.kernels.gpu.homes import FAR
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
+from embedrock.tiers.device_placing import cached
 from embedrock.tiers.tier import Tier
 
 DROPPED = -2  # key of a row that is not stepped

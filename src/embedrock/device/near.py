@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.placement import DevicePlacement
 from embedrock.device.timeline import Timeline
 from embedrock.kernels.gpu import cache, homes
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import Form
+from embedrock.tiers.device_placing import DevicePlacement
 
 KEPT_LOOKUPS = 4  # of those since the last step, whose rows stay near: it will use them
 EVERYWHERE = 2**62  # a limit of keys that all are below

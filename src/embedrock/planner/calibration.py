@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.initializers import Zeros
-from embedrock.planner.cost import Taken, Work
-from embedrock.planner.trial import QUIET, Batch, Pace, Trial
-from embedrock.planner.zipf import bounded_zipf, scattered
+from embedrock.planner.cost import Disk, Taken, Work, seconds_of
+from embedrock.planner.peak import grown
+from embedrock.planner.trial import QUIET, Batch, Trial, touch_memory
+from embedrock.planner.zipf import bounded_zipf, expected_misses, scattered
 from embedrock.rules import Adam
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
@@ -22,21 +25,30 @@ from embedrock.tiers.placing import memory_for
 
 Say = Callable[[str], None]
 
-ROUNDS, SECONDS = 12, 0.6  # of a run, at most
-TRIES, PATIENCE_S = 3, 20  # of a run, while other programs use the machine; for so long in all
+ROUNDS, SECONDS = 60, 0.4  # of a run, at most
+TRIES, PATIENCE_S = 3, 10  # of a run, while other programs use the machine; for so long in all
 TOGETHER_IDS = 30_000  # of a round, about
+BEGINNING = 16  # steps of new tables before those that count
 FILLING = 300  # steps until a cache is full, at most
 FILL_BYTES = 8 << 20  # of records that are made at once
-CACHED_BYTES, DIRECT_BYTES = 20 << 20, 80 << 20  # of tables whose files are in the page cache, and are not
-MANY_ROWS = 10**9  # of a table none of whose rows comes twice
+CACHED_BYTES, DIRECT_BYTES = 20 << 20, 48 << 20  # of tables whose files are in the page cache, and are not
+LONG_BYTES = 48 << 20  # of a log that is not
+SMALL_BYTES = 6 << 20  # of records of a small table
+NEW_ROWS = 1 << 20  # of a new table, or of several
+TOUCHED_BYTES = 512 << 20  # before the first run: as much as the largest one needs
+COUNTS = "rows_touched", "reads", "spilled"
+HELD = 2.3  # batches that a small cache holds
 
 
 class Run(NamedTuple):
     """Tables to step.
 
     Attributes:
-        kind: where they are: "RAM"; "direct" and "cached", on disk, all rows trained before; "mixed": on disk, some
-            new; "new": on disk, all new, as "new in RAM".
+        kind: "RAM": they are there, all rows were trained before. "new": they are there, and begin;
+            "small": so do these, whose slots are their ids. "roomy": on disk,
+            begin, and no row has to leave. "mixed": on disk, begin, with small caches and a log that the page cache
+            has; "long": the same, but it has grown larger. "cached" and "direct": on disk, all rows were trained
+            before, and the page cache has the files or has not.
         dim: of rows.
         batch: ids.
         zipf: exponent of their popularity.
@@ -55,10 +67,17 @@ class Run(NamedTuple):
         return f"steps of {self.tables} x {self.batch} ids of {self.dim}, {self.kind}"
 
     @property
+    def begins(self) -> bool:
+        """Whether the tables are new."""
+        return self.kind in ("new", "small", "roomy", "mixed", "long")
+
+    @property
     def rows(self) -> int:
         """Rows of each table."""
-        if self.kind.startswith("new"):
-            return MANY_ROWS
+        if self.kind == "small":
+            return SMALL_BYTES // (3 * 4 * self.dim)
+        if self.begins:
+            return NEW_ROWS // self.tables
         nbytes = CACHED_BYTES if self.kind == "cached" else DIRECT_BYTES
         return nbytes // (3 * 4 * self.dim * self.tables)
 
@@ -72,96 +91,188 @@ RUNS = (
     Run("RAM", 256, 512, 1.05),
     Run("RAM", 256, 8192, 0.9),
     Run("RAM", 16, 1024, 1.05, tables=26),
-    Run("new in RAM", 16, 8192),
-    Run("new in RAM", 128, 2048),
-    Run("direct", 16, 1024, 1.05),
-    Run("direct", 16, 16_384, 0.9),
-    Run("direct", 128, 1024),
-    Run("direct", 128, 8192, 0.9),
+    Run("RAM", 32, 16_384, 1.2, tables=12),
+    Run("RAM", 128, 1024, 0.9, tables=12),
+    Run("new", 16, 2048, 1.0),
+    Run("new", 32, 16_384, 1.1),
+    Run("new", 64, 4096, 0.9),
+    Run("new", 256, 2048, 1.2),
+    Run("new", 32, 2048, 1.1, tables=12),
+    Run("new", 128, 512, 1.2, tables=12),
+    Run("small", 16, 4096, 0.9, tables=26),
+    Run("small", 128, 512, 1.0, tables=12),
+    Run("small", 64, 2048, 1.0),
+    Run("roomy", 16, 1024, 1.0),
+    Run("roomy", 32, 8192, 1.2),
+    Run("roomy", 128, 2048, 1.1),
+    Run("roomy", 16, 512, 1.0, tables=26),
+    Run("roomy", 64, 2048, 1.2, tables=12),
+    Run("mixed", 16, 1024, 1.05),
+    Run("mixed", 16, 8192, 0.9),
+    Run("mixed", 32, 16_384, 1.2),
+    Run("mixed", 64, 1024, 1.2),
+    Run("mixed", 128, 1024, 1.1),
+    Run("mixed", 256, 512, 1.2),
+    Run("mixed", 16, 2048, 1.1, tables=26),
+    Run("mixed", 32, 4096, 1.2, tables=12),
+    Run("mixed", 128, 1024, 1.2, tables=12),
+    Run("mixed", 256, 512, 1.1, tables=26),
+    Run("long", 16, 32_768, 0.9),
+    Run("long", 64, 16_384, 1.1),
+    Run("long", 256, 1024, 1.0),
     Run("cached", 16, 1024, 1.05),
     Run("cached", 16, 16_384, 0.9),
     Run("cached", 64, 2048, 1.05),
-    Run("cached", 16, 512, 1.05, tables=26),
-    Run("mixed", 16, 1024, 1.05),
-    Run("mixed", 64, 4096, 1.1),
-    Run("mixed", 128, 8192, 1.0),
-    Run("mixed", 16, 1024, 1.1, tables=26),
-    Run("new", 16, 4096),
-    Run("new", 128, 2048),
+    Run("cached", 16, 512, 1.05, tables=12),
+    Run("cached", 64, 256, 0.9, tables=12),
+    Run("direct", 16, 1024, 1.05),
+    Run("direct", 16, 16_384, 0.9),
+    Run("direct", 128, 8192, 0.9),
+)
+SOME = (  # which tell how fast a machine is at the moment
+    Run("RAM", 16, 8192, 1.05),
+    Run("RAM", 256, 512, 1.05),
+    Run("RAM", 128, 1024, 0.9, tables=12),
+    Run("new", 32, 2048, 1.1, tables=12),
+    Run("roomy", 32, 8192, 1.2),
+    Run("mixed", 64, 1024, 1.2),
+    Run("mixed", 32, 16_384, 1.2),
+    Run("mixed", 16, 2048, 1.1, tables=26),
+    Run("mixed", 128, 1024, 1.2, tables=12),
 )
 
 
-def calibrate(folder: Path, say: Say) -> tuple[list[tuple[Work, Taken]], float]:
-    """Return what steps had to do, with the seconds that they took, and the machine's `Pace` meanwhile."""
-    found, pace, paces, end = [], Pace(), [], time.perf_counter() + PATIENCE_S
-    for number, run in enumerate(RUNS):
+class Found(NamedTuple):
+    """What was measured of a run.
+
+    Attributes:
+        others: cores that other programs used.
+        work: the mean work of a step for a table.
+        taken: seconds of that.
+    """
+
+    others: float
+    work: Work
+    taken: Taken
+
+
+def calibrate(folder: Path, say: Say) -> list[tuple[Work, Taken]]:
+    """Return what steps had to do, with the seconds that they took."""
+    touch_memory(TOUCHED_BYTES)
+    found, end = list[tuple[Work, Taken]](), time.perf_counter() + PATIENCE_S
+    for run in RUNS:
         say(run.text)
-        found.append(_quietest(run, folder / str(number), TRIES if time.perf_counter() < end else 1))
-        paces.append(pace.seconds())
-    return found, float(np.median(paces))
+        one = _quietest(run, folder, TRIES if time.perf_counter() < end else 1)
+        found.append((one.work, one.taken))
+    return found
 
 
-def _quietest(run: Run, folder: Path, most: int) -> tuple[Work, Taken]:
+class Pace:
+    """How fast a machine is, again and again, beside when it was measured.
+
+    Clouds and laptops run at one and a half times the speed of a minute before, for reasons of their own.
+
+    Args:
+        folder: a new folder is made in it for each measurement, and removed.
+        disk, constants: of the machine, as it was.
+    """
+
+    def __init__(self, folder: Path, disk: Disk, constants: Mapping[str, float]) -> None:
+        self._folder, self._disk, self._constants = folder, disk, constants
+        self._runs, self._times = itertools.cycle(SOME), list[float]()
+
+    def look(self, count: int) -> None:
+        """Measure so many runs, each another one."""
+        for run in itertools.islice(self._runs, count):
+            one = measure(run, self._folder)
+            told = seconds_of(one.work, self._disk, self._constants)
+            waits = told["disk_read"]  # which does not depend on how fast cores are
+            self._times.append((one.taken.total - waits) / (sum(told.values()) - waits))
+
+    @property
+    def slower(self) -> float:
+        """How many times longer steps took than constants tell, the median of all."""
+        return float(np.median(self._times))
+
+
+def _quietest(run: Run, folder: Path, most: int) -> Found:
     """Measure again where other programs used the machine meanwhile, and return the run with the fewest of them."""
-    tries = []
-    while len(tries) < most and (not tries or tries[-1][0] > QUIET):
-        tries.append(measure(run, folder / str(len(tries))))
-    return min(tries)[1:]
+    tries = list[Found]()
+    while len(tries) < most and (not tries or tries[-1].others > QUIET):
+        tries.append(measure(run, folder))
+    return min(tries, key=lambda one: one.others)
 
 
-def measure(run: Run, folder: Path) -> tuple[float, Work, Taken]:
-    """Return the cores that others used, the mean work of a step for a table, and the seconds of that for one table."""
-    folder.mkdir(parents=True)
+def measure(run: Run, scratch: Path) -> Found:
+    """Return what a run takes; its files are gone then."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        return _measured(run, Path(folder))
+
+
+def _measured(run: Run, folder: Path) -> Found:
     together = max(2, min(16, TOGETHER_IDS // (run.batch * run.tables)))
     with ExitStack() as stack:
         tables = [stack.enter_context(_table(run, folder / f"{k}.rock", k)) for k in range(run.tables)]
         trial = Trial(tables, _batches(run))
-        trial.train(2 * together)
-        trial.fill(FILLING)
-        timing = trial.timed(ROUNDS, together, SECONDS)
+        trial.train(BEGINNING if run.begins else 2 * together)
+        if not run.begins:
+            trial.fill(FILLING)
+        if run.kind == "long":
+            while _logged(tables) < LONG_BYTES:
+                trial.train(together)
+        before, logged = [table.stats()["rows"] for table in tables], _logged(tables)
+        rounds, rate = ROUNDS, logged / BEGINNING
+        if run.kind == "mixed":
+            rounds = int(np.clip((CACHED_BYTES - logged) / max(rate * together, 1), 3, ROUNDS))
+        timing = trial.timed(rounds, together, SECONDS)
+        seen = float(np.mean([*before, *(table.stats()["rows"] for table in tables)]))
+        memory = int(tables[0].stats()["budget_bytes"]) if tables[0].is_on_disk else None
         for table in tables:
             if table.is_on_disk:
                 table.commit()
-    counts = {name: float(np.mean([each[name] for each in timing.counts])) for name in timing.counts[0]}
+    counts = {name: float(np.mean([each.get(name, 0.0) for each in timing.counts])) for name in COUNTS}
     some = [ids for _, batch in zip(range(4), _batches(run), strict=False) for ids in batch]
-    rows, spec = float(np.mean([len(np.unique(ids)) for ids in some])), tables[0].spec
+    rows, spec, new = float(np.mean([len(np.unique(ids)) for ids in some])), tables[0].spec, counts["rows_touched"]
     work = Work(
         positions=run.batch,
         rows=rows,
         dim=spec.dim,
         record_bytes=spec.record_bytes,
-        new=counts["rows_touched"],
+        new=new,
         on_disk=tables[0].is_on_disk,
-        reads=counts.get("reads", 0.0),
-        spilled=counts.get("spilled", 0.0),
-        file_bytes=_file_bytes(run, counts.get("spilled", 0.0), timing.steps, spec.record_bytes + CRC_BYTES),
+        reads=counts["reads"],
+        spilled=counts["spilled"],
+        file_bytes=max(1.0, logged / run.tables) if run.begins else float(run.rows * (spec.record_bytes + CRC_BYTES)),
+        grown_bytes=grown(spec, memory, seen, new, counts["spilled"]),
+        tables=run.tables,
+        batch_bytes=run.tables * run.batch * run.dim * 4,
     )
-    return timing.others, work, Taken(*(part / run.tables for part in timing.taken))
+    return Found(timing.others, work, Taken(*(part / run.tables for part in timing.taken)))
 
 
-def _file_bytes(run: Run, spilled: float, steps: int, stride: int) -> float:
-    """Return the bytes of the files that rows are read from: half of a log that grows, or the whole table."""
-    return max(1.0, spilled * steps / 2 * stride) if run.kind in ("mixed", "new") else float(run.rows * stride)
+def _logged(tables: list[Table]) -> float:
+    """Return the bytes of rows that have left the caches of tables."""
+    return sum(table.stats().get("spilled", 0.0) * (table.spec.record_bytes + CRC_BYTES) for table in tables)
 
 
 def _table(run: Run, path: Path, seed: int) -> Table:
     rule, rows = Adam(), run.rows
-    if run.kind in ("RAM", "direct", "cached"):
-        table = Table(rows, run.dim, rule=rule, seed=seed, path=None if run.kind == "RAM" else path)
-        _fill(table)
+    if run.kind in ("RAM", "new", "small"):
+        table = Table(rows, run.dim, rule=rule, seed=seed)
         if run.kind == "RAM":
-            return table
-        least = max(table.memory_for(3 * run.batch), table.memory_for(rows // 8))
+            _fill(table)
+        return table
+    spec = Spec(rows, run.dim, "float32", rule, Zeros(), 0)
+    if run.begins:
+        used = expected_misses(rows, run.zipf, run.batch, 0)
+        memory = memory_for(spec, rows // 2 if run.kind == "roomy" else int(HELD * used))
+        return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory=memory)
+    with Table(rows, run.dim, rule=rule, seed=seed, path=path) as table:
+        _fill(table)
         table.commit()
         table.compact()
-        table.close()
-        return Table(rows, run.dim, path=path, memory=least)
-    if run.kind == "mixed":
-        memory = memory_for(Spec(rows, run.dim, "float32", rule, Zeros(), 0), int(2.5 * run.batch))
-        return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory=memory)
-    if run.kind == "new in RAM":
-        return Table(rows, run.dim, rule=rule, seed=seed)
-    return Table(rows, run.dim, rule=rule, seed=seed, path=path, memory="24MiB")
+    least = max(memory_for(spec, 3 * run.batch), memory_for(spec, rows // 8))
+    return Table(rows, run.dim, path=path, memory=least)
 
 
 def _fill(table: Table) -> None:

@@ -3,30 +3,39 @@
 The time of a step (one lookup of n ids and one update by their gradients) is a sum. Each term is an amount of work
 times a constant of the machine, which `embedrock machine` finds by running steps of real tables and fitting:
 
-    call              1                          Python, checks, threads
-    position          n                          hashing ids, positions by row
-    position_byte     n * dim * 4                rows copied to where they are wanted, gradients summed
-    row               u                          directory, a row's share of the rule
-    row_byte          u * record bytes           records read and written at random
-    new               w                          directory, first state
-    new_number        w * dim                    first values
-    grown_byte        (w + m - s) * record bytes memory that is written for the first time
-    disk_call         1, on disk
-    new_call          1, on disk, if there are new rows
-    miss              m + w, on disk             room in the cache: who leaves, who comes
-    spill_call        1, if rows leave           appending them to a log
-    spill             s                          its index
-    spill_byte        s * record bytes           checksums, and writing
-    read_call         1, if there are reads
-    read              m                          finding and checking them
-    read_byte         m * record bytes           checksums, and copying to the cache
-    cached_request    requests                   of files so small that the system keeps them in its page cache
-    disk_read         seconds                    of other files: that the disk needs, as it was measured
+    first           1 / tables        Python, checks, threads that wake up
+    next            1 - 1 / tables    the same for a table that is not the only one
+    position        n                 hashing ids, positions by row
+    position_byte   n * dim * 4       rows copied to where they are wanted, gradients summed
+    cold_byte       of those          that the processor's cache does not hold, with those of all tables
+    row             u                 directory, a row's share of the rule
+    row_byte        u * record bytes  records read and written at random
+    new_call        1                 if there are new rows
+    new             w                 directory, first state
+    new_number      w * dim           first values
+    grown_byte      pages             memory that is written for the first time
+    first_disk      as first          on disk: more Python, and what watches the cache
+    next_disk       as next           on disk
+    come            m + w, on disk    a slot of the cache, and what is remembered of the row
+    leave_call      1                 if rows leave the cache
+    leave           s                 finding those that are worth least
+    moved_byte      (m + s) * record  records that come and go
+    spill_call      1, if rows leave  appending them to a log
+    spill           s                 its index
+    spill_byte      s * record bytes  checksums, and writing
+    read_call       1                 if there are reads
+    read            m                 finding and checking them
+    read_byte       m * record bytes  checksums, and copying to the cache
+    reader          requests          of files so small that the system keeps them in its page cache: threads that wake
+                                      up, no more than there are
+    cached_request  requests          of these files
+    disk_read       seconds           of other files: that the disk needs, as it was measured
 
-where u are the different ids of the batch, w those of them that have no record yet, m those that are read from files
-and s the rows that leave a cache to make room. They come from a curve (`embedrock.tiers.curve`), by the policy in use.
-Records that lie close to each other in a file are one request. A step that waits for nothing else is the sum over
-tables. With prefetch, reading overlaps with the rest and with the dense model: a step is the larger of both.
+where n are the ids of the batch, u the different ones, w those of them that have no record yet, m those that are read
+from files and s the rows that leave a cache to make room. They come from a curve (`embedrock.tiers.curve`), by the
+policy in use. Records that lie close to each other in a file are one request. "1 if" is as often as that happens: less
+than one row a step is a part of a call. A step that waits for nothing else is the sum over tables. With prefetch,
+reading overlaps with the rest and with the dense model: a step is the larger of both.
 
 Bytes need no constants but one, what the process takes without tables: see `embedrock.planner.peak`.
 """
@@ -38,25 +47,34 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.machine.readers import THREADS
 from embedrock.machine.vfs import BLOCK, DIRECT_BYTES
 from embedrock.store.reading import CACHED_GAP, GAP
 
 REST: tuple[str, ...] = (
-    "call",
+    "first",
+    "next",
     "position",
     "position_byte",
+    "cold_byte",
     "row",
     "row_byte",
+    "new_call",
     "new",
     "new_number",
     "grown_byte",
-    "disk_call",
-    "new_call",
-    "miss",
+    "first_disk",
+    "next_disk",
+    "come",
+    "leave_call",
+    "leave",
+    "moved_byte",
 )
 SPILLING = "spill_call", "spill", "spill_byte"
-READING = "read_call", "read", "read_byte", "cached_request", "disk_read"
+READING = "read_call", "read", "read_byte", "reader", "cached_request", "disk_read"
 TERMS = (*REST, *SPILLING, *READING)
+UNSURE = 1.33  # a log so much smaller or larger than `DIRECT_BYTES` is surely there, or not: it grows meanwhile
+WARM_BYTES = 4 << 20  # of a batch, that a processor's caches hold from one phase of a step to the next
 
 
 class Taken(NamedTuple):
@@ -86,6 +104,9 @@ class Work(NamedTuple):
         reads: rows read from files.
         spilled: rows that leave the cache.
         file_bytes: of the files that they are read from.
+        grown_bytes: of memory that was never written before.
+        tables: that a step has.
+        batch_bytes: of the values of a batch, of all tables.
     """
 
     positions: float
@@ -97,24 +118,27 @@ class Work(NamedTuple):
     reads: float = 0.0
     spilled: float = 0.0
     file_bytes: float = float("inf")
+    grown_bytes: float = 0.0
+    tables: int = 1
+    batch_bytes: float = 0.0
 
     @property
-    def is_cached(self) -> bool:
-        """Whether the system's page cache has the files."""
-        return self.file_bytes < DIRECT_BYTES
+    def direct(self) -> float:
+        """The share of steps in which files are too large for the system's page cache; of about that size, some."""
+        if not self.on_disk:
+            return 0.0
+        return float(np.clip(0.5 + np.log(self.file_bytes / DIRECT_BYTES) / (2 * np.log(UNSURE)), 0.0, 1.0))
 
-    @property
-    def requests(self) -> float:
-        """The reads that are asked for: of records at random places, those further apart than a gap."""
+    def requests(self, gap: int) -> float:
+        """Return the reads that are asked for: of records at random places, those further apart than a gap."""
         if self.reads <= 1:
             return self.reads
-        gap = CACHED_GAP if self.is_cached else GAP
         return 1 + (self.reads - 1) * float(np.exp(-self.reads * gap / self.file_bytes))
 
     @property
     def bytes_read(self) -> float:
-        """Bytes of all requests: whole blocks, and what lies between records that are read together."""
-        requests, apart = self.requests, self.file_bytes / max(self.reads, 1.0)
+        """Bytes of requests past the page cache: whole blocks, and what lies between records that are read together."""
+        requests, apart = self.requests(GAP), self.file_bytes / max(self.reads, 1.0)
         if requests >= self.reads:
             return requests * (self.record_bytes + BLOCK)
         gap = min(GAP, apart)  # on average between those that are less than a gap apart: less than half of it
@@ -152,32 +176,46 @@ class Disk(NamedTuple):
         return float(np.exp(np.interp(np.log(reads), np.log(self.at_once), np.log(self.seconds))))
 
 
+MOST_ROUNDS, TOLERANCE = 4, 1e-9  # of the search for constants
+ROUNDS, USUAL = (
+    6,
+    0.04,
+)  # of the search; relative errors up to which a run counts in full: of larger ones, by their size
 NO_DISK = Disk((1,), (0.0,), float("inf"))
 
 
 def terms(work: Work, disk: Disk) -> dict[str, float]:
     """Return the amounts of work of a step."""
-    record, waits = work.record_bytes, work.on_disk and not work.is_cached
+    record, direct = work.record_bytes, work.direct
+    values, is_new, leaves = work.positions * work.dim * 4, min(1.0, work.new), min(1.0, work.spilled)
+    first, cached = 1 / work.tables, (1 - direct) * work.requests(CACHED_GAP)
     return {
-        "call": 1.0,
+        "first": first,
+        "next": 1 - first,
         "position": work.positions,
-        "position_byte": work.positions * work.dim * 4,
+        "position_byte": values,
+        "cold_byte": values * max(0.0, 1 - WARM_BYTES / max(values, work.batch_bytes)),
         "row": work.rows,
         "row_byte": work.rows * record,
+        "new_call": is_new,
         "new": work.new,
         "new_number": work.new * work.dim,
-        "grown_byte": max(0.0, work.new + work.reads - work.spilled) * record,
-        "disk_call": float(work.on_disk),
-        "new_call": min(1.0, work.new) if work.on_disk else 0.0,
-        "miss": work.reads + work.new if work.on_disk else 0.0,
-        "spill_call": min(1.0, work.spilled),
+        "grown_byte": work.grown_bytes,
+        "first_disk": first * work.on_disk,
+        "next_disk": (1 - first) * work.on_disk,
+        "come": work.reads + work.new if work.on_disk else 0.0,
+        "leave_call": leaves,
+        "leave": work.spilled,
+        "moved_byte": (work.reads + work.spilled) * record,
+        "spill_call": leaves,
         "spill": work.spilled,
         "spill_byte": work.spilled * record,
         "read_call": min(1.0, work.reads),
         "read": work.reads,
         "read_byte": work.reads * record,
-        "cached_request": 0.0 if waits else work.requests,
-        "disk_read": max(disk.read_seconds(work.requests), work.bytes_read / disk.stream) if waits else 0.0,
+        "reader": float(min(THREADS, cached)),
+        "cached_request": cached,
+        "disk_read": direct * max(disk.read_seconds(work.requests(GAP)), work.bytes_read / disk.stream),
     }
 
 
@@ -187,7 +225,8 @@ def seconds_of(work: Work, disk: Disk, constants: Mapping[str, float]) -> dict[s
 
 
 def fit(runs: Sequence[tuple[Work, Taken]], disk: Disk) -> dict[str, float]:
-    """Return the constants by which steps took the seconds that were measured: least squares of relative errors.
+    """Return the constants by which steps took the seconds that were measured: by the least sum of relative
+    errors, or nearly, so that a run that something disturbed counts little.
 
     None is negative. Those of reading and of spilling are found from the seconds of these.
     """
@@ -211,12 +250,30 @@ def _fitted(amounts: np.ndarray, seconds: np.ndarray, scale: np.ndarray) -> np.n
     """Return numbers that are not negative, by which amounts (n, terms) add up to seconds; each error over `scale`."""
     columns, wanted = amounts / scale[:, None], seconds / scale
     sizes = np.maximum(columns.max(axis=0), 1e-300)  # so that all columns count alike
-    columns = columns / sizes
-    found, used = np.zeros(columns.shape[1]), np.ones(columns.shape[1], bool)
-    while used.any():
-        part = np.linalg.lstsq(columns[:, used], wanted, rcond=1e-9)[0]
-        if (part >= 0).all():
-            found[used] = part
-            break
-        used[np.flatnonzero(used)[part.argmin()]] = False
+    columns, weights, found = columns / sizes, np.ones(len(wanted)), np.zeros(len(sizes))
+    for _ in range(ROUNDS):
+        found = _not_negative(columns * weights[:, None], wanted * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(columns @ found - wanted), USUAL))
     return found / sizes
+
+
+def _not_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the numbers, none negative, by which columns come closest to what is wanted (Lawson and Hanson, 1974)."""
+    found, used = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
+    for _ in range(MOST_ROUNDS * len(found)):
+        gain = np.where(used, -np.inf, matrix.T @ (wanted - matrix @ found))
+        if gain.max(initial=-np.inf) <= TOLERANCE:
+            break
+        used[gain.argmax()] = True
+        while used.any():
+            best = np.zeros(len(found))
+            best[used] = np.linalg.lstsq(matrix[:, used], wanted, rcond=1e-9)[0]
+            wrong = used & (best <= 0)
+            if not wrong.any():
+                found = best
+                break
+            steps = np.where(wrong, found / np.maximum(found - best, 1e-300), np.inf)
+            found = np.maximum(found + steps.min() * (best - found), 0.0)
+            found[steps <= steps.min()] = 0.0
+            used &= found > 0
+    return found

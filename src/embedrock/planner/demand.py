@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Zeros
 from embedrock.machine.sizes import parse_bytes
+from embedrock.planner.sharing import most_rows
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses, scattered
 from embedrock.rules import RULES, Rule
+from embedrock.shards.owners import owners
 from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.curve import Curve, CurveSampler
@@ -28,11 +31,13 @@ ZIPF = 1.05  # where neither a log nor an exponent says how often ids come
 OPEN_ROWS = 10**9  # that ids of a table without a number of rows are drawn from
 MOST_IDS = 2_000_000  # that are looked at, of one table
 MOST_COUNTED = 2  # members of a group that add to that
+LEAST_COUNTED = 8  # batches, at least
 WINDOW = 400  # batches before those that count, where a table is trained for longer
 FINER = 4  # values of ``memory=`` up to twice as much; those between two caches are told along a line
 FILLED = 0.25  # of the rows that were seen: caches of up to so many are as they will be for long
 USUAL, WORST = 1.08, 1.5  # times the misses of the best cache: of the policy, where none was filled; at most
-MOST_SAMPLED = 1 << 12  # slots of a small cache that stands for a large one
+MOST_SAMPLED = 1 << 12  # slots of a small cache that stands for a large one ...
+FEW_SIZES, FINELY_SAMPLED = 2, 1 << 14  # ... and of one of so few
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Demand:
         memory: bytes of RAM that it is told to have, on disk; 0: it is told to be in RAM; None: a plan says.
         group: the name of the one that it is told to be in.
         members: of a group, which has the rows and positions of all of them. Its `zipf` and `log` are of no account.
+        workers: that share the table by id, each with batches of its own. `spec` is of the part of one of them.
+        whole: rows of all parts; None: those of `spec`.
     """
 
     name: str
@@ -60,6 +67,32 @@ class Demand:
     memory: int | None = None
     group: str | None = None
     members: tuple[Demand, ...] = ()
+    workers: int = 1
+    whole: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that ids are drawn from."""
+        return self.whole or self.spec.rows or OPEN_ROWS
+
+    @property
+    def asked(self) -> int:
+        """Ids of the batches of all workers."""
+        return self.positions * self.workers
+
+    def for_one_of(self, workers: int) -> Demand:
+        """Return what one of several processes is asked for that share it by id: its part of the rows, by all."""
+        rows = self.spec.rows
+        part = None if rows is None else min(rows, math.ceil(most_rows(rows, workers)))
+        return replace(self, spec=replace(self.spec, rows=part), workers=workers, whole=rows)
+
+    def cut(self, count: int) -> list[np.ndarray]:
+        """Return the ids of the first batches of its log, at most so many."""
+        return (
+            []
+            if self.log is None
+            else [ids for _, ids in zip(range(count), _cut(self.log, self.positions), strict=False)]
+        )
 
     @property
     def is_drawn(self) -> bool:
@@ -73,15 +106,15 @@ class Demand:
             for batch in zip(*together, strict=False):
                 yield np.concatenate([ids + (number << PART_BITS) for number, ids in enumerate(batch)])
             return
-        source = self.drawn(np.random.default_rng(seed)) if self.log is None else _cut(self.log, self.positions)
+        source = self.drawn(np.random.default_rng(seed)) if self.log is None else _cut(self.log, self.asked)
         for _, ids in zip(range(count), source, strict=False):
-            yield np.unique(ids)
+            rows = np.unique(ids)
+            yield rows if self.workers == 1 else rows[owners(rows, self.workers) == 0]
 
     def drawn(self, random: np.random.Generator) -> Iterator[np.ndarray]:
-        """Go through batches of ids of this popularity, endlessly."""
-        rows = self.spec.rows or OPEN_ROWS
+        """Go through batches of ids of this popularity, endlessly: of all workers together."""
         while True:
-            yield scattered(bounded_zipf(random.random(self.positions), rows, self.zipf), rows)
+            yield scattered(bounded_zipf(random.random(self.asked), self.rows, self.zipf), self.rows)
 
 
 def _cut(log: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
@@ -111,12 +144,14 @@ def memories(spec: Spec, rows: float, most: int, finer: int = FINER, is_pool: bo
 def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
     """Return how many rows of a batch caches of these sizes miss, after so many steps of training; None: of `WINDOW`.
 
-    A log that has fewer batches is gone through once: its second half counts.
+    A log that has fewer batches is gone through once: its second half counts. Of drawn ids, how many rows a batch has
+    and how many of them are new is computed; caches miss these and, as was found, others.
     """
-    sampler, steps = CurveSampler(sizes, most=MOST_SAMPLED), steps or WINDOW
-    counted = max(4, steps // 8)
+    most = FINELY_SAMPLED if len(sizes) <= FEW_SIZES else MOST_SAMPLED
+    sampler, steps = CurveSampler(sizes, most=most), steps or WINDOW
+    counted = max(LEAST_COUNTED, steps // 8)
     ids_of_all = MOST_IDS * min(MOST_COUNTED, max(1, len(demand.members)))
-    total = max(8, min(steps + counted, ids_of_all // max(1, demand.positions)))
+    total = max(8, min(steps + counted // 2, ids_of_all // max(1, demand.asked)))
     seen = 0
     for ids in demand.batches(total):
         if seen == max(1, total - min(counted, total // 2)):
@@ -128,7 +163,21 @@ def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> Curve:
             f"the log of {demand.name!r} has fewer ids than one batch, {demand.positions}. Give a longer one, or plan "
             "for smaller batches."
         )
-    return sampler.curve()
+    return _computed(demand, sampler.curve(), steps) if demand.is_drawn else sampler.curve()
+
+
+def _computed(demand: Demand, found: Curve, steps: int) -> Curve:
+    """Return a curve that was found of drawn ids, with as many rows and new ones of a batch as there are on average."""
+    rows, new = distinct(demand, 1), distinct(demand, steps + 0.5) - distinct(demand, steps - 0.5)
+    misses = np.where(found.misses <= found.new, new, np.minimum(found.misses - found.new + new, rows))
+    return replace(found, rows=rows, new=new, misses=misses, distinct=distinct(demand, steps))
+
+
+def distinct(demand: Demand, batches: float) -> float:
+    """Return how many different rows so many batches of drawn ids have, on average."""
+    if demand.members:
+        return sum(distinct(each, batches) for each in demand.members)
+    return expected_misses(demand.rows, demand.zipf, round(batches * demand.asked), 0) / demand.workers
 
 
 def lasting(demand: Demand, curve: Curve, slots: int) -> float:
@@ -152,9 +201,9 @@ def lasting(demand: Demand, curve: Curve, slots: int) -> float:
 
 def _best(demand: Demand, slots: int) -> float:
     if demand.members:
-        own = best_split([(each.spec.rows or OPEN_ROWS, each.zipf, each.positions) for each in demand.members], slots)
+        own = best_split([(each.rows, each.zipf, each.positions) for each in demand.members], slots)
         return sum(_best(each, some) for each, some in zip(demand.members, own, strict=True))
-    return expected_misses(demand.spec.rows or OPEN_ROWS, demand.zipf, demand.positions, slots)
+    return expected_misses(demand.rows, demand.zipf, demand.asked, slots * demand.workers) / demand.workers
 
 
 def slots_of(spec: Spec, memory: int, is_pool: bool = False) -> int:

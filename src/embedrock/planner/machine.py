@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from embedrock.errors import EmbedrockError
 from embedrock.machine import probe
@@ -19,20 +20,41 @@ from embedrock.machine.sizes import format_bytes
 from embedrock.machine.threads import get_threads, set_threads
 from embedrock.planner.calibration import Say, calibrate
 from embedrock.planner.cost import TERMS, Disk, fit
+from embedrock.planner.sharing import Network
 from embedrock.process import platform
 from embedrock.store.reading import LONGEST_REQUEST
 
-FORMAT = 2
-FILE = "machine.json"
+FORMAT = 3
+FILE = f"machine-{FORMAT}.json"  # another version of Embedrock has another one
 READ_BYTES = 192 << 20  # of the file that is read at random
 AT_ONCE = (1, 4, 16, 64, 256, 1024, 4096)
 PROBE_S = 0.25  # for each measurement of the disk
 STREAMS = 32  # long reads at once
 ROW_BYTES = (64, 256, 1024)
+PROBE, PROBE_LIMIT_S = "embedrock.device.probe", 60.0  # a program of its own
 
 
 class MachineFileError(EmbedrockError, ValueError):
     """The file of a machine's numbers cannot be read."""
+
+
+class Gpu(NamedTuple):
+    """What a GPU can do.
+
+    Attributes:
+        name: as its maker calls it.
+        memory_bytes: that it has.
+        copy: bytes/s, from its memory to its memory.
+        rows: rows/s of 256 bytes gathered at random there.
+        to_device, to_host: bytes/s from pinned RAM and to it.
+    """
+
+    name: str
+    memory_bytes: int
+    copy: float
+    rows: float
+    to_device: float
+    to_host: float
 
 
 @dataclass(frozen=True)
@@ -44,14 +66,15 @@ class Machine:
         load: processes that wanted a core meanwhile; more than there are cores make all numbers too low.
         cores: that this process may use.
         ram_bytes: that it may use.
-        base_bytes: RAM of a process without tables: Python, NumPy, Numba and the kernels.
+        base_bytes: RAM of a process with next to no rows: Python, NumPy, Numba, the kernels, and what uses files.
         copy: bytes/s, from memory to memory, by one thread.
         rows: rows/s gathered at random, by their bytes.
         scaling: how many times faster than one thread so many gather rows of 256 bytes.
         folder: whose disk was measured.
         disk: what it gives.
         constants: of `embedrock.planner.cost`.
-        pace_s: seconds of a step that is always the same, meanwhile: see `embedrock.planner.trial.Pace`.
+        gpus: what each can do, none where there is none; None: it could not be found out, as PyTorch is not there.
+        network: between two processes of this machine; None: likewise.
     """
 
     time: float
@@ -65,11 +88,14 @@ class Machine:
     folder: str
     disk: Disk
     constants: dict[str, float]
-    pace_s: float
+    gpus: tuple[Gpu, ...] | None = None
+    network: Network | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return {"format": FORMAT, **asdict(self), "disk": self.disk._asdict()}
+        gpus = None if self.gpus is None else [gpu._asdict() for gpu in self.gpus]
+        network = None if self.network is None else self.network._asdict()
+        return {"format": FORMAT, **asdict(self), "disk": self.disk._asdict(), "gpus": gpus, "network": network}
 
     @classmethod
     def of_json(cls, told: Any) -> Machine:
@@ -82,6 +108,8 @@ class Machine:
             raise ValueError("another format")
         at_once, seconds, append, stream = (told["disk"][name] for name in Disk._fields)
         told["disk"] = Disk(tuple(map(int, at_once)), tuple(map(float, seconds)), float(append), float(stream))
+        told["gpus"] = None if told["gpus"] is None else tuple(Gpu(**gpu) for gpu in told["gpus"])
+        told["network"] = None if told["network"] is None else Network(**told["network"])
         for name, kind in (("rows", int), ("scaling", int), ("constants", str)):
             told[name] = {kind(key): float(value) for key, value in told[name].items()}
         return cls(**told)
@@ -136,9 +164,26 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
     with tempfile.TemporaryDirectory(prefix="embedrock-machine-", dir=folder) as scratch:
         say("disk")
         disk = _disk(Path(scratch) / "probe")
-        runs, pace = calibrate(Path(scratch), say)
+        runs = calibrate(Path(scratch), say)
+    say("GPUs and the network")
+    found = _by_pytorch()
     cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
-    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fit(runs, disk), pace)
+    fitted = fit(runs, disk)
+    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fitted, *found)
+
+
+def _by_pytorch() -> tuple[tuple[Gpu, ...] | None, Network | None]:
+    """Return what a process found out that imports PyTorch, so that this one need not; None where it is not there."""
+    if importlib.util.find_spec("torch") is None:
+        return None, None
+    words = [sys.executable, "-m", PROBE]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=_environment(), timeout=PROBE_LIMIT_S)
+        told = json.loads(done.stdout)
+        gpus = tuple(Gpu(**gpu) for gpu in told["gpus"])
+        return gpus, None if told["network"] is None else Network(**told["network"])
+    except (subprocess.TimeoutExpired, ValueError, TypeError, KeyError):
+        return None, None
 
 
 def _scaling() -> dict[int, float]:
@@ -155,17 +200,24 @@ def _scaling() -> dict[int, float]:
 
 
 def _base_bytes() -> int:
-    """Return the RAM that a process without tables takes: one that has stepped a table of two rows."""
-    done = subprocess.run([sys.executable, "-c", _EMPTY], capture_output=True, text=True, env=_environment())
+    """Return the RAM that a process without tables takes: one that has stepped a table on disk, of very few rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-c", _SMALL, os.path.join(folder, "small.rock")]
+        done = subprocess.run(words, capture_output=True, text=True, env=_environment())
     return int(done.stdout) if done.returncode == 0 else rss_bytes()
 
 
-_EMPTY = """
+# Rows leave its cache and are read again, so that all that reads and writes is there.
+_SMALL = """
+import sys
 import embedrock as er
 from embedrock.machine.ram import rss_bytes
-with er.Table(2, 4, rule=er.Adam()) as table:
-    table.update([0, 1], table.lookup([0, 1]))
-print(rss_bytes())
+with er.Table(10**6, 16, rule=er.Adam(), path=sys.argv[1], memory="256KiB") as table:
+    for step in range(24):
+        ids = [100 * (step % 12) + row for row in range(200)]
+        table.update(ids, table.lookup(ids))
+    table.commit()
+    print(rss_bytes())
 """
 
 
@@ -192,18 +244,25 @@ EXAMPLE = Machine(
     load=0.0,
     cores=4,
     ram_bytes=8 << 30,
-    base_bytes=180 << 20,
+    base_bytes=140 << 20,
     copy=1e10,
     rows={64: 8e7, 256: 4e7, 1024: 1e7},
     scaling={1: 1.0, 2: 1.8, 4: 2.5},
     folder=".",
     disk=Disk((1, 16, 256, 4096), (1e-4, 3e-4, 3e-3, 4.5e-2), 1e9, 1e9),
     constants=dict.fromkeys(TERMS, 0.0)
-    | {"call": 1.5e-4, "position": 1e-8, "position_byte": 4e-10, "row": 8e-8, "row_byte": 2e-10, "new": 2e-7}
-    | {"new_number": 1e-8, "grown_byte": 3e-10, "disk_call": 3e-4, "miss": 1e-6, "spill_call": 1e-4, "spill": 4e-7}
-    | {"spill_byte": 2e-9, "read_call": 2e-4, "read": 1e-6, "read_byte": 1e-9, "cached_request": 3e-6}
-    | {"disk_read": 1.0},
-    pace_s=3e-4,
+    | {"first": 1.5e-4, "next": 1.5e-4, "position": 1e-8, "position_byte": 4e-10, "row": 8e-8, "row_byte": 2e-10}
+    | {
+        "new": 2e-7,
+        "new_number": 1e-8,
+        "grown_byte": 3e-10,
+        "first_disk": 1e-4,
+        "next_disk": 1e-4,
+        "come": 4e-7,
+        "leave_call": 2e-4,
+    }
+    | {"leave": 4e-7, "moved_byte": 2e-10, "spill_call": 1e-4, "spill": 4e-7, "spill_byte": 2e-9, "read_call": 2e-4}
+    | {"read": 1e-6, "read_byte": 1e-9, "reader": 5e-6, "cached_request": 1e-6, "disk_read": 1.0},
 )
 
 
@@ -220,5 +279,27 @@ def told(machine: Machine) -> dict[str, str]:
         "disk of": machine.folder,
         "random reads": ", ".join(f"{n / taken:,.0f}/s {n} at once" for n, taken in by_count) + ", of 4 KiB",
         "append": f"{machine.disk.append / 1e6:,.0f} MB/s",
+        "GPU": _told_gpus(machine.gpus),
+        "network": _told_network(machine.network),
         "a step": ", ".join(f"{name} {value:.3g}" for name, value in machine.constants.items()),
     }
+
+
+NOT_KNOWN = "not measured: PyTorch is not there"
+
+
+def _told_gpus(gpus: tuple[Gpu, ...] | None) -> str:
+    if not gpus:
+        return "none" if gpus is not None else NOT_KNOWN
+    return "\n".join(
+        f"{gpu.name}, {format_bytes(gpu.memory_bytes)}; copy {gpu.copy / 1e9:.0f} GB/s, {gpu.rows / 1e6:.0f} M/s "
+        f"random rows of 256 bytes; from pinned RAM {gpu.to_device / 1e9:.1f} GB/s, to it {gpu.to_host / 1e9:.1f} GB/s"
+        for gpu in gpus
+    )
+
+
+def _told_network(network: Network | None) -> str:
+    if network is None:
+        return NOT_KNOWN
+    speed = f"{network.rate / 1e6:,.0f} MB/s each way, {network.latency * 1e6:,.0f} µs a message"
+    return f"two processes here, by {network.how}: {speed}"

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from embedrock.machine.arena import HUGE_PAGE, PAGE
 from embedrock.spec import Spec
-from embedrock.store.reading import STAGING_BYTES
+from embedrock.store.overlay import ENTRY_BYTES, FULLEST
 from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.directory import Direct, Hashed
+from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
 from embedrock.tiers.placing import OVERLAY_ROW_BYTES, place
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
@@ -19,7 +20,12 @@ BATCH_COPIES = 2  # of the rows of a batch, of all tables: as they were read, an
 ROW_COPIES = 2  # of the different rows of one table: sums, and first values or what was read
 POSITION_BYTES, UNIQUE_BYTES = 40, 64  # of a plan and what it is made with: for each id, and each different one
 MARGIN_BYTES = 6 << 20  # threads, and memory that is kept for the next batch
-WRITING_BYTES = 8 << 20  # to write rows that leave a cache
+FOLD_BYTES, FOLD_ROW_BYTES = 19 << 20, 100  # while rows of logs are put in order: buffers, and for each of the rows
+MOST_FOLDED = 400_000  # rows: as many as was measured; large tables fold a part of their logs at a time
+INDEXED_ROW_BYTES = ENTRY_BYTES / FULLEST  # of the index of a row in a log, when it is full
+SPILL_BYTES = 6 << 20  # where rows leave a cache: buffers to write and to read
+FILES_BYTES = 4 << 20  # of buffers, more than a small table on disk needs
+TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is kept
 
 
 def in_ram(spec: Spec, rows: float) -> int:
@@ -48,10 +54,45 @@ def on_disk(spec: Spec, memory: int, rows: float, evicts: bool, is_pool: bool = 
     if placement.direct and spec.rows is not None:
         return min(memory, _scattered(spec, spec.rows, rows) + Whole.bytes_for(spec.rows))
     filled = int(min(placement.slots, rows))
+    records = filled * spec.record_bytes
+    if records > HUGE_PAGE:  # from there on in huge ones
+        records = min(records + HUGE_PAGE, placement.slots * spec.record_bytes)
     share = filled / placement.slots
     index = placement.overlay_bytes if math.isinf(rows) else min(placement.overlay_bytes, int(rows) * OVERLAY_ROW_BYTES)
     directory = Cache.bytes_for(placement.slots) if evicts else int(1.5 * share * Cache.bytes_for(placement.slots))
-    return min(memory, filled * spec.record_bytes + HUGE_PAGE + directory + (index if evicts else 0))
+    return min(memory, records + directory + (index if evicts else 0))
+
+
+def grown(spec: Spec, memory: int | None, rows: float, new: float, spilled: float = 0.0) -> float:
+    """Return the bytes of memory that a step writes for the first time.
+
+    Args:
+        spec: of the table.
+        memory: of a table on disk; None: in RAM.
+        rows: that it has seen.
+        new: that get a record in the step.
+        spilled: that leave the cache: as many slots are there for others.
+    """
+    slots = spec.rows if memory is None else None
+    if slots is not None and slots * spec.record_bytes + Direct.bytes_for(slots) <= FITS_BYTES:
+        return float(_scattered(spec, slots, rows + new) - _scattered(spec, slots, rows))
+    return max(0.0, new - spilled) * spec.record_bytes
+
+
+def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
+    """Return the RAM that it takes besides to fold logs, one table at a time: none as long as they are short.
+
+    Args:
+        spec: of the table.
+        memory: its budget, a part of which is for the index of logs.
+        rows: that it has seen.
+        logged: rows that have left its cache.
+        is_pool: whether it is a group of tables.
+    """
+    placement = place(spec, memory, "the table", is_pool=is_pool)
+    most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
+    is_long = min(max(0.0, rows - placement.slots / 2), logged) >= most_rows  # the most popular rows never leave
+    return FOLD_BYTES + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES if is_long else 0
 
 
 def _scattered(spec: Spec, slots: int, rows: float) -> int:
@@ -83,5 +124,5 @@ def besides(base_bytes: int, batches: Sequence[Batch], any_on_disk: bool) -> int
         one.rows * (4 * one.spec.dim * ROW_COPIES + UNIQUE_BYTES + any_on_disk * one.spec.record_bytes)
         for one in batches
     )
-    files = STAGING_BYTES + WRITING_BYTES if any_on_disk else 0
-    return int(base_bytes + values + rows + files + MARGIN_BYTES)
+    files = FILES_BYTES + SPILL_BYTES if any_on_disk else 0
+    return int(base_bytes + values + rows + files + len(batches) * TABLE_BYTES + MARGIN_BYTES)

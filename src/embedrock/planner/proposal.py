@@ -7,7 +7,7 @@ import keyword
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from embedrock.planner.demand import (
     slots_of,
 )
 from embedrock.planner.machine import Machine, load, measure, save
+from embedrock.planner.near import Near, split_near
+from embedrock.planner.sharing import exchange_seconds, sent_bytes
 from embedrock.planner.split import Option, split
 from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
@@ -40,6 +42,8 @@ FEW = 16  # batches that tell how many rows one has
 OVERLAPS = 0.05  # of the time, at least, that waiting for the disk takes where it pays to prefetch
 UNIT = 1 << 20  # of ``memory=``
 GROUP = "tables"  # the name of a group that a plan proposes
+EXCHANGE = "exchange"  # of a step's seconds: with other workers
+GROUPED = "after torch.distributed.init_process_group"
 
 
 class NoPlanError(EmbedrockError, MemoryError):
@@ -68,8 +72,12 @@ class TablePlan:
         rows_used: different rows of a batch.
         misses: of them, those that are not in the cache.
         reads: of those, the ones that are read from disk: the others have no record yet.
-        seconds: of a step, by the terms of the model.
+        seconds: of a step, by the terms of the model, and "exchange", with other workers.
         demand: what it is asked for.
+        left: rows that leave its cache in a step.
+        fold_bytes: RAM to fold its logs, at most, and up to the steps asked for; one table does so at a time.
+        sent_bytes: that a worker sends others in a step, and gets from them.
+        near: what it has in GPU memory, where there is some to split.
     """
 
     name: str
@@ -83,14 +91,24 @@ class TablePlan:
     reads: float
     seconds: dict[str, float]
     demand: Demand = field(repr=False)
+    left: float = 0.0
+    fold_bytes: tuple[int, int] = (0, 0)
+    sent_bytes: float = 0.0
+    near: Near | None = None
 
     @property
     def code(self) -> str:
-        """An expression that makes the table, or the group before it has tables."""
+        """An expression that makes the table, or the group before it has tables; a layer, where workers share it."""
         files = [] if self.memory is None else [f'path="{self.name}.rock"', f'memory="{self.memory // UNIT}MiB"']
+        if self.near is not None and self.near.placement.mode != "host":
+            files.append(f'device_memory="{-(-self.near.device_memory // UNIT)}MiB"')
         if self.members:
             return f"er.Group({', '.join(files)})"
-        return f"er.Table({', '.join([*_arguments(self.demand.spec), *files])})"
+        spec = self.demand.spec
+        if self.demand.workers > 1:
+            dtype = [] if spec.dtype == "float32" else [f"dtype=torch.{spec.dtype}"]
+            return f"ert.Embedding({', '.join([f'{self.demand.whole}, {spec.dim}', *dtype, 'sharded=True', *files])})"
+        return f"er.Table({', '.join([*_arguments(spec), *files])})"
 
     @property
     def members(self) -> list[str]:
@@ -142,6 +160,8 @@ class Proposal:
         faster: what would make a step twice as fast; None: no amount of RAM.
         smaller: what a step takes with smaller records, where that is less; not what it does to the model's results.
         machine_time: when the machine was measured, seconds since 1970.
+        workers: processes that share the tables; what is told is of one of them.
+        bus_s: seconds in which what a step needs crosses the bus to a GPU; None: nothing does, or nobody measured it.
     """
 
     tables: tuple[TablePlan, ...]
@@ -154,6 +174,13 @@ class Proposal:
     faster: str | None
     machine_time: float
     smaller: tuple[Smaller, ...] = ()
+    workers: int = 1
+    bus_s: float | None = None
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a worker sends others in a step."""
+        return sum(one.sent_bytes for one in self.tables)
 
     @property
     def alone_s(self) -> float:
@@ -166,7 +193,15 @@ class Proposal:
         taken = {_identifier(name) for one in self.tables for name in one.members or [one.name]}
         lines = [line for one in self.tables for line in one.lines(_free(_identifier(one.name), taken))]
         ahead = f"# prefetch(..., depth={self.depth}) reads rows while others are trained on"
-        return "\n".join(["import embedrock as er", "", *lines, *([ahead] if self.depth else [])])
+        head = ["import embedrock as er", ""]
+        if self.workers > 1:
+            head = [
+                "import torch",
+                "import embedrock.torch as ert",
+                "",
+                f"# in each of {self.workers} processes, {GROUPED}",
+            ]
+        return "\n".join([*head, *lines, *([ahead] if self.depth else [])])
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -175,6 +210,9 @@ class Proposal:
         tables = []
         for one in self.tables:
             fields = {name: value for name, value in vars(one).items() if name != "demand"}
+            if one.near is not None:
+                own_near = one.near._asdict() | {"placement": one.near.placement._asdict()}
+                fields["near"] = own_near
             own = {"positions": one.demand.positions, "members": one.members, "code": one.code}
             tables.append(fields | own)
         return told | {"tables": tables, "code": self.code}
@@ -210,6 +248,7 @@ def plan(
     steps: int | None = None,
     alone: bool = False,
     machine: Machine | None = None,
+    device_memory: Size | None = None,
 ) -> Proposal:
     """Propose which tier and how much RAM each table should have, and tell what a training step takes then.
 
@@ -223,12 +262,14 @@ def plan(
         zipf: exponent of the popularity of ids, of tables that neither say theirs nor have a log.
         log: ids of the past, by table: an array, or an iterable of arrays.
         dense_s: seconds of a step of the rest of the model, where they are known.
-        workers: processes that share each table by id; what is told is of one of them.
+        workers: processes that share each table by id, each with batches of that size; what is told is of one of them.
         steps: how long the tables have been trained when the step that is told is made. None: long, so that each row
             that is missed is read; with caches as a few hundred batches have filled them.
         alone: whether each table that names no ``group`` has its own files and memory. Otherwise those on disk that
             are laid out alike are one group, whose cache they share.
         machine: what to reckon with; None: what `embedrock machine` measured, or measures now.
+        device_memory: of a GPU, to be split over tables in RAM, whose rows it then keeps. What crosses the bus is told;
+            the step is that of a CPU.
 
     Raises:
         ArgumentError: something that cannot be.
@@ -249,9 +290,12 @@ def plan(
     if not 0 <= dense_s < math.inf:
         raise ArgumentError(f"`dense_s` of er.plan must be seconds, 0 or more: got {dense_s!r}.")
     logs = {name: _repeatable(one) for name, one in (log or {}).items()}
-    demands = [_of_one_worker(one, workers) for one in read_demands(tables, batch_size, zipf, logs)]
+    demands = read_demands(tables, batch_size, zipf, logs)
+    if workers > 1:
+        demands, alone = _of_one_worker(demands, workers), True
     known = machine or _measured()
     limit = min(known.ram_bytes, parse_bytes(memory) if memory is not None else known.ram_bytes)
+    near = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     files, curves = None if disk is None else parse_bytes(disk, "disk"), dict[Any, Curve]()
 
     def proposed(demands: Sequence[Demand]) -> Proposal:
@@ -269,7 +313,19 @@ def plan(
             return found
 
     found = best(demands)
-    return replace(found, smaller=tuple(_smaller(demands, found.step_s, best)))
+    found = replace(found, smaller=tuple(_smaller(demands, found.step_s, best)), workers=workers)
+    return found if near is None else _with_near(found, near, steps, known)
+
+
+def _with_near(found: Proposal, budget: int, steps: int | None, machine: Machine) -> Proposal:
+    """Return a proposal with a part of so much GPU memory for each table in RAM."""
+    in_ram = [one for one in found.tables if one.tier == "RAM"]
+    parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
+    tables = tuple(replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables)
+    nbytes = sum(one.near.bus_bytes for one in tables if one.near is not None)
+    gpu = machine.gpus[0] if machine.gpus else None
+    bus = None if gpu is None or not nbytes else nbytes / 2 / gpu.to_device + nbytes / 2 / gpu.to_host
+    return replace(found, tables=tables, bus_s=bus)
 
 
 def _smaller(demands: Sequence[Demand], step: float, best: Callable[[Sequence[Demand]], Proposal]) -> Iterator[Smaller]:
@@ -328,12 +384,15 @@ def _repeatable(log: Any) -> Iterable[np.ndarray]:
     return _Kept(log) if isinstance(log, Iterator) else log
 
 
-def _of_one_worker(demand: Demand, workers: int) -> Demand:
-    """Return what one of several processes is asked for: its part of the rows, by all."""
-    rows = demand.spec.rows
-    if workers == 1 or rows is None:
-        return demand
-    return replace(demand, spec=replace(demand.spec, rows=-(-rows // workers)))
+def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:
+    """Return what one of several processes is asked for."""
+    for one in demands:
+        if one.group is not None:
+            raise ArgumentError(
+                f"table {one.name!r} of er.plan is in group {one.group!r}, and workers share tables, no groups yet: "
+                f"leave `group` out, or plan for one worker instead of {workers}."
+            )
+    return [one.for_one_of(workers) for one in demands]
 
 
 def _measured() -> Machine:
@@ -382,8 +441,25 @@ def _all_ways(
         if key not in curves:
             rooms = [*slots.values()]
             curves[key] = curve_of(one, [*rooms[::FINER], *rooms[-1:]], steps if rooms else steps or FEW)
-        made.append(_ways(one, machine, slots, curves[key], steps))
+        made.append(_Ways(one, machine, curves[key], steps, Step.of(demands)).ways(slots))
     return made
+
+
+class Step(NamedTuple):
+    """What a step has of all tables.
+
+    Attributes:
+        tables: how many.
+        batch_bytes: of the values of a batch.
+    """
+
+    tables: int
+    batch_bytes: float
+
+    @classmethod
+    def of(cls, demands: Sequence[Demand]) -> Step:
+        """Return what a step of some tables has."""
+        return cls(len(demands), sum(one.positions * one.spec.dim * 4 for one in demands))
 
 
 def _in_ram(demand: Demand) -> int | None:
@@ -407,39 +483,90 @@ def _slots(demand: Demand, most: int) -> dict[int, int]:
     return {memory: slots_of(demand.spec, memory, is_pool) for memory in sorted(sizes)}
 
 
-def _ways(demand: Demand, machine: Machine, slots: dict[int, int], curve: Curve, steps: int | None) -> list[TablePlan]:
-    """Return the ways for a table to be: in RAM, and on disk with several values of ``memory=``."""
-    spec, is_long = demand.spec, steps is None
-    most = float(spec.rows) if spec.rows is not None else curve.distinct
-    rows = most if is_long else curve.distinct
-    new = 0.0 if is_long else curve.new
-    work = Work(demand.positions, curve.rows, spec.dim, spec.record_bytes, new)
-    made = []
-    if not demand.memory and (spec.rows is not None or demand.log is not None):  # else nobody knows how many there are
-        made.append(_way(demand, work, machine, None, (_ram_of(demand, most), _ram_of(demand, rows)), 0, 0.0))
-    for memory, room in slots.items():
+@dataclass(frozen=True)
+class _Ways:
+    """Tells what each way for a table to be takes.
+
+    Attributes:
+        demand: what it is asked for.
+        machine: what to reckon with.
+        curve: of its caches.
+        steps: see `plan`.
+        step: what it has of all tables.
+    """
+
+    demand: Demand
+    machine: Machine
+    curve: Curve
+    steps: int | None
+    step: Step
+
+    def ways(self, slots: Mapping[int, int]) -> list[TablePlan]:
+        """Return the ways: in RAM where it may be, and on disk with several values of ``memory=``, of rows in cache."""
+        in_ram = not self.demand.memory and (self.demand.spec.rows is not None or self.demand.log is not None)
+        made = [self._in_ram()] if in_ram else []  # else nobody knows how many rows there will be
+        return [*made, *(self._on_disk(memory, room) for memory, room in slots.items())]
+
+    @property
+    def _most(self) -> float:
+        """Rows that it may have."""
+        rows = self.demand.spec.rows
+        return self.curve.distinct if rows is None else float(rows)
+
+    @property
+    def _rows(self) -> float:
+        """Rows that it has after the steps asked for."""
+        return self._most if self.steps is None else self.curve.distinct
+
+    @property
+    def _work(self) -> Work:
+        spec, new = self.demand.spec, 0.0 if self.steps is None else self.curve.new
+        return Work(self.demand.positions, self.curve.rows, spec.dim, spec.record_bytes, new, **self.step._asdict())
+
+    def _in_ram(self) -> TablePlan:
+        work = self._work
+        work = work._replace(grown_bytes=peak.grown(self.demand.spec, None, self._rows, work.new))
+        ram = _ram_of(self.demand, self._most), _ram_of(self.demand, self._rows)
+        return self._told(work, None, ram)
+
+    def _on_disk(self, memory: int, room: int) -> TablePlan:
+        spec, curve, work, is_pool = self.demand.spec, self.curve, self._work, bool(self.demand.members)
         is_whole = spec.rows is not None and room >= spec.rows  # no row leaves then
-        is_direct = is_whole and not demand.members  # and no slot is looked for
-        if is_long:
-            misses = evicted = lasting(demand, curve, room)
+        if self.steps is None:
+            misses = left = lasting(self.demand, curve, room)
+            logged = math.inf
         else:
-            misses, evicted = curve.new if is_whole else curve.missed(room), curve.left(room)
+            misses, left = curve.new if is_whole else curve.missed(room), curve.left(room)
+            logged = curve.had_left(room)
+        is_direct = is_whole and not is_pool  # and no slot is looked for
+        folds = [peak.folding(spec, memory, *one, is_pool) for one in ((self._most, math.inf), (self._rows, logged))]
+        most_fold, fold = (0, 0) if is_direct else folds
         stride = spec.record_bytes + CRC_BYTES
-        stored = rows * stride * LOGGED if steps is None else evicted * (steps or 0) * stride
-        on_disk = work._replace(
-            on_disk=not is_direct, reads=max(0.0, misses - new), spilled=evicted, file_bytes=max(stored, 1.0)
+        stored = self._rows * LOGGED if self.steps is None else min(logged, self._rows - room) if fold else logged
+        work = work._replace(
+            on_disk=not is_direct,
+            reads=max(0.0, misses - work.new),
+            spilled=left,
+            file_bytes=max(stored * stride, 1.0),
+            grown_bytes=peak.grown(spec, memory, self._rows, work.new, left),
         )
-        then = memory if is_long else peak.on_disk(spec, memory, rows, evicted > 0, bool(demand.members))
-        made.append(_way(demand, on_disk, machine, memory, (memory, then), int(most * stride * DISK_TIMES), misses))
-    return made
+        then = memory if self.steps is None else peak.on_disk(spec, memory, self._rows, left > 0, is_pool)
+        way = self._told(work, memory, (memory, then))
+        return replace(
+            way,
+            misses=misses,
+            disk_bytes=int(self._most * stride * DISK_TIMES),
+            left=left,
+            fold_bytes=(most_fold, fold),
+        )
 
-
-def _way(
-    demand: Demand, work: Work, machine: Machine, memory: int | None, ram: tuple[int, int], files: int, misses: float
-) -> TablePlan:
-    seconds = cost.seconds_of(work, machine.disk, machine.constants)
-    tier = "RAM" if memory is None else "disk"
-    return TablePlan(demand.name, tier, memory, *ram, files, work.rows, misses, work.reads, seconds, demand)
+    def _told(self, work: Work, memory: int | None, ram: tuple[int, int]) -> TablePlan:
+        seconds = cost.seconds_of(work, self.machine.disk, self.machine.constants)
+        tier, sent = "RAM" if memory is None else "disk", sent_bytes(self.demand)
+        if sent:
+            seconds[EXCHANGE] = exchange_seconds(sent, self.machine.network)
+        told = TablePlan(self.demand.name, tier, memory, *ram, 0, work.rows, 0.0, work.reads, seconds, self.demand)
+        return replace(told, sent_bytes=sent)
 
 
 # ---------------------------------------------------------------- all of them
@@ -463,8 +590,16 @@ class _Search:
 
     @property
     def _fixed_bytes(self) -> int:
-        any_on_disk = any(one.tier == "disk" for ways in self.ways for one in ways)
-        return fixed_bytes(self.demands, self.machine, [ways[0].rows_used for ways in self.ways], any_on_disk)
+        used = [ways[0].rows_used for ways in self.ways]
+        return fixed_bytes(self.demands, self.machine, used, self._any_on_disk) + self._fold_bytes
+
+    @property
+    def _fold_bytes(self) -> int:
+        return max(one.fold_bytes[0] for ways in self.ways for one in ways)
+
+    @property
+    def _any_on_disk(self) -> bool:
+        return any(one.tier == "disk" for ways in self.ways for one in ways)
 
     def propose(self, limit: int, disk: int | None) -> Proposal:
         """Return what keeps the limits and takes the least time."""
@@ -481,6 +616,9 @@ class _Search:
         step, depth, bound = self._step(chosen)
         most = self._fixed_bytes + sum(one.ram_bytes for one in chosen)
         then = self._fixed_bytes + sum(one.ram_then for one in chosen)
+        then += max(one.fold_bytes[1] for one in chosen) - self._fold_bytes
+        if self._any_on_disk and not any(one.left for one in chosen):
+            then -= peak.SPILL_BYTES
         faster = self._faster(step, limit)
         return Proposal(tuple(chosen), step, self.dense_s, depth, bound, most, then, faster, self.machine.time)
 
@@ -500,7 +638,7 @@ class _Search:
 
     def _step(self, chosen: Sequence[TablePlan]) -> tuple[float, int, str]:
         """Return the seconds of a step, how far to look ahead, and what takes most of the time."""
-        parts = {"waiting for the disk": 0.0, "bringing rows into caches": 0.0, "moving rows": 0.0, "calls": 0.0}
+        parts = dict.fromkeys(KINDS.values(), 0.0)
         for one in chosen:
             for term, taken in one.seconds.items():
                 parts[KINDS[term]] += taken
@@ -520,8 +658,10 @@ class _Search:
         return None
 
 
-_BRINGING = dict.fromkeys(
-    (*cost.SPILLING, "miss", "new", "new_number", "grown_byte", "read", "read_byte"), "bringing rows into caches"
-)
-_WAITING = dict.fromkeys(("read_call", "cached_request", "disk_read"), "waiting for the disk")
-KINDS = dict.fromkeys(cost.TERMS, "moving rows") | {"call": "calls", "disk_call": "calls"} | _BRINGING | _WAITING
+KINDS = dict.fromkeys(cost.TERMS, "bringing rows into caches") | {EXCHANGE: "talking to other workers"}
+for _kind, _names in {
+    "calls": ("first", "next", "first_disk", "next_disk"),
+    "moving rows": ("position", "position_byte", "cold_byte", "row", "row_byte"),
+    "waiting for the disk": ("read_call", "reader", "cached_request", "disk_read"),
+}.items():
+    KINDS |= dict.fromkeys(_names, _kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embedrock.machine.arena import PAGE, Arena
 from embedrock.planner.cost import Taken
 from embedrock.process import platform
 from embedrock.process.spans import forget, trace_by
-from embedrock.rules import Adam
 from embedrock.table.table import Table
 
 Batch = list[np.ndarray]  # the ids for each table
-PACE_ROWS = 1 << 15
 QUIET = 0.15  # cores that others may use while something is timed
 
 
@@ -27,16 +25,30 @@ class Timing:
     """What steps took.
 
     Attributes:
-        taken: by one, on average over the round that took the median time.
+        rounds: what a step took, on average over each of them.
         steps: that were made.
         others: cores that other programs used meanwhile, on average.
         counts: for each table, what a step added to its counters, on average.
     """
 
-    taken: Taken
+    rounds: list[Taken]
     steps: int
     others: float
     counts: list[dict[str, float]]
+
+    @property
+    def taken(self) -> Taken:
+        """What a step took, on average over the round that took the median time."""
+        return sorted(self.rounds)[len(self.rounds) // 2]
+
+
+def touch_memory(nbytes: int) -> None:
+    """Have so much memory written once, and given back, before steps are timed that need some.
+
+    The host of a virtual machine may have to find a page that was not in use for a while, which takes up to a hundred
+    times as long as to clear one.
+    """
+    Arena(nbytes, "memory to be touched", scattered=True).memory[::PAGE] = 1
 
 
 class Others:
@@ -109,7 +121,7 @@ class Trial:
             {name: (now[name] - one[name]) / done for name in now if name in one}
             for one, now in zip(before, after, strict=True)
         ]
-        return Timing(sorted(taken)[len(taken) // 2], done, others.cores(), counts)
+        return Timing(taken, done, others.cores(), counts)
 
     def _round(self, batches: list[Batch]) -> Taken:
         clock = _Clock()
@@ -137,21 +149,3 @@ class Trial:
         """Return once no step runs in the background."""
         for table in self._tables:
             table.stats()
-
-
-class Pace:
-    """How fast a machine is at the moment: the seconds of a step that is always the same.
-
-    Clouds and laptops run at one and a half times the speed of a minute before, for reasons of their own.
-    """
-
-    def __init__(self) -> None:
-        random = np.random.default_rng(0)
-        table = Table(PACE_ROWS, 16, rule=Adam(), seed=0)
-        batches = [[random.integers(PACE_ROWS, size=1024)] for _ in range(8)]
-        self._trial = Trial([table], itertools.cycle(batches))
-        self._trial.train(len(batches))
-
-    def seconds(self) -> float:
-        """Measure it, in some 30 ms."""
-        return self._trial.timed(7, 16).taken.total

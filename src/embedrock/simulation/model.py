@@ -53,14 +53,14 @@ from embedrock.initializers import Zeros
 from embedrock.planner.cost import NO_DISK, Work, seconds_of
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.planner.machine import EXAMPLE, Machine
+from embedrock.planner.sharing import PER_BYTE, exchanged_bytes, most_rows
 from embedrock.planner.zipf import expected_misses
 from embedrock.simulation.traffic import Traffic, of_log, of_zipf
 from embedrock.spec import Spec
 from embedrock.wording import check_choice
 
 BYTES_OF_HEADS = 512  # of a step, to each other rank, at most
-PER_BYTE = 7e-9  # seconds of a core for a byte that is sent, and received, by a socket: docs/scale.md
-PER_BYTE_NEAR = 3.6e-9  # the same, where all ranks are on one machine and read each other's memory
+PER_BYTE_NEAR = 3.6e-9  # as PER_BYTE, where all ranks are on one machine and read each other's memory
 WORSE = 1.08  # times the misses of the best cache
 SEALED = 12  # bytes of a record in a log besides its own: id and CRC
 LOGS = 1.5  # times the bytes of the base, that logs may come to
@@ -230,13 +230,13 @@ def simulate(
         if log is None
         else of_log(log, load.lookups, cluster.ranks, cluster.per_node, LOG_STEPS)
     )
-    spec, sent = load.spec, _bytes(traffic.remote, load)
+    spec, sent = load.spec, exchanged_bytes(load.spec, traffic.remote)
     records = float(load.rows) if log is not None else _distinct(load, load.steps * load.lookups * cluster.ranks)
     mean = records / cluster.ranks
-    most = mean + math.sqrt(2 * mean * math.log(cluster.ranks)) if cluster.ranks > 1 else mean
+    most = most_rows(records, cluster.ranks)
     slots = cluster.memory / spec.record_bytes
     misses = _misses(load, cluster, traffic, mean, slots)
-    beyond = _bytes(traffic.beyond, load)
+    beyond = exchanged_bytes(spec, traffic.beyond)
     own = compute or Compute(sum(seconds_of(_work(load, traffic), NO_DISK, machine.constants).values()))
     seconds = {
         "compute": own.seconds(sent, cluster),
@@ -293,12 +293,8 @@ def calibrated(
     crowd = max(1.0, 2 / cores)
     work = two / crowd if work is None else work
     traffic = of_zipf(load.rows, load.zipf, load.lookups, 2, 2) if log is None else of_log(log, load.lookups, 2, 2, 8)
-    return Compute(alone, max(0.0, work - alone) / _bytes(traffic.remote, load), max(0.0, two - work * crowd))
-
-
-def _bytes(rows: float, load: Load) -> float:
-    """Return the bytes that go and come for so many rows of others: ids, rows, ids again, and gradients."""
-    return rows * (8 + load.spec.storage.words.itemsize * load.dim + 8 + 4 * load.dim)
+    per_byte = max(0.0, work - alone) / exchanged_bytes(load.spec, traffic.remote)
+    return Compute(alone, per_byte, max(0.0, two - work * crowd))
 
 
 def _distinct(load: Load, draws: int) -> float:

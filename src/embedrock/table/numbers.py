@@ -36,6 +36,7 @@ from embedrock.table.group import Group
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.disk import Disk
+from embedrock.tiers.part import Part
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.tier import Tier
 
@@ -128,9 +129,11 @@ class Ring:
             self._tell(told)
 
     def _tell(self, told: Mapping[str, Any]) -> None:
-        text = json.dumps({**self._told, **told}).encode()
-        if len(text) > HEADER - 16:  # a group of very many tables
-            text = json.dumps({**self._told, **told, "members": []}).encode()
+        members = told.get("members", [])
+        for kept in (members, [{**one, "curve": []} for one in members], []):  # a group may have very many tables
+            text = json.dumps({**self._told, **told, "members": kept}).encode()
+            if len(text) <= HEADER - 16:
+                break
         self._file.seek(0)
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
 
@@ -271,14 +274,33 @@ def numbers(thing: Thing) -> dict[str, float]:
 def facts(thing: Thing) -> dict[str, Any]:
     """Return what is known of a table or group now: its pools with their curves, and its members.
 
-    A pool has ``curve``, lists of ``memory=``, rows a step that are missed with it, and so far off that may be;
+    A member has ``curve``, lists of its pool's ``memory=`` and the rows a step that are missed of it then, as far as
+    known. A pool has ``curve``, lists of ``memory=``, rows a step that are missed with it, and so far off that may be;
     ``rows`` of a step; of these, ``new`` ones that have no record, so that nothing is read for them.
     """
     if isinstance(thing, Table):
         return {"kind": "table", "pools": [_pool(tier) for tier in _tiers(thing)]}
     rows = [row for row in _members(thing) if not row.is_closed]
-    members = [{"name": row.subject, "rows": row.tier.count, "steps": row.steps} for row in rows]
+    curves = {tier: _curves_of_parts(tier) for tier in _tiers(thing)}
+    members = [
+        {"name": row.subject, "rows": row.tier.count, "steps": row.steps, "curve": _curve_of(row.tier, curves)}
+        for row in rows
+    ]
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}
+
+
+def _curves_of_parts(tier: Tier) -> dict[int, list[list[float]]]:
+    """Return the curves of the members of a pool, by their numbers."""
+    curve = tier.watch.curve() if isinstance(tier, Disk) else None
+    if curve is None or not isinstance(tier, Disk):
+        return {}
+    sizes = [memory_for(tier.spec, round(slots)) for slots in curve.slots.tolist()]
+    parts = tier.watch.curves_of_parts()
+    return {number: [list(point) for point in zip(sizes, missed, strict=False)] for number, missed in parts.items()}
+
+
+def _curve_of(tier: Tier, curves: Mapping[Tier, dict[int, list[list[float]]]]) -> list[list[float]]:
+    return curves.get(tier.pool.tier, {}).get(tier.number, []) if isinstance(tier, Part) else []
 
 
 def _pool(tier: Tier) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from embedrock.machine.ram import available_bytes
 from embedrock.machine.sizes import format_bytes
+from embedrock.store.manifest import GroupManifest
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.watch import AT_ONCE, RECENT
 
@@ -29,6 +30,7 @@ PAYS = 0.25  # of the reads saved
 SPARED = 0.005  # of the rows of a step, that may be read in addition with less memory
 LARGE_BYTES = 1 << 30  # of memory=, which is worth to be given back
 LEFT = 2  # of the RAM that is left, one part in so many may be asked for
+MOSTLY = 0.5  # of the rows that a group misses, of one table
 MOST_LINES = 3  # of one process
 LOOKS = RECENT // AT_ONCE  # it is thought about so seldom ...
 FIRST = 4 * LOOKS  # ... and then for the first time
@@ -77,9 +79,21 @@ def of_more(tier: Disk) -> str | None:
             return None
         return (
             f"{tier.subject}: {setting.share:.0%} more memory= would save {saved:.0%} of its reads from disk, "
-            f"{here - new:,.0f} rows a step now, {missed - new:,.0f} then. {setting.remedy} {_MORE}"
+            f"{here - new:,.0f} rows a step now, {missed - new:,.0f} then{_mostly(tier)}. {setting.remedy} {_MORE}"
         )
     return None
+
+
+def _mostly(tier: Disk) -> str:
+    """Return which member of a group misses most, where one does so for half of it or more."""
+    missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
+    volume, total = tier.store.volume, sum(missed.values())
+    if len(missed) < 2 or not isinstance(volume.manifest, GroupManifest):
+        return ""
+    first = max(missed, key=lambda number: missed[number])
+    names = [one.name for one in volume.manifest.members if one.part == first and volume.stores[one.pool] is tier.store]
+    share = missed[first] / max(total, 1e-9)
+    return f"; {share:.0%} of what it misses is of its table {names[0]!r}" if names and share >= MOSTLY else ""
 
 
 def of_less(tier: Disk) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from embedrock import kernels
+from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.cache import Cache, Policy, feed
 from embedrock.tiers.directory import Hashed
 
@@ -37,6 +38,7 @@ class Curve:
         distinct: rows used at all.
         batches: that were counted.
         evicted: float64 (sizes,), rows a batch that leave a cache to make room for others.
+        before: float64 (sizes,), rows that left one before the batches that were counted.
     """
 
     slots: np.ndarray
@@ -47,6 +49,7 @@ class Curve:
     distinct: float
     batches: int
     evicted: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    before: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def missed(self, slots: int) -> float:
         """Return the rows a batch that a cache of so many slots misses: between two sizes, along a line.
@@ -61,6 +64,10 @@ class Curve:
     def left(self, slots: int) -> float:
         """Return the rows a batch that leave a cache of so many slots, as `missed` does."""
         return float(np.interp(slots, self.slots, self.evicted))
+
+    def had_left(self, slots: int) -> float:
+        """Return the rows that left a cache of so many slots up to the middle of the batches that were counted."""
+        return float(np.interp(slots, self.slots, self.before)) + self.left(slots) * self.batches / 2
 
 
 class CurveSampler:
@@ -93,7 +100,7 @@ class CurveSampler:
         """Count anew, as after warming up; which rows the caches have stays."""
         self._batches, self._rows, self._new = 0, 0, 0.0
         for sampled in self._sampled:
-            sampled.misses[:], sampled.evicted = 0, 0
+            sampled.misses[:], sampled.before, sampled.evicted = 0, sampled.before + sampled.evicted, 0
 
     def see(self, ids: np.ndarray) -> None:
         """Take the ids of the next batch.
@@ -124,6 +131,7 @@ class CurveSampler:
             self._seen.distinct,
             self._batches,
             np.array([sampled.evicted * sampled.share for sampled in self._sampled], np.float64) / batches,
+            np.array([sampled.before * sampled.share for sampled in self._sampled], np.float64),
         )
 
 
@@ -134,14 +142,19 @@ class Sampled:
         slots: of the larger one.
         policy: of both.
         most: slots of its own, at most.
+        is_pool: ids are keys of a pool, whose members' misses are counted apart.
+
+    Attributes:
+        of_parts: of a pool, how many ids were missed of each member, by its number; as many as were sampled.
     """
 
-    def __init__(self, slots: int, policy: str | Policy, most: int) -> None:
+    def __init__(self, slots: int, policy: str | Policy, most: int, is_pool: bool = False) -> None:
         self.slots, self.share = slots, 1
         while slots > most * self.share:
             self.share *= 2
-        self.cache, self.evicted = Cache(max(1, round(slots / self.share)), policy), 0
+        self.cache, self.evicted, self.before = Cache(max(1, round(slots / self.share)), policy), 0, 0
         self.misses = np.zeros(GROUPS, np.float64)
+        self.of_parts, self._is_pool = dict[int, float](), is_pool
 
     def see(self, ids: np.ndarray) -> None:
         """Take a sample of the ids of a batch, ascending, without repeats."""
@@ -151,6 +164,15 @@ class Sampled:
             self.evicted += before + len(missing) - self.cache.count
             groups = (missing.view(np.uint64) * GOLDEN) >> np.uint64(60)
             self.misses += np.bincount(groups.astype(np.int64), minlength=GROUPS)
+            if self._is_pool:
+                numbers, counts = np.unique(missing >> PART_BITS, return_counts=True)
+                for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                    self.of_parts[number] = self.of_parts.get(number, 0.0) + count
+
+    def forget(self, share: float = 1.0) -> None:
+        """Let so large a share of the misses that were counted go."""
+        self.misses *= 1 - share
+        self.of_parts = {number: count * (1 - share) for number, count in self.of_parts.items()} if share < 1 else {}
 
     def missed(self) -> tuple[float, float]:
         """Return how many rows the larger one missed, and so far off that may be, 19 of 20 times."""

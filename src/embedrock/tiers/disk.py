@@ -99,7 +99,7 @@ class Disk(Tier):
         self._count = store.content.count
         self._is_known = False  # the batch: it was counted, as a lookup and the step after it are one
         self._hits = self._misses = self._evictions = self._spilled = self._changes = 0
-        self.watch, self._is_made = Watch(policy), True
+        self.watch, self._is_made = Watch(policy, self._is_pool), True
 
     def _claim_of(self, spec: Spec) -> Claim:
         return claim_of(spec, self._is_pool)

@@ -49,6 +49,7 @@ class Watch:
 
     Args:
         policy: of the cache.
+        is_pool: of the members of a group.
 
     Attributes:
         looks: calls of `look`.
@@ -59,8 +60,9 @@ class Watch:
         False
     """
 
-    def __init__(self, policy: str | Policy) -> None:
+    def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
         self._policy, self._first = policy_of(policy).settled, cast(_Level | None, None)
+        self._is_pool = is_pool
         self._waiting, self._rows = list[np.ndarray](), 0
         self._is_begun, self._before, self._epoch = False, Counted(0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
@@ -111,7 +113,7 @@ class Watch:
     def _begin(self, sizes: list[int]) -> None:
         self._is_begun = True
         if sizes:
-            self._first = _Level(sizes, self._policy)
+            self._first = _Level(sizes, self._policy, self._is_pool)
 
     def _follow(self, epoch: float) -> None:
         self._epoch = epoch
@@ -132,6 +134,16 @@ class Watch:
         found = np.array([level.missed_of_batch() for level in levels]) * batches / steps
         slots = np.array([level.sampled.slots for level in levels], np.int64)
         return Curve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
+
+    def curves_of_parts(self) -> dict[int, list[float]]:
+        """Return the rows a step that are missed of each member of a pool, by its number, for the sizes of `curve`."""
+        known = [level for level in self._levels if level.is_known]
+        batches, _, changes, *_ = self._seen.tolist()
+        if not known or not batches:
+            return {}
+        numbers = sorted({number for level in known for number in level.sampled.of_parts})
+        times = batches / (changes or batches)
+        return {number: [level.missed_of(number) * times for level in known] for number in numbers}
 
     @property
     def missed(self) -> float:
@@ -172,10 +184,12 @@ class _Level:
     Args:
         sizes: what it stands for; of the next level, which sees a sample of what this one sees; and so on.
         policy: of all.
+        is_pool: ids are keys of a pool.
     """
 
-    def __init__(self, sizes: list[int], policy: Policy) -> None:
-        self.sampled, self._sizes, self._policy = Sampled(sizes[0], policy, MOST_SLOTS), sizes, policy
+    def __init__(self, sizes: list[int], policy: Policy, is_pool: bool) -> None:
+        self.sampled, self._is_pool = Sampled(sizes[0], policy, MOST_SLOTS, is_pool), is_pool
+        self._sizes, self._policy = sizes, policy
         self.share, self._after = self.sampled.share, cast(_Level | None, None)
         self._waiting, self._count, self._batches_waiting, self._rows_waiting = list[np.ndarray](), 0, 0, 0
         self._is_warm, self._windows, self._batches, self._rows, self._ids = False, 0, 0.0, 0.0, 0
@@ -209,9 +223,9 @@ class _Level:
 
     def _begin_to_count(self) -> None:
         self._is_warm = True
-        self.sampled.misses[:] = 0
+        self.sampled.forget()
         if len(self._sizes) > 1:
-            self._after = _Level(self._sizes[1:], self._policy)
+            self._after = _Level(self._sizes[1:], self._policy, self._is_pool)
             self._after.sampled.cache.epoch_uses = self.sampled.cache.epoch_uses
 
     def levels(self) -> list[_Level]:
@@ -221,7 +235,7 @@ class _Level:
     def _count_in(self, batches: int, rows: int) -> None:
         self._windows, self._batches, self._rows = self._windows + 1, self._batches + batches, self._rows + rows
         if self._batches > 2 * HORIZON and self._rows > 2 * WARM * self.sampled.slots:
-            self.sampled.misses /= 2
+            self.sampled.forget(0.5)
             self._batches, self._rows = self._batches / 2, self._rows / 2
 
     @property
@@ -233,6 +247,10 @@ class _Level:
         """Return the rows of a batch that are missed, and so far off that may be, 19 of 20 times."""
         missed, error = self.sampled.missed()
         return missed / self._batches, error / self._batches
+
+    def missed_of(self, number: int) -> float:
+        """Return the rows of a batch that are missed of a member of a pool."""
+        return self.sampled.of_parts.get(number, 0.0) * self.share / self._batches
 
 
 def _use(sampled: Sampled, ids: np.ndarray) -> None:

@@ -231,10 +231,10 @@ def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Part
 
 def _check_placement(layer: Any) -> None:
     """Raise `Unavailable` unless rows are where they are to be measured: the host may have too little RAM for that."""
-    from embedrock.device import placement
     from embedrock.device.direct import DirectSide
+    from embedrock.tiers import device_placing
 
-    side, wanted = layer.handle.side(), placement.choose(layer.table.spec, layer.table.device_memory)
+    side, wanted = layer.handle.side(), device_placing.choose(layer.table.spec, layer.table.device_memory)
     if not (isinstance(side, DirectSide) and side.placement == wanted):
         raise Unavailable(f"rows were to be so: {wanted}. But they are {side!r}: is too little RAM free?")
 

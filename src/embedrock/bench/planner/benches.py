@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +20,20 @@ from embedrock.bench.harness.targets import Found, Line, Target
 from embedrock.bench.planner.contender import Trainer
 from embedrock.bench.planner.settings import Setting, drawn
 from embedrock.bench.planner.splits import split_over_best
+from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes
 from embedrock.planner import machine as machines
+from embedrock.planner.calibration import Pace
 from embedrock.planner.machine import Machine
-from embedrock.planner.trial import QUIET
+from embedrock.planner.proposal import Proposal
+from embedrock.planner.trial import QUIET, touch_memory
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_lines, format_number, format_whole
 
 SETTINGS = 20
 TRIES = 3  # of a setting, while other programs use the machine
+LOOKS = 3  # at the machine's pace, before a setting
+MOST_TOUCHED = 1 << 30  # bytes, before a setting
 SPLIT = SETTINGS + 1  # the number of the split, after the settings
 SPACE_BYTES = 2 << 30
 FIELDS = (
@@ -60,44 +66,79 @@ class PlanEffort(Effort):
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Read numbers of settings."""
-    chosen = tuple(int(part) if part.isdigit() else 0 for part in text.split(","))
-    if not all(1 <= number <= SPLIT for number in chosen):
-        raise ArgumentTypeError(f"must be numbers from 1 to {SPLIT} (the split), as 3,7: got {text!r}")
-    return chosen
+    """Read numbers of settings, such as 1-5,8."""
+    found = list[int]()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ends = [int(end) if end.isdigit() else 0 for end in (first, last or first)]
+        found += range(ends[0], ends[1] + 1) or [0]
+    if not all(1 <= number <= SPLIT for number in found):
+        raise ArgumentTypeError(f"must be numbers from 1 to {SPLIT} (the split), as 3,7 or 1-5: got {text!r}")
+    return tuple(found)
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of its own."""
     text = f"numbers of the settings to run, {SPLIT} is the split of memory (default: all)"
-    parser.add_argument("--settings", type=numbers, default=tuple(range(1, SPLIT + 1)), metavar="N,N,...", help=text)
+    parser.add_argument("--settings", type=numbers, default=tuple(range(1, SPLIT + 1)), metavar="N-N,N,...", help=text)
+    join = "what earlier runs of other settings wrote by --json, to be judged together with these"
+    parser.add_argument("--join", type=Path, nargs="+", default=[], metavar="FILE", help=join)
     kept = "do not measure the machine before, but take what `embedrock machine` has kept"
     parser.add_argument("--kept", action="store_true", help=kept)
 
 
 def measure(task: Task) -> Report:
     """Train each setting in a process of its own, compare it with the plan, and print what came out."""
-    effort, chosen, report = task.effort, task.arguments.settings, Report()
-    with scratch_folder(effort.folder, SPACE_BYTES) as folder:
-        machine = machines.load() if task.arguments.kept else None
-        machine = machine or machines.measure(folder, lambda text: say(f"measuring: {text}", transient=True))
-        for number, setting in enumerate(drawn(SETTINGS, effort.seed), start=1):
-            if number not in chosen:
-                continue
-            say(f"setting {number}", transient=True)
-            name = str(number)
-            try:
-                found = _quietest(setting, folder / name, effort)
-            except ChildError as error:
-                report.failures.append((name, error.details or str(error)))
-                continue
-            report.results.append({"name": name, "status": "ok", **setting.to_json(), **found})
-            report.results[-1] |= compared(setting, found, machine)
-    print(format_lines(FIELDS, report.results) if report.results else "no setting was measured")
+    effort, chosen, report = task.effort, task.arguments.settings, Report(_joined(task.arguments.join))
+    settings = [(number, one) for number, one in enumerate(drawn(SETTINGS, effort.seed), 1) if number in chosen]
+    if settings:
+        with scratch_folder(effort.folder, SPACE_BYTES) as folder:
+            report.add(_measured(settings, folder, effort, machines.load() if task.arguments.kept else None))
+    lines = [line for line in report.results if "step_s" in line]
+    print(format_lines(FIELDS, lines) if lines else "no setting was measured")
     if SPLIT in chosen:
         report.results.append({"name": "split", "status": "ok", "over_best": split_over_best(effort.seed)})
     report.judge(TARGETS)
     return report
+
+
+def _measured(
+    settings: Sequence[tuple[int, Setting]], folder: Path, effort: PlanEffort, machine: Machine | None
+) -> Report:
+    """Train settings, beside what a plan tells for a machine, which is measured first where nobody has."""
+    report = Report()
+    machine = machine or machines.measure(folder, lambda text: say(f"measuring: {text}", transient=True))
+    pace = Pace(folder, machine.disk, machine.constants)
+    for number, setting in settings:
+        say(f"setting {number}", transient=True)
+        name = str(number)
+        pace.look(LOOKS)
+        told = er.plan(setting.demands(), setting.batch, steps=setting.middle, machine=machine)
+        touch_memory(min(MOST_TOUCHED, setting.nbytes(sum(one.misses for one in told.tables))))
+        try:
+            found = _quietest(setting, folder / name, effort)
+        except ChildError as error:
+            report.failures.append((name, error.details or str(error)))
+            continue
+        line = {"name": name, "status": "ok", **setting.to_json(), **found, **compared(told, found)}
+        report.results.append(line)
+    for line in report.results:
+        line |= {"slower": pace.slower, "paced_off": at_pace(line, pace.slower)}
+    return report
+
+
+def _joined(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the lines of earlier runs, in the order of their numbers."""
+    lines = []
+    for path in files:
+        try:
+            lines += json.loads(path.read_text())["results"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ArgumentError(
+                f"--join takes what `embedrock bench plan --json FILE` wrote: {str(path)!r} cannot be read "
+                f"({type(error).__name__}: {error})."
+            ) from None
+    return sorted(lines, key=lambda line: int(line["name"]) if line["name"].isdigit() else SPLIT)
 
 
 def _quietest(setting: Setting, folder: Path, effort: PlanEffort) -> dict[str, float]:
@@ -111,21 +152,24 @@ def _quietest(setting: Setting, folder: Path, effort: PlanEffort) -> dict[str, f
     return min(tries, key=lambda one: one["others"])
 
 
-def compared(setting: Setting, found: dict[str, float], machine: Machine) -> dict[str, Any]:
+def compared(told: Proposal, found: dict[str, float]) -> dict[str, Any]:
     """Return what a plan tells of a setting, and how far it is off."""
-    told = er.plan(setting.demands(), setting.batch, steps=setting.steps, machine=machine)
     misses, step = sum(one.misses for one in told.tables), told.alone_s
-    waiting = sum(one.seconds["disk_read"] for one in told.tables)  # which does not depend on how fast cores are
-    paced = waiting + (step - waiting) * found["pace_s"] / machine.pace_s
     return {
         "told_step_s": step,
+        "told_waiting_s": sum(one.seconds["disk_read"] for one in told.tables),
         "told_misses": misses,
         "told_peak_bytes": told.peak_then,
         "step_off": step / found["step_s"] - 1,
-        "paced_off": paced / found["step_s"] - 1,
         "misses_off": misses / found["misses"] - 1 if found["misses"] else None,
         "peak_off": told.peak_then / found["peak_bytes"] - 1,
     }
+
+
+def at_pace(line: Line, slower: float) -> float:
+    """Return how far a step is off that was told, at the machine's pace meanwhile, on which a disk does not depend."""
+    waiting = line["told_waiting_s"]
+    return (waiting + (line["told_step_s"] - waiting) * slower) / line["step_s"] - 1
 
 
 def _of_all(key: str, how: Any) -> Any:

@@ -52,6 +52,17 @@ class Setting:
     steps: int
     together: int
 
+    @property
+    def middle(self) -> int:
+        """Steps up to the one in the middle of those that count."""
+        return self.steps + ROUNDS * self.together // 2
+
+    def nbytes(self, misses: float) -> int:
+        """Return the bytes of the tables in RAM, and of the logs of so many rows that leave caches in a step."""
+        record = 3 * 4 * self.dim
+        steps = self.steps + ROUNDS * self.together if self.memory else 0
+        return self.tables * (self.memory or self.rows * record) + int(misses * steps * record)
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         return asdict(self)

@@ -10,7 +10,6 @@ import triton.language as tl
 from embedrock.kernels.gpu.runtime import inlined
 
 CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
-MOST_SLOTS = CHANGED
 ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one
 AGES = (1 << 22) - 1
 

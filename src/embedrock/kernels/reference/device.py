@@ -31,6 +31,7 @@ NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
 OUT_OF_RANGE = 1
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
+MOST_SLOTS = CHANGED  # near ones
 
 # ---------------------------------------------------------------- the plan
 

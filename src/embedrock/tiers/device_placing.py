@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from embedrock.kernels.gpu.homes import MOST_SLOTS
+from embedrock.kernels.reference.device import MOST_SLOTS
 from embedrock.machine.sizes import format_bytes
 from embedrock.spec import Spec
 from embedrock.wording import counted

@@ -1,0 +1,69 @@
+"""Which rows to keep in GPU memory: a split of ``device_memory=`` over tables in RAM, and what crosses the bus then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from embedrock.planner.demand import Demand, curve_of, lasting
+from embedrock.planner.split import Option, split
+from embedrock.tiers.device_placing import DevicePlacement, choose, memory_for
+
+HALVES = 10  # sizes of a cache in GPU memory that are looked at, each half of the one before it
+WAYS = 2  # a row that comes near, and the one that it takes the place of, which has changed
+
+
+class Near(NamedTuple):
+    """What a table has in GPU memory.
+
+    Attributes:
+        device_memory: what to pass as ``device_memory=``.
+        placement: what is done with that.
+        misses: rows of a step that are not there, so that they come over the bus.
+        bus_bytes: of a step, both ways.
+    """
+
+    device_memory: int
+    placement: DevicePlacement
+    misses: float
+    bus_bytes: float
+
+
+def split_near(demands: Sequence[Demand], rows: Sequence[float], budget: int, steps: int | None) -> list[Near]:
+    """Return what each of some tables in RAM should have of so much GPU memory: what saves most of the bus.
+
+    Args:
+        demands: of the tables.
+        rows: different ones of a batch, of each.
+        budget: bytes of GPU memory.
+        steps: see `embedrock.planner.proposal.plan`.
+    """
+    ways = [_ways(one, used, budget, steps) for one, used in zip(demands, rows, strict=True)]
+    options = [[Option(way.placement.bytes, way.bus_bytes, way) for way in some] for some in ways]
+    found = split(options, budget)
+    return [one.how for one in found or [some[0] for some in options]]
+
+
+def _ways(demand: Demand, used: float, budget: int, steps: int | None) -> list[Near]:
+    spec = demand.spec
+    none = _near(demand, 0, DevicePlacement("host", 0, 0), used)
+    if spec.rows is None or demand.members:  # nobody knows how many there will be; a group has no such budget
+        return [none]
+    sizes = sorted({min(budget, memory_for(spec, spec.rows)) >> k for k in range(HALVES)})
+    placed = [(size, choose(spec, size)) for size in sizes if size]
+    caches = [placement.near_rows for _, placement in placed if placement.mode == "cached"]
+    curve = curve_of(demand, caches, steps) if caches else None
+    ways = [none]
+    for size, placement in placed:
+        if placement.mode == "device":
+            ways.append(_near(demand, size, placement, 0.0))
+        elif placement.mode == "cached" and curve is not None:
+            room = placement.near_rows
+            ways.append(
+                _near(demand, size, placement, lasting(demand, curve, room) if steps is None else curve.missed(room))
+            )
+    return ways
+
+
+def _near(demand: Demand, size: int, placement: DevicePlacement, misses: float) -> Near:
+    return Near(size, placement, misses, WAYS * misses * demand.spec.record_bytes)
