@@ -32,6 +32,7 @@ from embedrock.table.batches import Feature, GroupPlan, MemberGradients, Reading
 from embedrock.table.description import POLICIES, describe_spec, rule_of
 from embedrock.table.group_files import GroupFiles, Resting, open_or_make_group
 from embedrock.table.keeper import Opening
+from embedrock.table.lease import JointLease
 from embedrock.table.member import InFolder, InGroup
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import FirstValues, check_on_nonfinite, index, new_spec, opening_of
@@ -133,7 +134,7 @@ class Group:
         self.memory, self.on_nonfinite, self.turn = memory, on_nonfinite, Turn()
         self.files: GroupFiles | None = None
         self._members: dict[str, Table | Resting] = {}
-        self._routes = batches.Routes()
+        self._routes, self.lease = batches.Routes(), JointLease()
         self._closed_at = ""
 
     def _open(self, volume: Volume, opening: Opening, on_nonfinite: str) -> None:
@@ -437,7 +438,9 @@ class Group:
                 of a batch that `batches.may_be_side_by_side`.
         """
         with self.turn.alone():
-            return batches.read(batch, for_weights, side_by_side)
+            reading = batches.read(batch, for_weights, side_by_side)
+        self.lease.begin((share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares)
+        return reading
 
     def sum(self, reading: Reading, grads: Sequence[np.ndarray | None]) -> list[MemberGradients]:
         """Return the gradients of each member in a batch, summed to one for each row.

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from embedrock.spec import Spec
+from embedrock.table.lease import NOBODY
 from embedrock.table.shared_row import SharedRow
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.tier import Tier
@@ -81,6 +84,10 @@ class Home(ABC):
     @abstractmethod
     def where(self) -> str:
         """Where that is, in words."""
+
+    def unfinished(self, rows: Rows) -> np.ndarray:
+        """Return the ids of a batch that was read with other tables, and may still be stepped."""
+        return NOBODY
 
     @abstractmethod
     def replaced(self, rows: Rows, spec: Spec, fill: Callable[[Tier], None]) -> Tier:

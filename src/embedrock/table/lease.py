@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,32 @@ class Lease:
     def is_of(self, plan: Plan) -> bool:
         """Return whether a plan is of that batch."""
         return self._ids() is plan.ids
+
+
+class JointLease:
+    """The batch that tables of a group read together last, as long as somebody has it who may still step it."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[weakref.ref[np.ndarray], Sequence[object], np.ndarray]] = []
+
+    def begin(self, parts: Iterable[tuple[np.ndarray, Sequence[object], np.ndarray]]) -> None:
+        """Note a batch: the ids of a plan, whose they are, and where those of each begin, and the last ones end."""
+        self._parts = [(weakref.ref(ids), owners, bounds) for ids, owners, bounds in parts]
+
+    def end(self) -> None:
+        """Note that it is stepped."""
+        self._parts = []
+
+    def unfinished(self, owner: object) -> np.ndarray:
+        """Return the ids that one of its tables has in it."""
+        there = ((ref(), owners, bounds) for ref, owners, bounds in self._parts)
+        found = [
+            ids[bounds[k] : bounds[k + 1]]
+            for ids, owners, bounds in there
+            for k, each in enumerate(owners)
+            if ids is not None and each is owner
+        ]
+        return np.concatenate(found) if found else NOBODY
 
 
 class Reads:

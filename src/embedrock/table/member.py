@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from embedrock.errors import MemoryBudgetError
 from embedrock.process.interrupts import held_back
 from embedrock.spec import Spec
@@ -70,6 +72,10 @@ class InGroup(Home):
         is_own, self.name = rows.subject == self.subject, name
         if is_own:  # not that of a layer
             rows.name_by(f"table {name!r}")
+
+    def unfinished(self, rows: Rows) -> np.ndarray:
+        """Return the ids that it has in a batch of the group which may still be stepped."""
+        return self.group.lease.unfinished(rows)
 
     def turn(self) -> Turn:
         return self.group.turn

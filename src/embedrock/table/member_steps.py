@@ -139,6 +139,7 @@ class MemberSteps:
         drafts = [part.rows.draft(part.rule) for part in self._due]
         elections = [pool.election for pool in self._pools if pool.election is not None]
         _admit(self._pools)
+        self._due[0].rows.home.group.lease.end()
         pairs = zip(self._due, drafts, strict=True)
         numbers = {part.rows: part.rows.count(draft) for part, draft in pairs}
         for election in elections:

@@ -483,7 +483,7 @@ class Rows:
     def forget(self, ids: np.ndarray) -> int:
         """Remove rows at once, with all that is known of their ids, which do not repeat; return how many there were."""
         self.check_writable()
-        unfinished = np.intersect1d(ids, self._lease.unfinished)
+        unfinished = np.intersect1d(ids, np.r_[self._lease.unfinished, self.home.unfinished(self)])
         if len(unfinished):
             raise ArgumentError(
                 f"{self.subject} cannot forget rows of a batch that was read and is not stepped yet: got "
