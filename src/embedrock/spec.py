@@ -93,7 +93,8 @@ class Spec:
         if self.has_residents and self.rule is not None and self.rule.history() is not None:
             raise UnsupportedError(
                 f"rows cannot come and go under {self.rule}, which moves every row in each step, also those without a "
-                "gradient. Leave dense=True out, or admission= and eviction=."
+                "gradient. Leave dense=True out (under an optimizer of Keras: name the rule in the layer, "
+                f"rule=er.{type(self.rule).__name__}()), or admission= and eviction=."
             )
 
     @property
