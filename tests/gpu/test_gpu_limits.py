@@ -32,14 +32,14 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, direct, hosted, pinned, placement, steps, timeline
+from embedrock.device import attach, direct, hosted, pinned, steps, timeline
 from embedrock.device import side as device_side
 from embedrock.device.direct import DirectSide
 from embedrock.device.hosted import HostedSide
 from embedrock.device.side import DeviceSide
 from embedrock.errors import UnsupportedError
 from embedrock.table.table import rows_of
-from embedrock.tiers import memory
+from embedrock.tiers import device_placing, memory
 from embedrock.torch.training import side
 from slow import slow
 
@@ -178,11 +178,11 @@ def test_a_table_that_does_not_fit_the_device(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("near", "mode"), [(0, "host"), (1, "cached"), (50, "cached"), (ROWS, "device")])
 def test_placement(near: int, mode: str):
     spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
-    budget = placement.memory_for(spec, near)
-    chosen = placement.choose(spec, budget)
+    budget = device_placing.memory_for(spec, near)
+    chosen = device_placing.choose(spec, budget)
     assert (chosen.mode, chosen.near_rows) == (mode, near)
     assert chosen.bytes <= budget
-    assert placement.choose(spec, 0) == placement.DevicePlacement("host", 0, ROWS * placement.MAP_BYTES)
+    assert device_placing.choose(spec, 0) == device_placing.DevicePlacement("host", 0, ROWS * device_placing.MAP_BYTES)
 
 
 @pytest.mark.parametrize("size", ["all of it", -1, True, 1.5])

@@ -59,10 +59,6 @@ def test_a_shared_row_trains_and_goes_where_the_rows_go():
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(
-        er.UnsupportedError, match=r"`admission` of ert.Embedding does not go with `group`: rows of its"
-    ):
-        ert.Embedding(None, 4, group=er.Group(), name="a", admission=er.Admission(2))
     with pytest.raises(er.UnsupportedError, match=r"come and go .*, and cannot be shared out by sharded=True"):
         ert.Embedding(None, 4, sharded=True, admission=er.Admission(2))
     with pytest.raises(

@@ -25,7 +25,7 @@ VERBS: dict[str, Callable[[er.Table], Any]] = {
 
 @pytest.mark.parametrize(
     ("verb", "on_disk", "most"),
-    [("update", False, 187), ("update", True, 244), ("lookup", False, 33), ("lookup", True, 36)],
+    [("update", False, 187), ("update", True, 250), ("lookup", False, 33), ("lookup", True, 36)],
 )
 def test_a_warm_call_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, on_disk: bool, most: int):
     monkeypatch.setattr("embedrock.process.spans._tracers", ())  # of frameworks that other tests have loaded

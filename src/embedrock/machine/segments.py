@@ -9,6 +9,8 @@ import weakref
 
 import numpy as np
 
+from embedrock.process import platform
+
 TOKEN = 16  # bytes at the start, by which a reader knows the segment
 GRAIN = 1 << 16  # bytes, that sizes are multiples of
 
@@ -24,9 +26,7 @@ class Segment:
     """
 
     def __init__(self) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memory without a name that processes share")
-        self._fd = os.memfd_create("embedrock")
+        self._fd = platform.file_in_memory("embedrock")
         weakref.finalize(self, os.close, self._fd)
         self._memory = np.empty(0, np.uint8)
         self.token = np.frombuffer(secrets.token_bytes(TOKEN), np.int64)

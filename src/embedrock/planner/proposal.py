@@ -485,7 +485,7 @@ def _slots(demand: Demand, most: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Ways:
-    """Tells what each way for a table to be takes.
+    """What each way for a table to be takes.
 
     Attributes:
         demand: what it is asked for.

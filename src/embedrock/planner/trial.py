@@ -43,7 +43,7 @@ class Timing:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Have so much memory written once, and given back, before steps are timed that need some.
+    """Write so much memory once, and give it back, before steps are timed that need some.
 
     The host of a virtual machine may have to find a page that was not in use for a while, which takes up to a hundred
     times as long as to clear one.

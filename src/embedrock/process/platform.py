@@ -115,6 +115,17 @@ def give_up_direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
 
 
+def file_in_memory(label: str) -> int:
+    """Return the descriptor of a new file in memory, of no folder.
+
+    Raises:
+        OSError: this system has no such files.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(f"{NAME} has no files in memory that other processes can open")
+    return os.memfd_create(label)
+
+
 def read_into(fd: int, memory: memoryview, offset: int) -> int:
     """Fill `memory` from a file, or some of it; return how many bytes."""
     if hasattr(os, "preadv"):

@@ -35,14 +35,14 @@ def write_rows(table: Table, folder: str) -> None:
     """Write what `Table.state` returns."""
     rows = rows_of(table)
     with rows.turn.alone():
-        header, history, batches = saved.save(rows, _batch_rows(table.spec))
+        whole = saved.save(rows, _batch_rows(table.spec))
         with open(Path(folder, IDS), "wb") as ids_file, open(Path(folder, RECORDS), "wb") as records_file:
-            for ids, records in batches:
+            for ids, records in whole.batches:
                 ids_file.write(np.ascontiguousarray(ids, "<i8").data)
                 records_file.write(records.data)
-        for name, array in history.items():
+        for name, array in whole.history.items():
             np.save(Path(folder, HISTORY.format(name)), array, allow_pickle=False)
-    content = {**header, "history": sorted(history)}
+    content = {**whole.header, "history": sorted(whole.history)}
     Path(folder, SCALARS).write_text(json.dumps(content, default=lambda number: number.item()))
 
 
