@@ -246,6 +246,7 @@ def test_memmap_records_keep_states_apart(tmp_path: Path):
 FEW, ALL = ("ours", "ours-prefetch-32", "memmap-records"), tuple(n for n in BY_NAME if not n.startswith("torch"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_disk_with_few_contenders(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     check_disk(FEW, tmp_path, capsys, monkeypatch)

@@ -164,6 +164,7 @@ def auc_of(*options: str, out: Path) -> float:
     return json.loads(out.read_text())["training"]["curve"][-1]["auc"]
 
 
+@pytest.mark.slow  # tests/pytorch/test_shards.py trains in two processes each time
 def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = auc_of(*TINY, "--no-compare", "--in-ram", out=tmp_path / "one.json")
     both = auc_of(*TINY, "--no-compare", "--in-ram", "--ranks", "2", out=tmp_path / "both.json")
