@@ -28,6 +28,7 @@ def test_what_was_read_corrects_what_was_thought() -> None:
     assert [[one.cost for one in some] for some in found] == [[18.0, 10.0], [4.0, 1.0]]
 
 
+@pytest.mark.slow
 def test_curves_of_the_very_batches_give_ram_to_who_misses(tmp_path: Path) -> None:
     workload = ManyTables(cardinalities=(3000, 40), bag_sizes=(6, 1), dim=8, batch=64)
     options = options_of(Job(workload, tmp_path, 200_000, warmup=6, steps=4))

@@ -87,6 +87,7 @@ def test_runs_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         main(["plan", "--settings", "21", "--join", str(files[0])])
 
 
+@pytest.mark.slow
 def test_misses_of_tables_are_those_that_a_plan_tells(tmp_path: Path):
     setting = replace(SMALL, steps=60, together=1)
     found = Trainer(setting, tmp_path, seed=3).run()

@@ -276,7 +276,7 @@ def test_too_little_ram_for_the_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("package", "option", "extra"),
-    [("torch", [], "torch"), ("tqdm", [], "torch"), ("tensorflow", ["--keras"], "keras")],
+    [("torch", [], "torch"), *slow(("tqdm", [], "torch"), ("tensorflow", ["--keras"], "keras"))],
 )
 def test_without_an_extra(tmp_path: Path, package: str, option: list[str], extra: str):
     program = (
@@ -310,7 +310,7 @@ def test_help_needs_no_torch(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("steps", "line"),
-    [("4", "a few steps"), *slow(("1000000", "best possible"))],
+    slow(("4", "a few steps"), ("1000000", "best possible")),
     ids=["while a contender's process runs", "in training"],
 )
 def test_ctrl_c_leaves_no_mess(tmp_path: Path, steps: str, line: str):

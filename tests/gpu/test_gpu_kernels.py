@@ -216,7 +216,7 @@ FLOATS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
 @given(data=st.data())
 @settings(max_examples=6)
 def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:

@@ -78,8 +78,7 @@ DENSE = "Adam", "Momentum", "Ftrl", "RMSprop"
     ("way", "rule"),
     [
         (SOME_NEAR[1], "Adam"),
-        (HOSTED[0], "Momentum"),
-        *slow(*((way, rule) for way in (SOME_NEAR[1], ALL_NEAR, HOSTED[0]) for rule in DENSE)),
+        *slow((HOSTED[0], "Momentum"), *((way, rule) for way in (SOME_NEAR[1], ALL_NEAR, HOSTED[0]) for rule in DENSE)),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

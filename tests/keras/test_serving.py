@@ -244,6 +244,7 @@ def test_rows_beyond_the_memory_are_refused(monkeypatch):
         ServingTable(er.Table(100, 4))
 
 
+@pytest.mark.slow  # test_export.py has a process that serves a model each time
 def test_a_process_without_embedrock_reads_the_same_bits(tmp_path):
     whole, ids = trained(1000, 7, dtype="bfloat16")
     save(tmp_path / "whole", whole, np.arange(1000), ids.reshape(-1, 1), 5, [])

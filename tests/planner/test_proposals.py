@@ -361,6 +361,7 @@ def test_many_small_tables_go_to_disk_where_they_do_not_fit():
     assert found.peak_bytes <= 260 << 20
 
 
+@pytest.mark.slow
 def test_a_group_takes_fewer_calls_than_its_tables_alone():
     limits: dict[str, Any] = {"memory": "320MiB", **PLAIN}
     group, alone = er.plan(MANY, 64, **limits), er.plan(MANY, 64, alone=True, **limits)

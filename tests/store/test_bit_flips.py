@@ -23,6 +23,7 @@ from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.store.volume import Volume
 from embedrock.testing import FaultFS
+from slow import slow
 from table_files import newest_manifest
 
 ROWS, DIM = 12, 4
@@ -178,8 +179,13 @@ def owner_of(image: Image, kind: str, bit: int) -> int | None:
     return {"base": IDS[::2].tolist(), "old_delta": [0, 3], "delta": [3, 5]}[kind][record // width]
 
 
-@pytest.mark.parametrize("kind", ["base", "old_delta", "delta"])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("every", "kind"),
+    [
+        (False, "old_delta"),
+        *slow((False, "base"), (False, "delta"), *((True, kind) for kind in ("base", "old_delta", "delta"))),
+    ],
+)
 def test_every_bit_of_a_run(image: Image, kind: str, every: bool):
     path, stale = image.name[kind], {"base": {0}, "old_delta": {3}, "delta": set[int]()}[kind]
     system, seen = image.system(), set[int]()

@@ -104,6 +104,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line for line in log.read_text().splitlines() if line.startswith("bad")] == ["bad"]
 
 
+@pytest.mark.slow
 def test_one_case_runs_alone():
     command = [sys.executable, SUPPORT / "mutation_trials.py", "sealed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

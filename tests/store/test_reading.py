@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedrock import kernels
@@ -106,6 +106,7 @@ def check(system, runs: dict[int, Stored], where: list[tuple[int, int]]) -> read
 
 @pytest.mark.parametrize("system", [OS_SYSTEM, Plain()], ids=["threads", "loop"])
 @given(data=st.data())
+@settings(max_examples=30)
 def test_random_records(runs: dict[int, Stored], system: System, data: st.DataObject):
     count = len(runs[0].ids)
     near = st.integers(0, min(count - 1, 20))

@@ -84,7 +84,9 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(
+    "planted", ["no fdatasync of logs", *slow(*(name for name in PLANTED if name != "no fdatasync of logs"))]
+)
 def test_what_is_wrong_is_found(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         PLANTED[planted](patch)

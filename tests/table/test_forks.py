@@ -65,8 +65,13 @@ def run(*arguments: object) -> str:
     ("work", "count"),
     [
         ("train", 10),
-        ("compact", 8),
-        *slow(*((work, 200) for work in sorted(fork_loop.WORKS)), ("commit", 8), ("prefetch", 8), ("read", 8)),
+        *slow(
+            ("compact", 8),
+            *((work, 200) for work in sorted(fork_loop.WORKS)),
+            ("commit", 8),
+            ("prefetch", 8),
+            ("read", 8),
+        ),
     ],
 )
 def test_no_child_hangs(work: str, count: int, tmp_path: Path):

@@ -270,6 +270,7 @@ def test_many_kills(kind: str, tmp_path: Path, victims: Victims):
     kill_again_and_again(kind, tmp_path / "table", 11, victims, kills=167)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_wrong_is_found(planted: str, tmp_path: Path, victims: Victims):
     story = Story("adam", tmp_path / "table", 5)
