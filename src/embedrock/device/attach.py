@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import torch
@@ -142,14 +143,23 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _check_only_gpu(table: Table, device: torch.device) -> None:
-    for rows in in_use():
-        side = rows.side
-        if rows is not rows_of(table) and isinstance(side, DeviceSide) and side.device != device:
-            raise UnsupportedError(
-                f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {side.device}, "
-                "and a process uses rows on one GPU. Put all embedding layers of a process on one GPU, and start a "
-                "process for each (torchrun; docs/shards.md), or leave these layers on the CPU."
-            )
+    if _elsewhere(table, device):
+        gc.collect()  # of models that nobody has any more
+    for rows, other in _elsewhere(table, device):
+        raise UnsupportedError(
+            f"rows of {table.subject} cannot be used on {device}: those of {rows.subject} are on {other}, "
+            "and a process uses rows on one GPU. Put all embedding layers of a process on one GPU, and start a "
+            "process for each (torchrun; docs/shards.md), or leave these layers on the CPU."
+        )
+
+
+def _elsewhere(table: Table, device: torch.device) -> list[tuple[Rows, torch.device]]:
+    """Return rows of other tables that are on another GPU, and on which."""
+    sides = ((rows, rows.side) for rows in in_use() if rows is not rows_of(table))
+    on_gpus = [
+        (rows, side.device) for rows, side in sides if isinstance(side, DeviceSide) and side.device.type == "cuda"
+    ]
+    return [(rows, other) for rows, other in on_gpus if other != device]
 
 
 def _check_capability(device: torch.device) -> None:
