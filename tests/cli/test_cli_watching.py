@@ -21,7 +21,7 @@ from embedrock.cli import watching
 from embedrock.cli.main import main
 from embedrock.cli.watching import best_split, changes, now, page
 from embedrock.process.spans import span
-from embedrock.table import numbers
+from embedrock.table import numbers, opened
 from embedrock.table.numbers import (
     FIELDS,
     HEADER,
@@ -306,6 +306,10 @@ def test_of_very_many_members_none_is_listed(tmp_path: Path):
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers._Recorder]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    before = {*opened.all_opened(), *opened.all_in_ram()}  # what other tests have left
+    for name in ("all_opened", "all_in_ram"):
+        there = getattr(opened, name)
+        monkeypatch.setattr(opened, name, lambda there=there: [each for each in there() if each not in before])
     made = numbers._Recorder(1e6)
     yield made
     made.stop()
