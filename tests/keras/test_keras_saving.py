@@ -134,7 +134,7 @@ def test_model_of_the_first_release_loads():
 @pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
 def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
-    given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": "1MiB"}
+    given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": 0}
     given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS)}
     assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
     layer = kind(ROWS, DIM, "zeros", **given)
@@ -143,10 +143,10 @@ def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     assert {name: config[name] for name in given if name not in nested}.items() <= given.items()
     assert (config["path"], config["rule"]["name"]) == (str(given["path"]), "SGD")
     table = layer.table
-    assert (table.device_memory, table.options["keep"], table.options["policy"]) == (1 << 20, 5, "lru")
+    assert (table.device_memory, table.options["keep"], table.options["policy"]) == (0, 5, "lru")
     assert (table.spec.admission, table.spec.eviction) == (given["admission"], given["eviction"])
     shared = kind(table, name="shared").get_config()["table"]
-    assert (shared["device_memory"], shared["keep"]) == (1 << 20, 5)
+    assert (shared["device_memory"], shared["keep"]) == (0, 5)
     table.close()
     assert kind.from_config(config).get_config() == config
 

@@ -24,6 +24,7 @@ from embedrock.keras.stats import TableStats
 from embedrock.keras.training.optimizers import RowOptimizer, optimizer
 from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.workers.cluster import distribute, worker_errors
+from embedrock.tiers.side import PlacementWarning
 
 __all__ = [
     "Embedding",
@@ -32,6 +33,7 @@ __all__ = [
     "ForgottenGradientsError",
     "Hashing",
     "HeldCommitsWarning",
+    "PlacementWarning",
     "RowOptimizer",
     "TableCheckpoint",
     "TableStats",

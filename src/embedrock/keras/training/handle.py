@@ -20,6 +20,7 @@ from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
+from embedrock.keras.training.placement import warn_of_gpus
 from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, TableShape, WaitingSlices, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
 from embedrock.machine.buffers import buffers
@@ -59,6 +60,7 @@ class Handle:
         self.pending = Pending()
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
+        warn_of_gpus(table)
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():

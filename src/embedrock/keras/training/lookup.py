@@ -20,6 +20,7 @@ from embedrock.keras.training.fetching import Fetching
 from embedrock.keras.training.handle import Handle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
+from embedrock.keras.training.placement import warn_of_rows_elsewhere
 from embedrock.keras.training.requests import PartLookup, Request, TableLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
@@ -72,6 +73,7 @@ class Lookup:
         with span("lookup"):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
+                warn_of_rows_elsewhere(handle.table, handle.label)
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
