@@ -23,6 +23,7 @@ from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.kernels.reference import device
+from embedrock.tiers.device_placing import share
 from slow import slow
 
 DIM, BATCH = 6, 9
@@ -228,6 +229,46 @@ def test_tables_of_a_group_are_used_together_on_a_gpu_and_come_back(memory: int)
         np.testing.assert_array_equal(mine.export()[1], other.export()[1])
     group.drop("t1")
     assert sorted(group) == ["t0", "t2"]
+
+
+def test_tables_of_a_group_share_its_gpu_memory() -> None:
+    sizes = [er.Table(rows, DIM, rule=er.SGD()).spec for rows in ROWS]
+    most = sum(each.table_bytes or 0 for each in sizes)  # and none for what tells where rows are
+
+    def trained(group: er.Group) -> dict[str, ert.Embedding]:
+        layers = {f"t{k}": ert.Embedding(rows, DIM, seed=k, group=group, name=f"t{k}") for k, rows in enumerate(ROWS)}
+        collection = ert.EmbeddingCollection(layers)
+        if group.device_memory is not None:
+            on_device(collection)
+        step = ert.SGD(collection, lr=0.1)
+        found = collection({name: torch.arange(BATCH) * 2 for name in layers})
+        torch.stack([rows.square().sum().cpu() for rows in found.values()]).sum().backward()
+        step.step()
+        return layers
+
+    mine, theirs = trained(er.Group(device_memory=most)), trained(er.Group())
+    sides: list[Any] = [layer.table.side for layer in mine.values()]
+    assert [side.placement.mode for side in sides] == ["device", "cached", "cached"]  # the smallest one whole
+    taken = sum(side.placement.bytes for side in sides)
+    assert most - 3 * DIM * 8 < taken <= most
+    for name, layer in mine.items():
+        np.testing.assert_array_equal(layer.table.export()[1], theirs[name].table.export()[1])
+    late = ert.Embedding(1000, DIM, group=mine["t0"].table.group, name="late")
+    on_device(late)
+    with pytest.warns(
+        ert.PlacementWarning, match=rf"'late'\) gets none of device_memory={most} of its group, as other"
+    ):
+        late(torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(10**6, [84, 168, 1008]), (700, [84, 168, 448]), (300, [84, 88, 128]), (0, [4, 8, 48])]
+)
+def test_a_share_of_gpu_memory_is_what_a_table_needs_or_as_much_as_others_get(budget: int, expected: list[int]) -> None:
+    specs = [er.Table(rows, 20, rule=er.SGD()).spec for rows in (1, 2, 12)]
+    assert [each.table_bytes for each in specs] == [80, 160, 960]
+    shares = [share(one, [each for each in specs if each is not one], budget) for one in specs]
+    assert shares == expected
 
 
 def test_a_table_of_a_group_that_a_gpu_cannot_use_says_so():

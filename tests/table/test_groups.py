@@ -15,6 +15,7 @@ import pytest
 import embedrock as er
 from embedrock.kernels.cpu import runtime
 from embedrock.table.batches import Feature
+from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import Due, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from embedrock.testing import records_of
@@ -534,8 +535,14 @@ def test_counts_of_another_admission_are_not_lost() -> None:
 
 def test_gpu_memory_is_of_tables_in_ram(tmp_path: Path) -> None:
     for size in ("1GiB", "25%"):
-        with pytest.raises(er.UnsupportedError, match=f"`device_memory` of the group must be None or 0: got '{size}'"):
-            er.Group(device_memory=size)
+        with pytest.raises(
+            er.UnsupportedError, match=f"of the group at .*rows' must be None or 0: got '{size}'. Rows of"
+        ):
+            er.Group(path=tmp_path / "rows", device_memory=size)
+        assert er.Group(device_memory=size).device_memory == (1 << 30 if size == "1GiB" else size)
+    with pytest.raises(er.ArgumentError, match="`device_memory` is not a size: got 'much'"):
+        er.Group(device_memory="much")
+    assert not any(tmp_path.iterdir())
     with er.Group(path=tmp_path / "rows", device_memory=0) as group:
         with pytest.raises(
             er.UnsupportedError, match=r"of table 'users' of .*rows.* must be None or 0: got 7\. Rows of"
@@ -544,3 +551,14 @@ def test_gpu_memory_is_of_tables_in_ram(tmp_path: Path) -> None:
         assert not len(group)
         assert group.table("users", 10, 4, device_memory=0).device_memory == 0
     assert er.Group().table("users", 10, 4, device_memory=7).device_memory == 7
+
+
+def test_gpu_memory_of_a_group_is_for_all_of_its_tables() -> None:
+    group = er.Group(device_memory="1MiB")
+    told = r"of table 'a' must be None or 0, as the group was given one for all of its tables, 1048576: got '1KiB'\."
+    with pytest.raises(er.ArgumentError, match=told):
+        group.table("a", 10, 4, device_memory="1KiB")
+    assert not len(group)
+    own, left = group.table("a", 10, 4), group.table("b", 10, 4, device_memory=0)
+    alone = er.Table(10, 4)
+    assert [device_memory_of(each) for each in (own, left, alone)] == [1 << 20, 0, None]

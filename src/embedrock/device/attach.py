@@ -18,6 +18,7 @@ from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.machine.ram import available_bytes, memory_limit
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.spec import Spec
+from embedrock.table.group import device_memory_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
@@ -42,7 +43,7 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
             table are on another GPU.
         MemoryBudgetError: it has too little memory.
     """
-    if rows_of(table).residents is not None and table.device_memory == 0:
+    if rows_of(table).residents is not None and device_memory_of(table) == 0:
         return None
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:
@@ -66,14 +67,15 @@ def side_of(table: Table, device: torch.device) -> DeviceSide | None:
 
 
 def _made(table: Table, device: torch.device) -> DeviceSide | None:
-    given = table.device_memory
-    budget = _free_bytes(device) // device_placing.FREE_SHARE if given is None else _bytes_of(given, device)
-    rows = rows_of(table)
+    given, rows = device_memory_of(table), rows_of(table)
+    budget = _budget(table, given, device)
     tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
     if tier is not None:
         chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
             _warn_of_little_ram(table)
+        if chosen.mode == "host" and given and table.device_memory is None:
+            _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
     if table.group is not None:
         kinds = "open ids, rows that come and go, first values from an array, or more rows than memory= has room for"
@@ -97,6 +99,35 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
     return HostedSide(rows, rows.tier, device, min(near, table.rows or near))
 
 
+def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
+    """Return the bytes of GPU memory for a table."""
+    if given is None:
+        return _free_bytes(device) // device_placing.FREE_SHARE
+    whole = _bytes_of(given, device)
+    return whole if table.device_memory is not None or not whole else _share(table, whole)
+
+
+def _share(table: Table, budget: int) -> int:
+    """Return the part that a member gets of its group's GPU memory: of what is left by those that have theirs."""
+    waiting: list[Spec] = []
+    for other in table.group.open_tables():
+        if isinstance(other.side, DirectSide):
+            budget -= other.side.placement.bytes
+        elif other is not table and other.device_memory is None and _has_slots_of_ids(other.spec):
+            waiting.append(other.spec)
+    return device_placing.share(table.spec, waiting, budget)
+
+
+def _warn_of_nothing_left(table: Table, given: int | str) -> None:
+    warnings.warn(
+        f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells where rows "
+        "are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all tables of a group "
+        "before the first of them is used, or raise it.",
+        PlacementWarning,
+        stacklevel=6,
+    )
+
+
 def _warn_of_little_ram(table: Table) -> None:
     needed, there = table.spec.table_bytes or 0, available_bytes()
     if needed > there:
@@ -117,10 +148,16 @@ def _direct_tier(rows: Rows) -> Memory | None:
 
 
 def _may_be_planned_there(spec: Spec, budget: int) -> bool:
-    if drawn_by(spec.init) is None or spec.rows is None or spec.table_bytes is None or spec.rows > MAX_ROWS:
+    if not _has_slots_of_ids(spec) or spec.table_bytes is None:
         return False
     # Pinned RAM is taken for all rows at once.
     return device_placing.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
+
+
+def _has_slots_of_ids(spec: Spec) -> bool:
+    """Return whether a GPU can plan batches of a table, and draw its first values."""
+    is_small = spec.rows is not None and spec.rows <= MAX_ROWS
+    return is_small and drawn_by(spec.init) is not None and not spec.has_residents
 
 
 def _bytes_of(size: int | str, device: torch.device) -> int:

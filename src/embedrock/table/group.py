@@ -72,14 +72,16 @@ class Group:
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
         name: for error messages.
-        device_memory: GPU memory: None or 0. Members in RAM have their own, see `table`.
+        device_memory: of a group in RAM, the most GPU memory that rows of all members may take together once models
+            that have them are on a GPU, in bytes, "2GiB" or "25%"; 0: none. None: of each member what it is given
+            itself, see `table`.
 
     Attributes:
-        memory, on_nonfinite: what it was given.
+        memory, on_nonfinite, device_memory: what it was given.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
-        UnsupportedError: `device_memory` is given.
+        UnsupportedError: `device_memory` of a group on disk.
         TableFileError: at `path` there is something else, or a table alone.
         TableLockedError: another writer has the group at `path` open.
         CorruptTableError: the files at `path` are damaged.
@@ -109,17 +111,17 @@ class Group:
         system: System = OS_SYSTEM,
         device_memory: Size | None = None,
     ) -> None:
-        refuse_device_memory("the group", device_memory, "Give each table its own: group.table(device_memory=)")
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
         options |= {"name": name, "system": system}
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
-            self._begin(memory, on_nonfinite)
+            self._begin(memory, on_nonfinite, parse_device_memory(device_memory))
             self._pools = Pools(memory, "the group")
             opened.note(self)
             return
         opening = opening_of(options)
+        refuse_device_memory(f"the group at {opening.path!r}", device_memory)
         with held_back():  # or Ctrl-C may leave files open that no group has
             self._open(open_alone(opening.path, lambda: open_or_make_group(opening)), opening, on_nonfinite)
 
@@ -130,8 +132,9 @@ class Group:
         made._open(volume, opening, on_nonfinite)
         return made
 
-    def _begin(self, memory: Size | None, on_nonfinite: str) -> None:
+    def _begin(self, memory: Size | None, on_nonfinite: str, device_memory: int | str | None = None) -> None:
         self.memory, self.on_nonfinite, self.turn = memory, on_nonfinite, Turn()
+        self.device_memory = device_memory
         self.files: GroupFiles | None = None
         self._members: dict[str, Table | Resting] = {}
         self._routes, self.lease = batches.Routes(), JointLease()
@@ -173,13 +176,14 @@ class Group:
             dim: weights in a row.
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
-            device_memory: see `Table`; of members on disk None or 0, as their rows are used in RAM.
+            device_memory: see `Table`; None or 0 of members on disk, as their rows are used in RAM, and of a group
+                that was given one for all.
             admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
                 another eviction takes the place of the one that it has.
 
         Raises:
             ArgumentError: a value that cannot work, or there is another table of that name.
-            UnsupportedError: `device_memory` is given.
+            UnsupportedError: `device_memory` of a member on disk.
             MemoryBudgetError: no row fits the group's `memory`.
         """
         values = dtype, init, seed, rule, on_nonfinite, device_memory, admission, eviction
@@ -197,9 +201,7 @@ class Group:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
-        if self.files is not None:
-            used = "Rows of a group on disk are used in RAM, also by models on a GPU"
-            refuse_device_memory(f"table {name!r} of {self.subject}", given["device_memory"], used)
+        self._check_device_memory(name, given["device_memory"])
         spec, asked = new_spec(rows, dim, given, first)
         asked |= dict.fromkeys(POLICIES)  # which may become others
         options = {"on_nonfinite": given["on_nonfinite"], "device_memory": parse_device_memory(given["device_memory"])}
@@ -215,6 +217,15 @@ class Group:
             if member is not None:
                 self._change_policies(self[name], spec.policies)
             return self[name]
+
+    def _check_device_memory(self, name: str, given: Size | None) -> None:
+        if self.files is not None:
+            refuse_device_memory(f"table {name!r} of {self.subject}", given)
+        if self.device_memory is not None and parse_device_memory(given):
+            raise ArgumentError(
+                f"`device_memory` of table {name!r} must be None or 0, as the group was given one for all of its "
+                f"tables, {self.device_memory!r}: got {given!r}. Leave one of them out."
+            )
 
     def _change_policies(self, table: Table, given: Mapping[str, Any]) -> None:
         """Let rows of a member that there is come and go by other policies: those that are given."""
@@ -652,13 +663,19 @@ def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) ->
     return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
 
 
-def refuse_device_memory(subject: str, size: Size | None, remedy: str) -> None:
-    """Raise `UnsupportedError` where GPU memory is given to what has none."""
+def refuse_device_memory(subject: str, size: Size | None) -> None:
+    """Raise `UnsupportedError` where GPU memory is given to rows on disk."""
     if parse_device_memory(size):
         raise UnsupportedError(
-            f"`device_memory` of {subject} must be None or 0: got {size!r}. {remedy}. Leave it out, or make the table "
-            "outside of the group."
+            f"`device_memory` of {subject} must be None or 0: got {size!r}. Rows of a group on disk are used in RAM, "
+            "also by models on a GPU. Leave it out, or keep the rows in RAM (no path=)."
         )
+
+
+def device_memory_of(table: Table) -> int | str | None:
+    """Return the GPU memory that a table's rows may take, as it was given: to the table, or to its group for all."""
+    group: Group | None = table.group
+    return table.device_memory if group is None or table.device_memory is not None else group.device_memory
 
 
 def home_of(table: Table) -> InGroup:

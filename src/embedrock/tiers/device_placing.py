@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from embedrock.kernels.reference.device import MOST_SLOTS
@@ -44,6 +45,28 @@ def choose(spec: Spec, budget: int) -> DevicePlacement:
     if near < 1:
         return DevicePlacement("host", 0, mapping)
     return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+
+
+def share(spec: Spec, others: Sequence[Spec], budget: int) -> int:
+    """Return the part of GPU memory that one of several tables gets, whose ids are their slots.
+
+    Each gets its map. Of what is left all get as much, but those that need less for all of their rows, whose rest the
+    others get. So tables with few rows, each of which is used often, are near whole.
+
+    Args:
+        spec: of the table.
+        others: of those that wait for theirs.
+        budget: bytes that none has got yet.
+    """
+    waiting = sorted(each.table_bytes or 0 for each in (spec, *others))
+    left = max(0, budget - MAP_BYTES * sum(each.rows or 0 for each in (spec, *others)))
+    even = left // len(waiting)
+    for count, needed in zip(range(len(waiting), 0, -1), waiting, strict=True):
+        even = left // count
+        if needed > even:
+            break
+        left -= needed
+    return MAP_BYTES * (spec.rows or 0) + min(even, spec.table_bytes or 0)
 
 
 def slot_bytes(spec: Spec) -> int:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from embedrock.errors import UnsupportedError
 from embedrock.machine.sizes import Size, parse_device_memory
+from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
@@ -26,7 +27,7 @@ def refuse_device_memory(subject: str, size: Size | None) -> None:
 
 def warn_of_gpus(table: Table) -> None:
     """Warn, where TensorFlow has GPUs, that they do not use rows, unless the table says that this is meant."""
-    if table.device_memory == 0:
+    if device_memory_of(table) == 0:
         return
     if gpus := [each.name for each in tf.config.get_visible_devices("GPU")]:  # which starts none of them
         warnings.warn(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import UnsupportedError
+from embedrock.table.group import device_memory_of
 from embedrock.table.table import Table
 from embedrock.tiers.side import PlacementWarning
 
@@ -216,8 +217,8 @@ def has_triton() -> bool:
 
 
 def _say(lack: Lack, table: Table) -> None:
-    if table.device_memory is not None:
-        asked = f"{table.subject} cannot have device_memory={table.device_memory}"
+    if (given := device_memory_of(table)) is not None:
+        asked = f"{table.subject} cannot have device_memory={given}"
         raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")
     warnings.warn(
         f"{lack.what}: {table.subject} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU "
