@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import embedrock as er
 from embedrock.store.base import Base, Chunk
 from embedrock.store.pieces import Goal, Piece, ages, bounds, choose, cut, mean_age
+from embedrock.store.runs import piece_rows
+from table_files import files_of
 
 counts = st.integers(0, 50)
 some_pieces = st.lists(st.tuples(st.integers(1, 50), counts, counts), max_size=12)
@@ -117,3 +121,11 @@ def test_pieces_that_get_few_rows_wait_longer_but_not_for_ever():
     (alike, _), (uneven, logs) = life(100, 800, even), life(100, 800, skewed)
     assert uneven < 0.8 * alike
     assert logs < 2.0
+
+
+@pytest.mark.parametrize(("memory", "nbytes"), [("4GiB", 4 << 20), ("96MiB", 3 << 19), ("1MiB", 512 << 10)])
+def test_pieces_are_as_large_as_the_budget_has_buffers_for(memory: str, nbytes: int, tmp_path: Path) -> None:
+    with er.Table(None, 64, path=tmp_path / "t", memory=memory) as table:
+        (store,) = files_of(table).volume.stores
+        assert store.piece_rows(6 << 20) == piece_rows(table.spec.record_bytes, nbytes)
+        assert store.piece_rows(1 << 10) == 4  # never more than asked for

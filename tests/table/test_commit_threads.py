@@ -388,7 +388,7 @@ def test_after_a_commit_all_rows_are_clean_and_found(wait: bool):
 
 
 def rows_in(both: Both, nbytes: int) -> int:
-    return commits.piece_rows(both.tier.spec.record_bytes, nbytes)
+    return both.store.piece_rows(nbytes)
 
 
 @pytest.mark.parametrize("slots", [14, 30, SLOTS])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from embedrock.errors import MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
@@ -119,6 +122,29 @@ class Arena:
 def reserve(nbytes: int, subject: str, scattered: bool = False) -> np.ndarray:
     """Return the memory of an `Arena`, whose use nobody will tell it: uint8 (nbytes,)."""
     return Arena(nbytes, subject, scattered).memory
+
+
+def returned(shape: int | tuple[int, ...], dtype: npt.DTypeLike, subject: str) -> npt.NDArray[Any]:
+    """Return zeros whose memory the system has back as soon as no array uses it.
+
+    What `malloc` gave it may keep, for each thread that was. So this is for what is large, and gone soon.
+
+    Example:
+        >>> returned((2, 3), np.int32, "a copy").shape
+        (2, 3)
+    """
+    made = np.dtype(dtype)
+    return reserve(made.itemsize * math.prod(np.atleast_1d(shape).tolist()), subject).view(made).reshape(shape)
+
+
+def taken(array: npt.NDArray[Any], at: npt.NDArray[Any] | slice, subject: str) -> npt.NDArray[Any]:
+    """Return items of an array, by number, in memory of that kind."""
+    if isinstance(at, slice):
+        made = returned(array[at].shape, array.dtype, subject)
+        made[...] = array[at]
+        return made
+    made = returned((len(at), *array.shape[1:]), array.dtype, subject)
+    return np.take(array, at, axis=0, out=made, mode="clip")  # which "raise" would make another copy for
 
 
 def _map(nbytes: int, subject: str) -> mmap.mmap:

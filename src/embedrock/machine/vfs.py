@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from embedrock.errors import CorruptTableError
 from embedrock.machine import readers
+from embedrock.machine.arena import returned
 from embedrock.machine.space import NO_SPACE, told
 from embedrock.process import forks, platform
 from embedrock.process.platform import O_DIRECT, O_NONBLOCK
@@ -283,9 +284,7 @@ def _folder_of(path: str) -> str:
 
 def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return memory that can be written to disk without a copy."""
-    memory = np.empty(nbytes + BLOCK, np.uint8)
-    start = -memory.ctypes.data % BLOCK
-    return memory[start : start + nbytes]
+    return returned(nbytes, np.uint8, "a copy of records")
 
 
 def create(system: System, path: str) -> File:

@@ -8,6 +8,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels.arguments import SKETCH_LINE_BYTES
+from embedrock.machine.arena import taken
 
 Arrays = Mapping[str, np.ndarray]
 LINE_WORDS = SKETCH_LINE_BYTES // 8
@@ -35,6 +36,11 @@ def merged(saved: Sequence[Arrays], parts: Sequence[str]) -> dict[str, np.ndarra
                 whole |= {f"{prefix}{name}": array for name, array in now.items()}
         whole |= {name: array for name, array in later.items() if not name.startswith(tuple(parts))}
     return whole
+
+
+def copied(array: np.ndarray, at: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Return items of an array, as one of its own, for as long as a commit takes."""
+    return taken(array, at, "a copy for a commit")
 
 
 def own_arrays(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:

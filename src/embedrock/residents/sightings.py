@@ -10,7 +10,7 @@ from embedrock import kernels
 from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import reserve
 from embedrock.residents.admission import Admission
-from embedrock.residents.changes import Arrays, damaged, int64
+from embedrock.residents.changes import Arrays, copied, damaged, int64
 from embedrock.residents.pairs import Pairs
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
@@ -154,7 +154,7 @@ class Sketch(Sightings):
         lines = np.flatnonzero(self._changed)
         if not self._is_saved or 2 * len(lines) > len(self._lines):
             return None
-        return {"changed_lines": lines, "changed_sketch": self._lines[lines].reshape(-1).view(np.int64)}
+        return {"changed_lines": copied(lines), "changed_sketch": copied(self._lines.view(np.int64), lines).reshape(-1)}
 
     def saved(self) -> None:
         self._changed[:], self._is_saved = 0, True
@@ -180,7 +180,7 @@ class Sketch(Sightings):
         return (full / cells) ** SKETCH_DEPTH
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"sketch": self._lines.reshape(-1).view(np.int64).copy()}
+        return {"sketch": copied(self._lines.reshape(-1).view(np.int64))}
 
     def load(self, arrays: Arrays) -> None:
         words = int64(arrays, "sketch")

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from embedrock import kernels
-from embedrock.residents.changes import Arrays, damaged, int64
+from embedrock.machine.arena import returned
+from embedrock.residents.changes import Arrays, copied, damaged, int64
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.pairs import Pairs
 
@@ -99,11 +100,8 @@ class Uses:
         size = len(self._ids)
         if self.count + more > size:
             size = max(self.count + more, size + size // 2)
-            names = ("_ids", "_last", "_marks", "_stays", "_changed")
-            made = [np.resize(getattr(self, name)[: self.count], size) for name in names]
-            for name, array in zip(names, made, strict=True):
-                setattr(self, name, array)
-            self._busy = np.zeros(size, bool)
+            for name in ("_ids", "_last", "_marks", "_stays", "_changed", "_busy"):
+                setattr(self, name, _larger(getattr(self, name)[: self.count], size))
 
     def _tick(self, step: int) -> None:
         seconds = self._eviction.idle_seconds()
@@ -224,8 +222,12 @@ class Uses:
     def state(self) -> dict[str, np.ndarray]:
         """Return what `load` needs, as arrays of int64 of their own."""
         now = slice(0, self.count)
-        made = {"ids": self._ids[now].copy(), "last": self._last[now].copy(), "marks": self._marks[now].copy()}
-        return made | self._small()
+        return {name: copied(array, now) for name, array in self._of_rows.items()} | self._small()
+
+    @property
+    def _of_rows(self) -> dict[str, np.ndarray]:
+        """What is saved of each row, by name."""
+        return {"ids": self._ids, "last": self._last, "marks": self._marks}
 
     def _small(self) -> dict[str, np.ndarray]:
         return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
@@ -235,9 +237,8 @@ class Uses:
         at = np.flatnonzero(self._changed[: self.count])
         if not self._is_saved or 4 * len(at) > 3 * self.count:
             return None
-        made = {"at": at, "ids": self._ids[at], "last": self._last[at], "marks": self._marks[at]}
-        changed = {f"changed_{name}": array for name, array in made.items()}
-        return {**changed, "count": np.array([self.count]), **self._small()}
+        changed = {f"changed_{name}": copied(array, at) for name, array in self._of_rows.items()}
+        return {"changed_at": copied(at), **changed, "count": np.array([self.count]), **self._small()}
 
     def saved(self) -> None:
         """Note that what it is now is saved."""
@@ -262,3 +263,9 @@ class Uses:
     def adopt(self, ids: np.ndarray, step: int) -> None:
         """Begin with rows that have records already, as if the last step had used them."""
         self._add(np.sort(ids), step)
+
+
+def _larger(array: np.ndarray, size: int) -> np.ndarray:
+    made = returned(size, array.dtype, "what is known of rows that have records")
+    made[: len(array)] = array
+    return made

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.machine.arena import returned, taken
 from embedrock.machine.vfs import retried
 from embedrock.process.spans import spanned
 from embedrock.store import folder as folders
@@ -17,7 +18,7 @@ from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import Goal, Piece, bounds, choose, cut
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run, piece_rows
+from embedrock.store.runs import CRC_BYTES, ChunkWriter, Run
 from embedrock.store.store import INDEX_BITS, SCAN_ROWS, Store, chunk_of, is_gone, keys_of_part, open_run
 
 CHUNK_BYTES = 128 << 20  # of records in a base chunk, at most
@@ -27,6 +28,7 @@ CHUNKS, SMALL_CHUNK_BYTES = 64, 8 << 20
 LEAST_CHUNK_ROWS = 64  # a chunk may have so many, however large they are; a power of two
 PARTS = 16  # of the rows that the overlay has room for, one is folded at a time
 NO_AGE = 1 << 62  # of a goal that is about rows only
+SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
 
@@ -217,12 +219,13 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
         dropped = store.dropped.intersection(store.content.dropped) if goal is None else frozenset[int]()
         base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
         is_ahead |= rows != store.content.rows
-    needed, taken = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
+    needed, of_logs = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
     kept = _are_kept(ids, dropped)
     gone, here = kept & is_gone(locations), kept & ~is_gone(locations)
-    gone_ids, ids, locations = ids[gone], ids[here], locations[here]
+    gone_ids, here = ids[gone], np.flatnonzero(here)
+    ids, locations = taken(ids, here, SUBJECT), taken(locations, here, SUBJECT)
     fresh, in_base = ids[base.find(ids) < 0], gone_ids[base.find(gone_ids) >= 0]
-    return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, taken, is_ahead, dropped)
+    return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
@@ -261,14 +264,15 @@ class _Scan:
     def rows_in(self, ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows in ranges, ascending, and their locations."""
         starts, lasts = (np.array(each, np.int64) for each in ([lo for lo, _ in ranges], [hi - 1 for _, hi in ranges]))
-        parts = [(np.empty(0, np.int64),) * 2]
-        for ids, locations in self._parts() if len(ranges) else ():
-            place = np.searchsorted(starts, ids, side="right") - 1
-            chosen = (place >= 0) & (ids <= lasts[place])
-            parts.append((ids[chosen], locations[chosen]))
-        ids, locations = (np.concatenate(each) for each in zip(*parts, strict=True))
-        order = np.argsort(ids)
-        return ids[order], locations[order]
+        count, most = 0, self._store.overlay.count if len(ranges) else 0  # rows that come meanwhile are not chosen
+        found = returned((2, most), np.int64, SUBJECT)
+        for part, at in self._parts() if len(ranges) else ():
+            place = np.searchsorted(starts, part, side="right") - 1
+            chosen = (place >= 0) & (part <= lasts[place])
+            end = count + int(np.count_nonzero(chosen))
+            found[0, count:end], found[1, count:end], count = part[chosen], at[chosen], end
+        order = np.argsort(found[0, :count])
+        return taken(found[0], order, SUBJECT), taken(found[1], order, SUBJECT)
 
     def runs_without(self, locations: np.ndarray) -> frozenset[int]:
         """Return the numbers of runs that have other rows than those at locations."""
@@ -351,7 +355,7 @@ class _Writer:
         )
         writer = ChunkWriter.create(store.system, store.folder, name, uuid, record_bytes)
         try:
-            piece = piece_rows(record_bytes, PIECE_BYTES)
+            piece = store.piece_rows(PIECE_BYTES)
             for start in range(0, len(ids), piece):
                 self._copy(ids[start : start + piece], locations[start : start + piece], writer)
             entry = writer.finish(lo, hi)
@@ -366,7 +370,7 @@ class _Writer:
         if self._stops():
             raise Stopped
         store, slots = self._store, np.arange(len(ids))
-        records = np.empty((len(ids), store.content.record_bytes), np.uint8)
+        records = returned((len(ids), store.content.record_bytes), np.uint8, SUBJECT)
         read_records(store.system, store.runs, locations, ids, records, slots)
         sealed = store.seal(records, slots, ids)
         writer.append(sealed, ids)

@@ -16,7 +16,7 @@ import numpy as np
 from embedrock.machine.vfs import retried
 from embedrock.store import folder as folders
 from embedrock.store.reading import read_records
-from embedrock.store.runs import Log, Run, RunFile, piece_rows
+from embedrock.store.runs import Log, Run, RunFile
 from embedrock.store.store import Store, is_gone, locations_of, newest_of, open_run
 
 FAN = 16  # logs of a size that become one
@@ -96,7 +96,7 @@ def _written(
     name, content = store.free_name("delta", ".dlt"), store.content
     log = Log.create(store.system, store.folder, name, content.uuid, content.record_bytes, -1)
     try:
-        piece = piece_rows(content.record_bytes, PIECE_BYTES)
+        piece = store.piece_rows(PIECE_BYTES)
         for start in range(0, len(ids), piece):
             pace()
             part, old = ids[start : start + piece], locations[start : start + piece]

@@ -17,7 +17,7 @@ from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, Log, Run, damaged
+from embedrock.store.runs import CRC_BYTES, Log, Run, damaged, piece_rows
 
 if TYPE_CHECKING:
     from embedrock.store.volume import Volume
@@ -92,13 +92,14 @@ class Store:
         parts: of a pool, how many members it has had; None for a table alone.
         dropped: of a pool, the numbers of members that it no longer has, and may have records of.
         counts: records and bytes read and written since it was opened.
+        buffer_bytes: how much RAM rows may take that are on their way from file to file, or to one.
     """
 
     def __init__(self, volume: Volume, content: Content) -> None:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self._overlay_bytes = 1 << 62
+        self._overlay_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
         self._frozen: set[str] = set()  # names of files that the commit under way may publish
@@ -179,6 +180,11 @@ class Store:
         with self.lock:
             for name, count in counts.items():
                 self.counts[name] += count
+
+    def piece_rows(self, most_bytes: int) -> int:
+        """Return how many rows to copy at a time: at most about so many bytes, or less where there is little RAM."""
+        nbytes = max(self.buffer_bytes // PIECES, LEAST_PIECE_BYTES)
+        return piece_rows(self.content.record_bytes, min(most_bytes, nbytes))
 
     def append(self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> None:
         """Write ``records[slots]``, the newest of `ids`, to the log of the next commit."""
@@ -485,6 +491,8 @@ def keys_of_part(number: int) -> tuple[int, int]:
 
 
 REWRITE_ROWS = 8192
+PIECES = 4  # that a commit or a compaction has in RAM at a time, about
+LEAST_PIECE_BYTES = 512 << 10  # written past the page cache, see `machine/vfs.py`; of less, calls would cost too much
 SCAN_ROWS = 1 << 16
 
 

@@ -258,7 +258,7 @@ class Keeper(ABC):
         if arrays is None:
             arrays, after = remembered(table), ()
         if arrays:
-            own = {key: array.copy() if array.base is not None else array for key, array in arrays.items()}
+            own = {key: array if key.startswith(PREFIX) else array.copy() for key, array in arrays.items()}
             self._histories[name] = NewHistory(own, after)
         if residents is not None:
             residents.saved()

@@ -18,7 +18,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.process.spans import spanned
 from embedrock.store.manifest import HistoryFile
-from embedrock.store.runs import CRC_BYTES, piece_rows
+from embedrock.store.runs import CRC_BYTES
 from embedrock.store.store import Freeze
 from embedrock.store.volume import Volume
 from embedrock.tiers.cache import DIRTY, FROZEN, WRITING
@@ -30,7 +30,9 @@ PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 1 << 20  # where nobody waits for the end ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
-PART_SLOTS = 1 << 20  # whose rows are put in order at a time
+PART_SLOTS = 1 << 20  # whose rows are put in order at a time, at most ...
+PART_SLOT_BYTES = 64  # ... so that the buffers' part of the budget has room for what that takes ...
+LEAST_PART_SLOTS = 1 << 14  # ... but for very small ones
 
 
 class _Piece:
@@ -118,8 +120,9 @@ class Frozen:
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Go through the flags, some at a time: what is made of them takes little RAM, however many there are."""
         flags = self._tier.cache.flags[: self._tier.cache.used_slots]  # there may be far more that no row ever had
-        for start in range(0, len(flags), PART_SLOTS):
-            yield start, flags[start : start + PART_SLOTS]
+        size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self._tier.store.buffer_bytes // PART_SLOT_BYTES))
+        for start in range(0, len(flags), size):
+            yield start, flags[start : start + size]
 
     def _freeze_rows(self, flags: np.ndarray) -> int:
         is_dirty = (flags & DIRTY) != 0
@@ -140,7 +143,7 @@ class Frozen:
 
     def write(self) -> None:
         """Write all of them."""
-        parts, rows = self._frozen_slots(), piece_rows(self._tier.spec.record_bytes, PIECE_BYTES)
+        parts, rows = self._frozen_slots(), self._tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
         if self.rows > rows:
@@ -161,7 +164,7 @@ class Frozen:
 
     def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
         """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
-        rows, rest = piece_rows(self._tier.spec.record_bytes, QUIET_BYTES), 0.0
+        rows, rest = self._tier.store.piece_rows(QUIET_BYTES), 0.0
         for part in parts:
             for done in range(0, len(part), rows):
                 if self._awaited.wait(rest):

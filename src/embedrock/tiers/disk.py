@@ -430,6 +430,7 @@ class Disk(Tier):
 
     def _follow_placement(self) -> None:
         self.store.overlay_bytes = max(self.placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+        self.store.buffer_bytes = self.placement.buffer_bytes
         self.batch_rows = max(1, self.placement.slots // 4)
 
     def stay(self) -> None:

@@ -46,7 +46,7 @@ def place(
     rows, index = spec.rows, min(_index_bytes(spec), budget // INDEX_SHARE)
     room = budget - overlay - buffers - index
     if rows is not None and not is_pool and rows * spec.record_bytes + Whole.bytes_for(rows) <= room:
-        return Placement(budget, rows, True, overlay)
+        return Placement(budget, rows, True, overlay, buffer_bytes=buffers)
     slots = _slots_in(room, spec.record_bytes)
     if rows is not None and is_pool:
         slots = min(slots, rows)
@@ -55,7 +55,7 @@ def place(
             f"a row of {subject} takes {spec.record_bytes} bytes, and its cache must hold one: "
             f"memory={format_bytes(budget)}{note}. Raise memory= to {memory_for(spec, 1)} bytes or more."
         )
-    return Placement(budget, slots, False, overlay)
+    return Placement(budget, slots, False, overlay, buffer_bytes=buffers)
 
 
 def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:

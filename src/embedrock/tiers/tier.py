@@ -30,6 +30,7 @@ class Placement(NamedTuple):
         direct: slots are ids.
         overlay_bytes: of a table on disk, what is kept for the index of rows in logs.
         is_told: whether the budget was given, and is not just what there is.
+        buffer_bytes: of a table on disk, what is kept for rows on their way from and to files.
     """
 
     budget_bytes: int
@@ -37,6 +38,7 @@ class Placement(NamedTuple):
     direct: bool
     overlay_bytes: int = 0
     is_told: bool = True
+    buffer_bytes: int = 0
 
 
 class Ticket:
