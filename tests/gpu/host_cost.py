@@ -66,7 +66,7 @@ class Calls(TorchDispatchMode):
     # Views, spans for profilers, and what is asked of a handle or of a fault's copy, which are on the host here.
     VIEWS = (
         *("aten.view", "aten.detach", "aten.alias", "aten.select", "aten.slice", "aten._unsafe_view", "aten.expand"),
-        "aten.split_with_sizes",
+        *("aten.split_with_sizes", "aten.unbind"),
     )
     SPANS = "profiler._record_function_enter_new", "profiler._record_function_exit"
     OF_HOST = *SPANS, "aten._local_scalar_dense", "aten.any"

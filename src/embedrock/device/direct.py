@@ -258,6 +258,10 @@ class DirectSide(DeviceSide):
 
     @property
     def joins(self) -> joint.Kind | None:
+        return None if self.rows.history is not None else self._kind  # a rule may be another one
+
+    @functools.cached_property
+    def _kind(self) -> joint.Kind | None:
         return joint.kind_of(self)
 
     @functools.cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -48,9 +49,8 @@ class Faults:
         # Weakly: the rows have the side that has the faults, and all of them go when nobody has the table any more.
         self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
         self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
-        self._told = self._seen.numpy()  # which is looked at in no time
-        self._event = torch.cuda.Event() if self._is_cuda else None
+        self._own = _Answer(1, self._is_cuda)
+        self._answer, self._told = self._own, self._own.lines[0]  # to what was asked last
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
         self._asked_at = 0
@@ -74,12 +74,7 @@ class Faults:
 
     def ask(self) -> None:
         """Copy the fault to the host, behind what was launched so far."""
-        if self._is_asked:
-            return
-        self._seen.copy_(self.tensor, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self.tensor.device))
-        self._is_asked, self._asked_at = True, self._launched[-1] if self._launched else 0
+        ask([self])
 
     def raise_but_nonfinite(self) -> None:
         """Raise the error of a fault that is no matter of a step's gradients. Waits for the device."""
@@ -90,9 +85,7 @@ class Faults:
         """Let the next check see the fault as it is now. Waits for the device."""
         self._is_asked = False
         self.ask()
-        if self._event is not None:
-            with cuda_runtime().beside_captures():
-                self._event.synchronize()
+        self._answer.wait()
 
     def forget(self, is_culprit: bool = False) -> None:
         """Forget that a step was refused, which the host knows; raise the error if it is the table's own."""
@@ -108,7 +101,7 @@ class Faults:
             ArgumentError: offsets of bags are none.
             NonFiniteGradientError: a step had gradients with NaN or Inf.
         """
-        if not self._is_asked or (self._event is not None and not self._event.query()):
+        if not self._is_asked or not self._answer.has_come():
             return
         self._is_asked = False
         if not self._told[0]:
@@ -152,6 +145,49 @@ class Faults:
         self._is_asked = False
         self._rows.take_back(refused)
         return code, value, refused
+
+
+def ask(faults: Sequence[Faults]) -> None:
+    """Copy faults of tables on one device to the host at once, behind what was launched so far."""
+    asking = [each for each in faults if not each._is_asked]
+    if not asking:
+        return
+    first, count = asking[0], len(asking)
+    answer = first._own if count == 1 else _Answer(count, first._is_cuda)
+    answer.come(first.tensor if count == 1 else torch.stack([each.tensor for each in asking]))
+    for each, told in zip(asking, answer.lines, strict=True):
+        each._answer, each._told, each._is_asked = answer, told, True
+        each._asked_at = each._launched[-1] if each._launched else 0
+
+
+class _Answer:
+    """Faults of some tables as they are on the host, once they have come.
+
+    Args:
+        count: of the tables.
+        is_cuda: they come from a GPU.
+    """
+
+    def __init__(self, count: int, is_cuda: bool) -> None:
+        self._seen = torch.empty(4 * count, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
+        self.lines = self._seen.numpy().reshape(count, 4)  # which is looked at in no time
+
+    def come(self, faults: Tensor) -> None:
+        """Copy faults, int64 of 4 words each, behind what was launched so far."""
+        self._seen.copy_(faults.view(-1), non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(faults.device))
+
+    def has_come(self) -> bool:
+        """Return whether they are here."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Return once they are here."""
+        if self._event is not None:
+            with cuda_runtime().beside_captures():
+                self._event.synchronize()
 
 
 def _told(value: int) -> str:

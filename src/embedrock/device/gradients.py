@@ -35,22 +35,23 @@ class DeviceGradients:
     Attributes:
         sums: the rows and their gradients, before whatever the number tells.
         shown: float32 (), their L2 norm, which stands for them outside; Inf where one of them is not finite.
-        growth: float32 (), the norm once more, for autograd to keep.
-        number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients.
+        number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients. It may be that of a
+            handle, and is followed anew before each use.
+        zero: float32 (), 0.
         clip_value: what they are clamped to after that, None: nothing.
     """
 
     sums: Sums | JointPart
     shown: Tensor
     number: Tensor
-    growth: Tensor
+    zero: Tensor
     clip_value: float | None = None
 
     @staticmethod
     def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
-        """Take summed gradients, and their norm twice, float32 (2,)."""
-        shown = norms[0]
-        return DeviceGradients(Sums(plan, values), shown, shown, norms[1])
+        """Take summed gradients, and their norm and 0, float32 (2,)."""
+        shown, zero = norms.unbind()
+        return DeviceGradients(Sums(plan, values), shown, shown, zero)
 
     @property
     def plan(self) -> DevicePlan:
@@ -68,7 +69,11 @@ class DeviceGradients:
 
     def seen_as(self, number: Tensor) -> DeviceGradients:
         """Return them with another `number`."""
-        return replace(self, number=number.detach().clone())  # autograd adds to that of a handle in place
+        return DeviceGradients(self.sums, self.shown, number.detach(), self.zero, self.clip_value)
+
+    def nothing(self) -> Tensor:
+        """Return a 0 that whoever gets it may keep and change. There is one."""
+        return self.zero.detach()
 
     def vector_norm(self, order: float) -> Tensor:
         """Return the norm of any order from 0 to Inf of all their elements: float64 (). Nothing waits for it."""
@@ -81,7 +86,7 @@ class DeviceGradients:
     def growth_since(self, earlier: DeviceGradients | None) -> Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:
-            return self.growth
+            return self.shown.clone()
         return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
 
     def by_frequency(self) -> DeviceGradients:
@@ -94,9 +99,9 @@ class DeviceGradients:
 
     def _with_values(self, values: Tensor) -> DeviceGradients:
         """Return other values for the same rows."""
-        size = 2 * sums.square_sums(*values.shape)
-        squares, norms = carved(torch.float32, values.device, (size, 2))
-        sums.norm(values, self.plan.count, squares.view(torch.float64), self.plan.tickets, norms)
+        squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
+        norms = torch.empty(2, dtype=torch.float32, device=values.device)
+        sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
         return DeviceGradients.of(self.plan, values, norms)
 
     def whole(self) -> Tensor:
@@ -107,6 +112,8 @@ class DeviceGradients:
 
     def clipped(self, clip_value: float | None) -> DeviceGradients:
         """Return them with another `clip_value`."""
+        if clip_value == self.clip_value:
+            return self
         return replace(self, clip_value=clip_value)
 
     def scaled(self) -> Tensor:
@@ -135,10 +142,11 @@ def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
     return DeviceGradients.of(plan, values, norms)
 
 
-def room_for_sums(plan: DevicePlan, dim: int) -> tuple[Tensor, Tensor, sums.Scratch]:
-    """Return room for sums by row, float32 (n, dim), for their norm, float32 (2,), and scratch."""
+def room_for_sums(plan: DevicePlan, dim: int, norms: int = 2) -> tuple[Tensor, Tensor, sums.Scratch]:
+    """Return room for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch."""
     n, later = len(plan.order), sums.partial_rows(len(plan.order))
-    sizes = 2 * sums.square_sums(n, dim), n * dim, later * dim, 2
-    squares, values, partial, norms = carved(torch.float32, plan.order.device, sizes)
+    sizes = 2 * sums.square_sums(n, dim), n * dim, later * dim
+    squares, values, partial = carved(torch.float32, plan.order.device, sizes)
+    room = torch.empty(norms, dtype=torch.float32, device=plan.order.device)  # handles may keep it, and nothing else
     scratch = sums.Scratch(partial.view(later, dim), squares.view(torch.float64), plan.tickets)
-    return values.view(n, dim), norms, scratch
+    return values.view(n, dim), room, scratch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.plan import DevicePlan, carved, make_plan
+from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.runtime import Form, single
@@ -120,13 +122,13 @@ def _cuts(sizes: tuple[int, ...], tables: tuple[int, ...], device: torch.device)
     return torch.tensor([*bounds.tolist(), *tables], dtype=torch.int64, device=device)
 
 
-@contextmanager
-def _working(sides: Sequence[DirectSide]) -> Iterator[None]:
-    """Hold the locks of tables, and do work on the device in the order of all."""
-    with ExitStack() as stack:
-        for side in sorted(sides, key=lambda side: side.rows.turn.number):  # as `turn.together` takes them
-            stack.enter_context(side.working())
-        yield
+def _working(sides: Sequence[DirectSide]) -> Ordered:
+    """Hold the locks of tables, and do work on the device in the order of all: a context."""
+    turns = sorted([side.rows.turn for side in sides], key=_number)  # as `turn.together` takes them
+    return Ordered([side.timeline for side in sides], [turn.lock for turn in turns])
+
+
+_number = operator.attrgetter("number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,15 +259,15 @@ class JointReading:
         with _working(plan.sides):
             joined = self._joined_grads(grads)
             n, k, dim = len(joined), len(plan.sides), joined.shape[1]
-            values, _, scratch = room_for_sums(plan.plan, dim)
-            squares, parts, norms = carved(torch.float32, joined.device, (2 * n, 2 * k * kernels.PROGRAMS, 2 * k))
+            values, numbers, scratch = room_for_sums(plan.plan, dim, 2 * k)
+            squares, parts = carved(torch.float32, joined.device, (2 * n, 2 * k * kernels.PROGRAMS))
             scratch = scratch._replace(squares=squares.view(torch.float64))
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
-            sums.sum_segments(joined, *arrays, plan.sides[0].no_row, scratch, values, norms, each=True)
+            sums.sum_segments(joined, *arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
             tickets = plan.plan.tickets[-k:]
-            args = plan.plan.keys, plan.bounds, scratch.squares, parts.view(torch.float64), tickets, norms
+            args = plan.plan.keys, plan.bounds, scratch.squares, parts.view(torch.float64), tickets, numbers
             kernels.norms(plan.tables, *args)
-        whole, numbers = JointSums(plan, values), norms.unbind()
+        whole, numbers = JointSums(plan, values), numbers.unbind()
         found = {}
         for t, side in enumerate(plan.sides):
             if came[t]:
@@ -394,5 +396,4 @@ def step(run: Run, verdicts: Tensor, number: int) -> None:
             own = verdicts[run.verdict + begin : run.verdict + end]
             kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, steps, numbers)
             begin = end
-        for side in sides:
-            side.faults.ask()
+        faults.ask([side.faults for side in sides])

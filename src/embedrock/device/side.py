@@ -178,20 +178,27 @@ class DeviceSide(ABC):
         Raises:
             ClosedTableError: it is not.
         """
-        turn = self.rows.turn
-        if not isinstance(turn.running, DeviceSide | Sides):  # of tables of the group: they are not in the way
+        rows = self.rows
+        turn = rows.turn
+        # Sides of tables of the group are not in the way.
+        if turn.running is not self and not isinstance(turn.running, DeviceSide | Sides):
             turn.settle()
-        self.rows.check_open()
+        rows.check_open()
 
     def working(self) -> Ordered:
         """Hold the table's lock, and do work on the device in its order: a context."""
-        return self.timeline.ordered(self.rows.turn.lock)
+        return Ordered((self.timeline,), (self.rows.turn.lock,))
 
     @property
     def is_current(self) -> bool:
         """Whether it is still that of the table: its records may have been laid out anew."""
-        has_tier = self.rows.tier is self.tier
-        return self.rows.side is self and self.rows.spec.layout == self.spec.layout and has_tier
+        rows = self.rows
+        is_laid_out = rows.spec is self.spec or rows.spec.layout == self.spec.layout
+        return rows.side is self and is_laid_out and rows.tier is self.tier
+
+    def is_used_on(self, device: torch.device) -> bool:
+        """Return whether it is still that of the table, and this is its device."""
+        return self.device == device and self.is_current
 
     # ------------------------------------------------------------ lookups
 

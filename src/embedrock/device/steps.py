@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from embedrock.device import joint
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
-from embedrock.device.timeline import enough_memory
+from embedrock.device.timeline import Ordered, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 
@@ -94,9 +93,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     with enough_memory("a step"), torch.inference_mode(False):
         steps = []
         for group in groups.values():
-            with ExitStack() as stack:  # each table may have been used on a stream of its own
-                for part in group:
-                    stack.enter_context(part.side.timeline.ordered())
+            with Ordered([part.side.timeline for part in group], ()):  # each may have been used on a stream of its own
                 steps.append(_judge(group))
         if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
             return steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,12 +68,10 @@ class Timeline:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        return Ordered(self, lock)
+        return Ordered((self,), () if lock is None else (lock,))
 
-    def take_over(self) -> None:
+    def take_over(self, stream: torch.cuda.Stream) -> None:
         """Let the caller's stream wait for the one that was used before, if it is another."""
-        refuse_capture()
-        stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
@@ -126,26 +124,38 @@ class Timeline:
 
 
 class Ordered:
-    """The context of `Timeline.ordered`. A step of a table enters five, and a generator would take thrice as long."""
+    """Does work on the caller's stream in the order of some tables, and holds their locks: see `Timeline.ordered`.
 
-    __slots__ = ("_away", "_lock", "_mode", "_timeline")
+    (A step of a table enters five of these contexts, and a generator would take thrice as long.)
 
-    def __init__(self, timeline: Timeline, lock: Any) -> None:
-        self._timeline, self._lock = timeline, lock
+    Args:
+        timelines: of the tables, all on one device; at least one.
+        locks: are taken in this order.
+    """
+
+    __slots__ = ("_away", "_held", "_locks", "_mode", "_timelines")
+
+    def __init__(self, timelines: Sequence[Timeline], locks: Sequence[Any]) -> None:
+        self._timelines, self._locks, self._held = timelines, locks, 0
         self._mode = self._away = None
 
     def __enter__(self) -> None:
-        if self._lock is not None:
-            self._lock.acquire()
         try:
+            for lock in self._locks:
+                lock.acquire()
+                self._held += 1
             if torch.is_inference_mode_enabled():  # tensors made here may outlive it
                 self._mode = torch.inference_mode(False)
                 self._mode.__enter__()
-            if self._timeline.is_cuda:
-                if torch.cuda.current_device() != self._timeline.device.index:
-                    self._away = torch.cuda.device(self._timeline.device)
+            first = self._timelines[0]
+            if first.is_cuda:
+                if torch.cuda.current_device() != first.device.index:
+                    self._away = torch.cuda.device(first.device)
                     self._away.__enter__()
-                self._timeline.take_over()
+                refuse_capture()
+                stream = torch.cuda.current_stream(first.device)
+                for timeline in self._timelines:
+                    timeline.take_over(stream)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -154,7 +164,7 @@ class Ordered:
         for context in (self._away, self._mode):
             if context is not None:
                 context.__exit__(None, None, None)
-        if self._lock is not None:
-            self._lock.release()
+        for lock in self._locks[: self._held]:
+            lock.release()
         if isinstance(error, torch.OutOfMemoryError):
-            raise _too_little(f"a batch of {self._timeline.subject}", error) from error
+            raise _too_little(f"a batch of {self._timelines[0].subject}", error) from error

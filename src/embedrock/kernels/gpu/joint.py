@@ -247,11 +247,11 @@ def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES:
         norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
         tl.store(norms + table, norm)
-        tl.store(norms + tables + table, norm)
+        tl.store(norms + tables + table, 0.0)
 
 
 def norms(tables, keys, bounds, squares, parts, tickets, norms):
-    """Write the norm of each table's gradients twice, float32 (2, k), infinity where it is not finite.
+    """Write the norm of each table's gradients, infinity where it is not finite, and a 0 for each: float32 (2, k).
 
     Args:
         tables: see `Tables`. The gradient of a row whose id is the table's `padding` does not count.

@@ -130,7 +130,7 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
 
 @inlined
 def _norm_by_the_last(squares, size, tickets, norms):
-    """Add up the squares that all programs have left, and write the root twice: infinity where it is not finite."""
+    """Add up the squares that all programs have left, and write the root, infinity where it is not finite, and 0."""
     if is_last(tickets, tl.num_programs(0) - 1):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
@@ -141,7 +141,7 @@ def _norm_by_the_last(squares, size, tickets, norms):
         norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
         tl.store(norms, norm)
-        tl.store(norms + 1, norm)
+        tl.store(norms + 1, 0.0)
 
 
 @kernel("n", "blocks", "size")
@@ -252,7 +252,7 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
         skip: int32 (1,), a row whose sum is zero, -1: none.
         scratch: see `Scratch`.
         values: float32 (n, dim) receives the sums; nothing beyond count.
-        norms: float32 (2,) receives the root of the sum of all squares twice, infinity where it is not finite.
+        norms: float32 (2,) receives the root of the sum of all squares, infinity where it is not finite, and 0.
         each: instead, ``scratch.squares`` receives the sum of each row.
     """
     starts, order, inverse, count = plan

@@ -289,10 +289,10 @@ def judge(
 
 
 def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
-    """Write the norm of the first `count` rows twice to `norms` float32 (2,), infinity where it is not finite."""
+    """Write the norm of the first `count` rows, infinity where it is not finite, and 0 to `norms` float32 (2,)."""
     with np.errstate(over="ignore", invalid="ignore"):
         root = np.sqrt(np.square(values[: count[0]], dtype=np.float64).sum()).astype(np.float32)
-    norms[:] = np.inf if np.isnan(root) else root
+    norms[:] = np.inf if np.isnan(root) else root, 0
 
 
 # ---------------------------------------------------------------- several tables
@@ -352,12 +352,12 @@ def norms(
     squares: npt.NDArray[np.float64],
     norms: npt.NDArray[np.float32],
 ) -> None:
-    """Write the root of the sum of the squares of each table's rows twice, float32 (2 * k,).
+    """Write the root of the sum of the squares of each table's rows, and a 0 for each: float32 (2 * k,).
 
-    That of the row whose id is the table's padding does not count.
+    The squares of the row whose id is the table's padding do not count.
     """
     k = len(paddings)
     for table, padding in enumerate(paddings):
         own = slice(bounds[table], bounds[table + 1])
         total = np.sqrt(squares[own][unique[own] != firsts[table] + padding].sum())
-        norms[[table, k + table]] = total if total == total else np.inf
+        norms[[table, k + table]] = total if total == total else np.inf, 0

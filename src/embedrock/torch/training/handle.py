@@ -127,7 +127,8 @@ class Handle(nn.Parameter):
         both = grads if earlier is None else self.pending.side.merge(earlier, grads)
         run.bring(self, both)
         if accumulates(node):
-            return self._zero()
+            own = grads.nothing()  # which autograd keeps as it is; of what others have, too, it makes a copy
+            return self._zero() if own is None or own.device != self.device else own
         return torch.as_tensor(both.growth_since(earlier), dtype=torch.float32, device=self.device)
 
     def _zero(self) -> Tensor:
@@ -414,9 +415,11 @@ class Handle(nn.Parameter):
             return self._host_side()  # other processes' rows come by the CPU
         if self._placed_on is None and not self.is_cuda and self.pending.side is self._host:
             return self._host
-        device = self.rows_on
+        device, known = self.rows_on, self.pending.side
         if device is None or device == self._stays_on_cpu or self.max_norm is not None:  # rows are shrunk by the CPU
             return self._host_side()
+        if known.is_used_on(device):
+            return known
         side = device_side(self.table, device)
         if side is None:
             self._stays_on_cpu = device

@@ -74,6 +74,9 @@ class HostGradients:
         """Return them with every element clamped to ``[low, high]``."""
         return HostGradients.of(self.rows.with_values(np.clip(self.rows.values, low, high)))
 
+    def nothing(self) -> None:
+        """Return nothing: handles on the CPU have a 0 of their own."""
+
     def growth_since(self, earlier: HostGradients | None) -> float:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:
@@ -115,6 +118,10 @@ class HostSide:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+
+    def is_used_on(self, device: torch.device) -> bool:
+        """Return False: no GPU uses the rows."""
+        return False
 
     @property
     def joins(self) -> Group | None:

@@ -51,6 +51,10 @@ class Gradients(Protocol):
         """Return them with every element clamped to ``[low, high]``, which has 0 in it."""
         ...
 
+    def nothing(self) -> Tensor | None:
+        """Return a 0 that autograd may keep, where the rows are used; None: there is none of their own."""
+        ...
+
     def growth_since(self, earlier: Self | None) -> float | Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         ...
@@ -73,6 +77,10 @@ class RowSide(Protocol):
     @property
     def is_current(self) -> bool:
         """Whether the table's rows still are used here."""
+        ...
+
+    def is_used_on(self, device: torch.device) -> bool:
+        """Return whether rows on a GPU that this is still are used there."""
         ...
 
     @property
