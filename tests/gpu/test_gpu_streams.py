@@ -96,8 +96,9 @@ def test_a_table_that_was_read_on_another_stream_meanwhile_is_waited_for(gpu: Fa
         trained.layers[1].table.lookup([0])
 
 
-def test_copies_ahead_are_waited_for(gpu: FakeGPU):
-    trained = Trained(17)
+@pytest.mark.parametrize("arguments", [{}, {"directory": "hashed"}], ids=str)
+def test_copies_ahead_are_waited_for(gpu: FakeGPU, arguments: dict[str, Any]):
+    trained = Trained(17, **arguments)
     for ids in ert.prefetch(THERE_AND_BACK, {trained.layers[0]: lambda ids: ids}):
         trained.step(ids)
     assert trained.layers[0].table.stats()["device_fetched"] > 0

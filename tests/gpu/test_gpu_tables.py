@@ -37,7 +37,9 @@ from hypothesis import strategies as st
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device.hosted import HostedSide
 from embedrock.device.side import DeviceSide
+from embedrock.errors import IdError
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
 from first_values import FIRST_VALUES
@@ -151,6 +153,35 @@ def test_no_cache_size_depth_or_accumulation_changes_a_bit(seed: int, near: int,
             if k == 3:
                 model.rows(torch.arange(40))  # not announced
     assert_same_table(models[0].table, models[1].table)
+
+
+@pytest.mark.parametrize("way", [HOSTED[2], *slow(HOSTED[0], HOSTED[1], HOSTED[3])], ids=by_name)
+def test_what_the_host_plans_is_planned_once_ahead_of_its_lookup(way: Way, monkeypatch: pytest.MonkeyPatch):
+    ids, planned, plan = batches(4), list[int](), HostedSide._host_planned
+
+    def noted(side: HostedSide, asked: torch.Tensor) -> Any:
+        planned.append(asked.data_ptr())
+        return plan(side, asked)
+
+    model = make(way)
+    monkeypatch.setattr(HostedSide, "_host_planned", noted)
+    for k, some in enumerate(ert.prefetch(ids, {model.rows: lambda ids: ids})):
+        train(model, [some])
+        assert planned == [each.data_ptr() for each in ids[: k + 2]]
+        if k == 1:
+            ids[2].add_(1).clamp_(max=ROWS - 1)  # so that what was planned ahead is not of it any more
+            planned.pop()
+    assert_same_table(model.table, train(make(None), ids).table)
+    model.table.close()
+
+
+def test_ids_outside_of_a_table_that_the_host_plans_are_an_error_when_they_are_looked_up():
+    model, ids = make(HOSTED[0]), [torch.arange(3), torch.tensor([ROWS])]
+    there = ert.prefetch(ids, {model.rows: lambda ids: ids})
+    train(model, [next(there)])
+    bad = next(there)
+    with pytest.raises(IdError, match=rf"got {ROWS}"):
+        model.rows(bad)
 
 
 def test_batches_that_are_larger_than_the_cache():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device import joint
+from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
 from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
@@ -29,37 +30,6 @@ from embedrock.tiers.memory import Memory, take_ram
 from embedrock.wording import counted
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between near records and RAM that is not pinned
-
-
-class Ahead(NamedTuple):
-    """A batch that was planned ahead.
-
-    Attributes:
-        ids: as they were given.
-        version: of them, which a change in place raises; -1 where nobody counts.
-        plan: of the batch.
-        fault: int64 (4,), see `Faults`, of ids outside of the table.
-    """
-
-    ids: Tensor
-    version: int
-    plan: DevicePlan
-    fault: Tensor
-
-    def is_of(self, ids: Tensor) -> bool:
-        """Whether these ids are the same memory, and nobody has written there since."""
-        mine = self.ids
-        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
-        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
-        return same and self.version >= 0 and self.version == _version(ids)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return one tensor of each part of memory that a plan has."""
-        return self.plan.starts, self.plan.order, self.plan.all_keys, self.fault
-
-
-def _version(ids: Tensor) -> int:
-    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
 
 
 class DirectSide(DeviceSide):
@@ -94,8 +64,6 @@ class DirectSide(DeviceSide):
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
         self.near = Near(self.where, placement, self.form, far)
-        self._expected: Tensor | None = None
-        self._ahead: Ahead | None = None
         self._is_looked_up = False  # since the last step
         self._is_newer = False  # than the tier, since the last step
 
@@ -193,9 +161,12 @@ class DirectSide(DeviceSide):
         self.timeline.wait_for_copies()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and trains and ahead.is_of(ids):
-            self.timeline.uses(*ahead.tensors())
+            plan = ahead.plan
+            assert plan is not None  # the device planned
+            assert ahead.fault is not None
+            self.timeline.uses(plan.starts, plan.order, plan.all_keys, ahead.fault)  # one of each part of memory
             kernels.adopt(self.faults.tensor, ahead.fault)
-            plan = replace(ahead.plan, shape=tuple(ids.shape))
+            plan = replace(plan, shape=tuple(ids.shape))
         else:  # of a batch that was brought ahead it was counted then what was near
             plan = self._brought(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
         self.end_batch(trains)
@@ -216,25 +187,7 @@ class DirectSide(DeviceSide):
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
             fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
-            self._ahead = Ahead(ids, _version(ids), self._brought(placed, fault, True, True), fault)
-
-    def expect(self, ids: Tensor | None) -> None:
-        """Bring the rows of the next batch near after the next lookup, beside what the device does then.
-
-        What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
-        while it moves, whether it was expected or not. A lookup of the same tensor, which was not written to since,
-        takes the plan that was made then.
-        """
-        self._expected = ids
-
-    def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
-        with self.rows.turn.lock:
-            out = super()._read(plan, positions)
-            expected, self._expected = self._expected, None
-            if expected is not None:
-                with self.timeline.ordered():
-                    self._plan_ahead(expected)
-        return out
+            self._ahead = Ahead(ids, version_of(ids), self._brought(placed, fault, True, True), None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, len(positions))
@@ -250,8 +203,6 @@ class DirectSide(DeviceSide):
 
     def note_change(self) -> None:
         super().note_change()
-        if self._ahead is not None:  # its rows are in use from now on
-            self._batch = self._ahead.plan.stamp
         self._is_looked_up, self._is_newer = False, True
 
     # ------------------------------------------------------------ together with other tables

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
+from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near, Stamps
 from embedrock.device.pinned import Pinned
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, uploaded_together
-from embedrock.errors import CacheTooSmallError
+from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.homes import FAR
 from embedrock.kernels.gpu.sums import partial_rows
@@ -101,6 +102,7 @@ class HostedSide(DeviceSide):
             self.begin()
             self._cover()
             with self.timeline.ordered():
+                self.timeline.wait_for_copies()
                 self._follow()
                 yield
 
@@ -108,18 +110,53 @@ class HostedSide(DeviceSide):
 
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
-        self._host_waits += ids.device.type != "cpu"
         self.check()
-        with self.rows.turn.lock:
-            host = self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
+        ahead, self._ahead = self._ahead, None
+        known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
+        if known is None:
+            self._host_waits += ids.device.type != "cpu"
+            host = self._host_planned(ids)
+        else:
+            assert known.host is not None  # it planned
+            host = replace(known.host, shape=tuple(ids.shape))
         with self._turn():
-            plan = self._planned(self._located(host))
-            count, time = len(plan.keys), Stamps(plan.stamp, self.oldest(trains))
-            arrival = self.near.arrival(count, time, self.timeline, counts=True)
-            if arrival is not None:
-                cache.touch(*arrival, plan.keys, count, len(self.near.slots.where))
-                self.near.bring(arrival, plan.keys, count)
-            return plan
+            if known is not None and known.plan is not None:
+                self.timeline.uses(known.plan.keys)  # all of it is one part of memory
+                return replace(known.plan, shape=tuple(ids.shape), host=host)
+            # Of a batch that was brought ahead it was counted then what was near.
+            return self._brought(self._located(host), trains, counts=ahead is None or ahead.plan is None)
+
+    def _host_planned(self, ids: Tensor) -> Plan:
+        with self.rows.turn.lock:
+            return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
+
+    def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
+        """Upload a plan, and bring its rows near."""
+        plan = self._planned(host)
+        count, time = len(plan.keys), Stamps(plan.stamp, self.oldest(trains))
+        arrival = self.near.arrival(count, time, self.timeline, counts)
+        if arrival is not None:
+            cache.touch(*arrival, plan.keys, count, len(self.near.slots.where))
+            self.near.bring(arrival, plan.keys, count)
+        return plan
+
+    def _plan_ahead(self, ids: Tensor) -> None:
+        """Plan the next batch while the device is at work; of a table in RAM, upload the plan and bring rows near, too.
+
+        Rows that get a record until then are looked for when they are read. Slots of a table on disk are not known
+        before all of them are in its cache.
+        """
+        if ids.device.type != "cpu":
+            return  # the host would wait for them, and for what the device does now
+        try:
+            host = self._host_planned(ids)
+        except (IdError, IdTypeError):
+            return  # it is one when they are looked up
+        if self.tier.evicts:
+            self._ahead = Ahead(ids, version_of(ids), None, host, None)
+            return
+        with self.timeline.aside():
+            self._ahead = Ahead(ids, version_of(ids), self._brought(host, True, True), host, None)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._turn():

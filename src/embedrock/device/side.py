@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device import pooling
+from embedrock.device.ahead import Ahead
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.joint import Feature
@@ -132,6 +133,8 @@ class DeviceSide(ABC):
         self.timeline, self.faults = Timeline(device, rows.subject), Faults(rows, device)
         self._stamp = FIRST_STAMP
         self._batch = self._stamp + 1  # stamp of the first lookup since the last step
+        self._expected: Tensor | None = None
+        self._ahead: Ahead | None = None
         self._seen = -1  # version of the table that it knows of
         self._histories = _Histories(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # no row
@@ -251,7 +254,23 @@ class DeviceSide(ABC):
                 now = self._uploaded(self.rows.numbers_now())
                 rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
             self.note_use()
+            expected, self._expected = self._expected, None
+            if expected is not None:
+                self._plan_ahead(expected)
         return out
+
+    def expect(self, ids: Tensor | None) -> None:
+        """Plan the next batch after the next lookup, and bring its rows near, beside what the device does then.
+
+        What comes after that lookup, and uses rows, waits for the copies on the device. So no row is read or stepped
+        while it moves, whether it was expected or not. A lookup of the same tensor, which was not written to since,
+        takes the plan that was made then.
+        """
+        self._expected = ids
+
+    @abstractmethod
+    def _plan_ahead(self, ids: Tensor) -> None:
+        """Plan the next batch, for a step. The caller works in the table's order."""
 
     @abstractmethod
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
@@ -400,6 +419,8 @@ class DeviceSide(ABC):
         """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
         self._seen, self._batch = self.rows.version.now, self._stamp + 1
+        if self._ahead is not None and self._ahead.plan is not None:  # its rows are in use from now on
+            self._batch = self._ahead.plan.stamp
 
     def _uploaded_or_taken_back(self, numbers: Any) -> Any:
         try:

@@ -30,8 +30,8 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     Of tables that several processes share out, the ids of the next batches go to the owners of their rows, who bring
     them near, and the rows of all tables come in one message. All ranks must have as many batches.
 
-    Of tables that a GPU keeps a cache of, the rows of the next batch are copied to it beside what it does with this
-    one, whatever `depth` is (but 0).
+    Of tables whose rows a GPU uses, the next batch is planned beside what it does with this one, whatever `depth` is
+    (but 0); of those that it keeps a cache of, the rows of that batch are copied to it, too.
 
     Training gives the same bits as a loop over the loader itself. Batches are taken from the loader in this thread,
     `depth` ahead; its workers go on working as they do.
@@ -55,9 +55,10 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     """
     kinds = Kinds(RowLayer, lambda layer: layer.handle.label, Tensor, _host_ids, place_in)
     functions = ids_by_table("ert.prefetch", ids_of, kinds)
-    caches = [] if depth == 0 else [*_caches(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE))]
+    asked = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
+    caches = [] if depth == 0 else [*_caches(asked, functions)]
     wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
-    aheads = [] if depth == 0 else _aheads(asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE), wanted)
+    aheads = [] if depth == 0 else _aheads(asked, wanted)
     source = loader
     for ahead in aheads:
         source = ahead.batches(source)
@@ -76,20 +77,33 @@ class _Expects(Protocol):
 
 
 class _Cache:
-    """What the batches that were pulled look up in a table that a GPU has a cache of, in order."""
+    """What the batches that were pulled look up in a table whose rows a GPU uses, in order.
 
-    def __init__(self, table: Table, side: _Expects, functions: Sequence[Callable[[Any], Any]]) -> None:
-        self.table, self._side, self._functions = table, side, functions
+    Args:
+        table: the rows.
+        side: where they are used.
+        functions: return ids of a batch, as a user gave them.
+        on_disk: returns the ids whose rows are read from disk; None: there are none.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        side: _Expects,
+        functions: Sequence[Callable[[Any], Any]],
+        on_disk: Callable[[Any], np.ndarray] | None,
+    ) -> None:
+        self.table, self._side, self._functions, self._on_disk = table, side, functions, on_disk
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        """Note the ids of a batch, and return none, as the rows are not on disk."""
+        """Note the ids of a batch, and return those whose rows are on disk."""
         parts = [function(batch) for function in self._functions]
         label = f"{self.table!r} in ert.prefetch"
         asked = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
         flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in asked]
         self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
 
     def advance(self) -> None:
         """Bring the next batch's rows; the first one's are in use from now on."""
@@ -104,11 +118,14 @@ def _several(ids: Any) -> Sequence[Any]:
     return ids if isinstance(ids, tuple | list) and any(isinstance(p, Tensor | np.ndarray) for p in ids) else [ids]
 
 
-def _caches(asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]]) -> Iterator[_Cache]:
+def _caches(
+    asked: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
+) -> Iterator[_Cache]:
     for table, parts in asked.items():
         side = next((layer.handle.side() for layer, _ in parts if isinstance(layer, RowLayer)), table.side)
         if hasattr(side, "expect"):
-            yield _Cache(table, side, [function for _, function in parts])  # pyright: ignore[reportArgumentType]
+            on_disk = functions[table] if table.is_on_disk else None
+            yield _Cache(table, side, [function for _, function in parts], on_disk)  # pyright: ignore[reportArgumentType]
 
 
 def _aheads(asked: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]) -> list[Ahead]:
