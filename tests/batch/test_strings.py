@@ -112,10 +112,12 @@ MISSING = r"Leave out what is missing, or give it a string of its own: \['' if v
         (pyarrow.array([1, 2]), r"got an Arrow array of int64"),
         (["ok", "half \ud83d"], r"Unicode text: got 'half \\ud83d' at \[1\] .*errors='replace'"),
         (np.array(["ok", "half \ud83d"]), r"Unicode text: got 'half \\ud83d' at \[1\]"),
+        (pyarrow.table({"x": ["a"]}), r'got an Arrow Table. Pass one column of a table, values\["name"\], or an array'),
+        ((c for c in "ab"), r"strings in an array or a list: got a generator\. Pass list\(values\)"),
         ([["a"], ["b", "c"]], r"lists of several lengths\. Pass them end to end, np\.concatenate\(values\)"),
     ],
     ids=["None", "nested", "NaN", "Arrow null", "mixed", "bytes and text", "first", "floats", "Arrow integers",
-         "surrogate", "surrogate in U", "ragged"],
+         "surrogate", "surrogate in U", "Arrow table", "iterator", "ragged"],
 )  # fmt: skip
 def test_what_is_no_string(values: Any, what: str):
     with pytest.raises(er.IdTypeError, match=f"^`values` of hash_ids must be .*{what}"):

@@ -191,6 +191,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
     for wrong, told in {
         "min_count": ({"min_count": 0}, "`min_count` of an Admission must be a whole number of at least 1: got 0"),
         "within": ({"min_count": 2, "within": 1}, "`within` of an Admission, in steps, must be .* at least 2: got 1"),
+        "never": (
+            {"min_count": 5, "within": 5},
+            "`within` .* at least 6 steps, as an id is seen once .*: got 5",
+        ),
         "sketch": ({"min_count": 2, "sketch": "25%"}, "`sketch` of an Admission must be a number of bytes: got '25%'"),
         "size": ({"min_count": 2, "sketch": 10}, "must have at least 64 bytes: got 10"),
         "cells": ({"min_count": 257, "sketch": "1MiB"}, "must be at most 256: got 257. Leave sketch= out"),
@@ -198,7 +202,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
     }.values():
         with pytest.raises(er.ArgumentError, match=told):
             er.Admission(**wrong)
-    with pytest.raises(er.ArgumentError, match=r"`admission` must be a Admission or None: got 2. For example er\."):
+    with pytest.raises(er.ArgumentError, match=r"`admission` must be an Admission or None: got 2. For example er\."):
         made(admission=2)
     told = r"rows cannot come and go under Adam.* Leave dense=True out \(under an .* in the layer, rule=er.Adam\(\)\)"
     with pytest.raises(er.UnsupportedError, match=told):

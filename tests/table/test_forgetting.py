@@ -82,6 +82,22 @@ def test_no_byte_is_left_in_files(compacted: bool, tmp_path: Path):
     table.close()
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["counted", "with a record"])
+def test_no_file_names_it_that_says_who_has_a_record(times: int, tmp_path: Path):
+    table = made(path=tmp_path / "t", keep=1, admission=er.Admission(2), eviction=er.Eviction(max_rows=500))
+    for number in range(3):
+        step(table, [*range(100), *([SECRET] if number < times else [])])
+        table.commit()  # of which the later ones have changes only
+    assert has_trace(tmp_path / "t")
+    assert table.forget([SECRET]) == times - 1
+    table.commit()
+    table.compact()
+    assert not has_trace(tmp_path / "t")
+    table.close()
+    with er.open(tmp_path / "t") as again:
+        assert again.export()[0].tolist() == list(range(100))
+
+
 def test_a_commit_that_is_kept_has_it_still(tmp_path: Path):
     with made(path=tmp_path / "t", keep=1) as table:
         step(table, [1, 2])

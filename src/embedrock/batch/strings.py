@@ -10,8 +10,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.wrong_ids import in_array
 from embedrock.errors import ArgumentError, IdTypeError
+from embedrock.wording import with_article
 
 MOST_BUCKETS = 2**63 - 1
+FILLED = "['' if value is None or value != value else value for value in values]"  # what is missing
 _NESTED = {list, tuple, np.ndarray}
 
 
@@ -104,7 +106,8 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
         IdTypeError: `subject` cannot have such values.
     """
     if type(values).__module__.partition(".")[0] == "pyarrow":
-        return _of_arrow(values, subject), (len(values),)
+        found = _of_arrow(values, subject)
+        return found, (len(found.starts),)
     if isinstance(values, list | tuple):
         joined = _joined(values)  # which looks at no type: lists in the list are found as what cannot be joined
         if joined is not None or _NESTED.isdisjoint(map(type, values)):
@@ -187,6 +190,11 @@ def _encoded(text: str, values: Sequence[str]) -> tuple[bytes, Iterable[int]]:
 def _of_arrow(values: Any, subject: str) -> Strings:
     import pyarrow
 
+    if not isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
+        raise IdTypeError(
+            f"`values` of {subject} must be strings or bytes: got {with_article(f'Arrow {type(values).__name__}')}. "
+            'Pass one column of a table, values["name"], or an array.'
+        )
     array = values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values
     if isinstance(array, pyarrow.ChunkedArray):  # of no chunks, or too long for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
@@ -234,6 +242,13 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
     value = values[position]
     if value is None or (isinstance(value, float) and value != value):
         return _missing(repr(value), position, shape, subject)
+    if type(value).__module__.startswith("pandas.") and type(value).__name__ in ("NAType", "NaTType"):
+        return _missing(repr(value), position, shape, subject, 'values.fillna("")')
+    if not shape:
+        return IdTypeError(
+            f"`values` of {subject} must be strings in an array or a list: got {with_article(type(value).__name__)}. "
+            "Pass list(values)."
+        )
     got = f"got {value!r} {in_array(shape, 'values')(position)}"
     if isinstance(value, list | tuple):
         return IdTypeError(
@@ -247,9 +262,8 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
     )
 
 
-def _missing(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
+def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str = FILLED) -> IdTypeError:
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
-        "what is missing, or give it a string of its own: "
-        "['' if value is None or value != value else value for value in values]."
+        f"what is missing, or give it a string of its own: {filled}."
     )

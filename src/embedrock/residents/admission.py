@@ -60,6 +60,11 @@ class Admission:
         check_whole("min_count", self.min_count, 1, "of an Admission")
         if self.within is not None:
             check_whole("within", self.within, 2, "of an Admission, in steps,")
+            if self.min_count > 2 * self.period:
+                raise ArgumentError(
+                    f"`within` of an Admission must be at least {self.min_count + self.min_count % 2} steps, as an id "
+                    f"is seen once in each, {self.min_count} times in all: got {self.within}."
+                )
         check_choice("default", self.default, DEFAULTS)
         if self.sketch is None:
             return

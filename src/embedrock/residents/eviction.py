@@ -42,7 +42,8 @@ class Eviction:
         half_life: of uses, in steps.
         keep: ids whose rows stay, up to 65,536.
         evicted: is called with the ids, int64 (n,), of rows that have left, after the step; or names a file that they
-            are appended to, 8 bytes each, little-endian. Of a table that is opened again it has to be given again.
+            are appended to, 8 bytes each, little-endian. Where that fails, the step has been made, and they are told
+            with the next ones. Of a table that is opened again it has to be given again.
 
     Raises:
         ArgumentError: a value that cannot work, or nothing that limits the rows.
@@ -76,8 +77,20 @@ class Eviction:
             check_whole("idle", self.idle, 1, "of an Eviction, in steps,")
         check_choice("by", self.by, ORDERS)
         check_whole("half_life", self.half_life, 1, "of an Eviction, in steps,")
+        self._check_evicted()
         self.idle_seconds()
         self.kept()
+
+    def _check_evicted(self) -> None:
+        if self.evicted is None or callable(self.evicted):
+            return
+        if not isinstance(self.evicted, str | os.PathLike):
+            raise ArgumentError(f"`evicted` of an Eviction must be a function or a file: got {self.evicted!r}.")
+        if not os.path.isdir(folder := os.path.dirname(os.path.abspath(os.fspath(self.evicted)))):
+            raise ArgumentError(
+                f"`evicted` of an Eviction must be a file in a folder that there is: got {os.fspath(self.evicted)!r}. "
+                f"Make {folder!r} first."
+            )
 
     def idle_seconds(self) -> float:
         """Return `idle` where it is a time; 0 where it is not."""
@@ -97,10 +110,20 @@ class Eviction:
         return made
 
     def most_rows(self, record_bytes: int) -> int | None:
-        """Return how many rows may have records of so many bytes; None: any number."""
+        """Return how many rows may have records of so many bytes; None: any number.
+
+        Raises:
+            ArgumentError: no row may.
+        """
         limits = [] if self.max_rows is None else [self.max_rows]
         if self.max_bytes is not None:
-            limits.append(max(1, parse_bytes(self.max_bytes, "max_bytes") // record_bytes))
+            rows = parse_bytes(self.max_bytes, "max_bytes") // record_bytes
+            if not rows:
+                raise ArgumentError(
+                    f"`max_bytes` of an Eviction must have room for a row, {record_bytes} bytes: got "
+                    f"{self.max_bytes!r}."
+                )
+            limits.append(rows)
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:

@@ -154,7 +154,9 @@ class Residents:
 
     def note(self, ballot: Ballot, left: np.ndarray) -> None:
         """Note what has been done for a batch: rows `left`, and others came or were used."""
-        counts, self._left, self.steps = self.counts, left, ballot.step
+        counts, self.steps = self.counts, ballot.step
+        untold = self._left[~np.isin(self._left, ballot.new)] if len(self._left) else self._left
+        self._left = np.concatenate([untold, left]) if len(untold) else left
         if self._uses is not None:
             self._uses.pass_by(ballot.excess, left)
             self._uses.use(ballot.ids, ballot.step)
@@ -170,11 +172,15 @@ class Residents:
         """Call who wants to know of the rows that have left."""
         left, self._left = self._left, self._left[:0]
         told = None if self.eviction is None or not len(left) else self.eviction.evicted
-        if callable(told):
-            told(left)
-        elif told is not None:
-            with open(os.fspath(told), "ab") as file:
-                file.write(np.ascontiguousarray(left, "<i8").tobytes())
+        try:
+            if callable(told):
+                told(left)
+            elif told is not None:
+                with open(os.fspath(told), "ab") as file:
+                    file.write(np.ascontiguousarray(left, "<i8").tobytes())
+        except BaseException:
+            self._left = np.concatenate([left, self._left])  # with the next ones, then
+            raise
 
     # ---------------------------------------------------------------- rows that are forgotten
 
@@ -186,6 +192,7 @@ class Residents:
             if seen is not None:
                 seen.drop(ids)
         self.counts["forgotten"] += len(removed)
+        self.unsaved()  # or files that the next commit names would have the ids still
 
     # ---------------------------------------------------------------- saved, and shown
 

@@ -26,7 +26,7 @@ from embedrock.table.policies import change_policies
 from embedrock.table.ram import InRam
 from embedrock.table.rows import Rows
 from embedrock.tiers.memory import check_directory
-from embedrock.wording import check_choice
+from embedrock.wording import check_choice, with_article
 
 ON_NONFINITE = ("raise", "skip")
 
@@ -172,7 +172,7 @@ def _check_kind(name: str, value: object, kind: type, example: str, of_names: st
     if value is not None and not isinstance(value, kind):
         hint = f"Pass an instance: {example}." if isinstance(value, type) else f"For example {example}."
         hint = f"{hint} {of_names}" if of_names and isinstance(value, str) else hint
-        raise ArgumentError(f"`{name}` must be a {kind.__name__} or None: got {value!r}. {hint}")
+        raise ArgumentError(f"`{name}` must be {with_article(kind.__name__)} or None: got {value!r}. {hint}")
 
 
 def index(value: Any) -> Any:
