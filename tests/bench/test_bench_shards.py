@@ -9,7 +9,7 @@ import pytest
 
 from embedrock.bench.harness.processes import Child
 from embedrock.bench.harness.workload import Workload
-from embedrock.bench.shards.contenders import CONTENDERS, our_layer, torch_layer
+from embedrock.bench.shards.contenders import CONTENDERS, our_layer, torch_layer, torchrec_layer
 from embedrock.bench.shards.ranks import RanksSession
 
 
@@ -22,9 +22,12 @@ from embedrock.bench.shards.ranks import RanksSession
         (partial(our_layer, sharded=True), "uneven"),
         (partial(our_layer, sharded=False), "plain"),
         (torch_layer, "plain"),
+        (torchrec_layer, "plain"),
     ],
 )
 def test_processes_make_their_steps_together(make: Any, loop: str) -> None:
+    if make is torchrec_layer:
+        pytest.importorskip("torchrec")
     session = RanksSession, make, loop, 2, Workload(rows=10_000, dim=64, batch=2048, batches=3)
     with Child(*session, environment={"EMBEDROCK_THREADS": "1"}, timeout_s=120) as child:
         turn = child.call("turn", 3, 60)
@@ -32,7 +35,7 @@ def test_processes_make_their_steps_together(make: Any, loop: str) -> None:
     assert len(turn.meters) == 2
     for meters in turn.meters:
         assert meters.cpu_s > 0
-        assert (meters.sent is None) == (make is torch_layer)
+        assert (meters.sent is None) == (make in (torch_layer, torchrec_layer))
         if meters.sent is not None and loop != "uneven":  # which announces what it does, by texts
             assert abs(meters.sent / meters.formula - 1) < 0.02
 

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from traced_ranks import check_program, drawn_program, play
 
 import embedrock as er
 import embedrock.torch as ert
@@ -207,6 +208,13 @@ def trains_compiled(rank: int, where: str) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
     return [*(table.export() for table in model.tables), [weight.detach() for weight in ert.dense_parameters(model)]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_two_ranks_play_a_program_to_the_bits_of_tables_alone(pair: Ranks, seed: int, tmp_path: Path) -> None:
+    program = drawn_program(seed, 4)
+    check_program(program, 2, pair.run(play, program, 2, str(tmp_path)))
 
 
 @pytest.mark.slow
@@ -451,6 +459,63 @@ def test_a_rank_that_runs_out_of_memory_refuses_the_batch_on_all(pair: Ranks, at
     table = er.Table(100, 4, init=er.Normal(std=0.1), rule=er.SGD(lr=1.0), seed=7)
     table.update([0, 1, 2, 2, 3, 4], np.full((6, 4), 0.5))
     for rows in (mine[1], theirs[1]):
+        np.testing.assert_array_equal(rows, table.lookup(np.arange(5)))
+
+
+def has_no_memory_to_step(rank: int, sharded: Any, at: str, folder: str) -> list[Any]:
+    """Let rank 1 refuse a step that the other makes; then go back to the last checkpoint, and make it on both."""
+    layer, said = one_layer(sharded), []
+    optimizer = ert.SGD(layer, lr=1.0)
+    for step in range(4):
+        layer(torch.arange(3) + 2 * rank).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and step == 1:
+                patch.setattr(f"embedrock.{at}", fails_for_memory)
+            try:
+                optimizer.step()
+            except MemoryError as error:
+                said.append(f"step: {error}")
+        optimizer.zero_grad()
+        if step == 0:
+            ert.save(layer, folder, step=1)
+        if step == 1:
+            for _ in range(2):  # once
+                try:
+                    layer(torch.tensor([], dtype=torch.int64)).sum().backward()
+                except er.OtherRankError as error:
+                    said.append(str(error))
+            optimizer.zero_grad()
+            ert.load(layer, folder)
+    return [said, layer(torch.arange(5)).detach()]
+
+
+def fails_for_memory(*args: Any, **options: Any) -> Any:
+    raise MemoryError("no room for 3 rows")
+
+
+@pytest.mark.parametrize(
+    ("sharded", "at"),
+    [
+        (True, "table.rows.Rows.step"),
+        (True, "batch.gradients.RowGradients.scaled"),
+        ("rank 1", "table.rows.Rows.step"),
+        (False, "table.rows.Rows.step"),
+    ],
+)
+def test_a_rank_that_runs_out_of_memory_in_a_step_tells_the_others(
+    pair: Ranks, tmp_path: Path, sharded: Any, at: str
+) -> None:
+    ours, theirs = pair.run(has_no_memory_to_step, sharded, at, str(tmp_path))
+    told = r"the last step was not made on this rank, by MemoryError: no room for 3 rows, and the others may have made"
+    assert re.search(rf"rank 1 refused .*: {told} it. Load the last checkpoint on all ranks", ours[0][0])
+    assert theirs[0][0] == "step: no room for 3 rows"
+    assert re.search(told, theirs[0][1])
+    if sharded != "rank 1":  # who has no rows, has made no step of them
+        assert re.search(r"must have made the same steps on all ranks: got \[2, 1\]", ours[0][1])
+    table = er.Table(100, 4, init=er.Normal(std=0.1), rule=er.SGD(lr=1.0), seed=7)
+    for _ in range(3):
+        table.update([0, 1, 2, 2, 3, 4], np.full((6, 4), 0.5))
+    for _, rows in (ours, theirs):
         np.testing.assert_array_equal(rows, table.lookup(np.arange(5)))
 
 

@@ -138,6 +138,7 @@ class Exchange:
     def __init__(self, transport: Transport) -> None:
         self.transport, self.uneven = transport, Uneven(self._say)
         self.expects, self._expected = True, None
+        self._behind: OtherRankError | None = None
         self._count, self._lock = 0, threading.RLock()
 
     # ---------------------------------------------------------------- lookups
@@ -219,6 +220,13 @@ class Exchange:
 
     # ---------------------------------------------------------------- all else
 
+    def fall_behind(self, error: Exception) -> None:
+        """Note that a step was not made on this rank because of an error: all hear of it in the next exchange."""
+        self._behind = OtherRankError(
+            f"the last step was not made on this rank, by {type(error).__name__}: {error}, and the others may have "
+            "made it. Load the last checkpoint on all ranks"
+        )
+
     def tell(self, what: str, make: Callable[[], np.ndarray]) -> list[np.ndarray]:
         """Return what each rank has made: an array of one dimension, of the same dtype of 8 bytes on all.
 
@@ -254,7 +262,8 @@ class Exchange:
         """
         self._count += 1
         self.transport.at = f"{what.said} (exchange {self._count})"
-        letters, error = _tried(make)
+        behind, self._behind = self._behind, None
+        letters, error = _tried(make) if behind is None else (None, behind)
         if known is not None:
             fits = letters is None or [length(letter) for letter in letters] == list(known.go)
             found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)

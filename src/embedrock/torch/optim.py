@@ -22,7 +22,7 @@ from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.dense_watch import DenseWatch
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.sharing import SharedStep, announce_steps
+from embedrock.torch.training.sharing import SharedStep, announce_steps, fall_behind
 from embedrock.torch.training.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
@@ -216,9 +216,13 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = [part for group in self.param_groups for part in self._due(group)]
-        announce_steps(due)
-        step_all([part.step for part in due])
+        try:
+            due = [part for group in self.param_groups for part in self._due(group)]
+            announce_steps(due)
+            step_all([part.step for part in due])
+        except (MemoryError, OSError) as error:  # all else all ranks refuse alike
+            fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
+            raise
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()

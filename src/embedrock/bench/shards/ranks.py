@@ -90,7 +90,8 @@ class Rank:
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         torch.manual_seed(0)
         self._layer, self._optimizer = make(workload)
-        self._net = torch.nn.parallel.DistributedDataParallel(self._layer)
+        is_parallel = getattr(self._layer, "is_parallel", False)
+        self._net = self._layer if is_parallel else torch.nn.parallel.DistributedDataParallel(self._layer)
         self._gradient, self._stack = torch.from_numpy(workload.gradient()), ExitStack()
         shifted = ids_of(workload, rank)
         self._unique = [np.unique(ids) for ids in shifted]
@@ -117,8 +118,7 @@ class Rank:
         handle = getattr(self._layer, "handle", None)
         if handle is None or handle.sharing is None:
             return []
-        crew = handle.sharing.crew
-        return [crew.ranks, crew.ahead] if crew.loops else [crew.ranks]
+        return handle.sharing.crew.carriers
 
     def _bytes(self, index: int) -> float:
         """Return the bytes that a step should send: those of the table in `docs/shards.md`."""

@@ -156,6 +156,7 @@ class Handle(nn.Parameter):
 
     def show(self, grads: Gradients) -> None:
         """Let the handle's gradient stand for what all processes have brought."""
+        self._host_side()  # where they are summed, though this process may not have looked rows up yet
         number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
         self._show(self.pending.show(grads, number), self.grad)
 

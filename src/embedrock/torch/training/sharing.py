@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -138,6 +138,11 @@ class Crew:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
+    @property
+    def carriers(self) -> list[Ranks]:
+        """What carries messages, as far as any was carried."""
+        return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
+
     def join(self, sharing: Sharing) -> None:
         """Take in a table."""
         self._members[sharing.key] = sharing
@@ -162,10 +167,11 @@ class Crew:
 
     def leave(self, members: Sequence[Sharing]) -> None:
         """Take part in what the others do, with nothing, until all have left; then drop gradients of these tables."""
+        handles = [member.handle for member in members]  # which the program may have dropped by then
 
         def end() -> None:
-            for member in members:
-                member.handle.forget()
+            for handle in handles:
+                handle.forget()
 
         self.exchange.uneven.leave(self._take_part, end)
 
@@ -218,6 +224,12 @@ class SharedStep(NamedTuple):
     sharing: Sharing | None
     step: DueStep
     clip_value: float | None
+
+
+def fall_behind(handles: Iterable[Handle], error: Exception) -> None:
+    """Let all ranks hear that a step of tables was not made on this one, because of an error."""
+    for exchange in {handle.sharing.exchange for handle in handles if handle.sharing is not None}:
+        exchange.fall_behind(error)
 
 
 def announce_steps(due: Sequence[SharedStep]) -> None:
