@@ -21,6 +21,7 @@ from embedrock.device.side import DeviceSide, drawn_by
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
@@ -216,7 +217,7 @@ class DirectSide(DeviceSide):
         return joint.kind_of(self)
 
     @functools.cached_property
-    def known(self) -> joint.Known:
+    def known(self) -> Entry:
         """What kernels know of the table that step it together with others."""
         return joint.known_of(self)
 

@@ -59,19 +59,6 @@ class Kind(NamedTuple):
         return [share for share in shares if share]
 
 
-class Known(NamedTuple):
-    """What kernels know of a table, wherever its keys are: see `kernels.Entry`."""
-
-    rows: int
-    where: int
-    near: int
-    far: int
-    seed: int
-    state: int
-    fault: int
-    numbers: tuple[int, int, int]
-
-
 class Feature(NamedTuple):
     """Ids that are looked up together with those of others.
 
@@ -96,22 +83,23 @@ def kind_of(side: DirectSide) -> Kind | None:
     return Kind(side.device, side.form, side.near.homes.kind, side.drawn[0])
 
 
-def known_of(side: DirectSide) -> Known:
-    """Return what kernels know of a table."""
+def known_of(side: DirectSide) -> kernels.Entry:
+    """Return what kernels know of a table, wherever its keys are and whatever gets no gradient."""
     homes, (_, *numbers) = side.near.homes, side.drawn
     words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
     assert side.first is not None  # the GPU plans
     addresses = side.first.state.data_ptr(), side.faults.tensor.data_ptr()
     seed = int(side.spec.key) % 2**64
-    return Known(homes.limit, homes.where.data_ptr(), *homes.memory[:2], seed, *addresses, tuple(words))
+    places = homes.where.data_ptr(), *homes.memory[:2]
+    return kernels.Entry(0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING)
 
 
 @functools.lru_cache(maxsize=64)
-def _entries(known: tuple[tuple[Known, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+def _entries(known: tuple[tuple[kernels.Entry, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
     """Return the entries of tables with their padding, and the keys of their first rows and the one after all."""
     firsts, words = [1], []
     for table, padding in known:
-        words.append(kernels.Entry(firsts[-1], *table, padding).words)
+        words.append(table._replace(first=firsts[-1], padding=padding).words)
         firsts.append(firsts[-1] + table.rows + 2)
     return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
 

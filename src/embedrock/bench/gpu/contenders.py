@@ -200,33 +200,33 @@ class _GivenGradient:
 
 
 def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Parts:
-    """Train `embedrock.torch.Embedding`.
+    """Train an `embedrock.torch.EmbeddingCollection`.
 
     Args:
         workload: what it works on.
         device: what it works with.
         near: share of the working set whose records the device may keep; None: those of all rows.
     """
-    torch = import_torch()
     import embedrock as er
     import embedrock.torch as ert
     from embedrock.device.pinned import PinningWarning
 
     for warning in (ert.PlacementWarning, PinningWarning):  # rows that the CPU would step are not what is measured
         warnings.simplefilter("error", warning)
-    layers = torch.nn.ModuleList()
+    layers = []
     for table, touched in zip(workload.tables, workload.touched, strict=True):
         rows = table.rows if near is None else round(near * touched)
         memory = _device_memory(table.rows, table.dim, rows)
         layers.append(ert.Embedding(table.rows, table.dim, rule=er.Adam(), seed=table.seed, device_memory=memory))
+    collection = ert.EmbeddingCollection({str(k): layer for k, layer in enumerate(layers)})
     if device.is_gpu:
-        layers.to(device.name)
+        collection.to(device.name)
     else:
-        ert.place(layers, device.name)
-    optimizer = ert.Adam(layers, lr=LEARNING_RATE)
+        ert.place(collection, device.name)
+    optimizer = ert.Adam(collection, lr=LEARNING_RATE)
     for layer in layers:
         _check_placement(layer)
-    return Parts(partial(_each, layers), (optimizer,), tuple(layers))
+    return Parts(partial(_together, collection), (optimizer,), tuple(layers))
 
 
 def _check_placement(layer: Any) -> None:
@@ -247,6 +247,10 @@ def _device_memory(rows: int, dim: int, near_rows: int) -> int:
 
     with er.Table(rows, dim, rule=er.Adam()) as table:  # allocates nothing yet
         return memory_for(table.spec, near_rows)
+
+
+def _together(collection: Any, batch: Batch) -> list[Any]:
+    return list(collection({str(k): ids for k, ids in enumerate(batch.ids)}).values())
 
 
 def _each(layers: Any, batch: Batch) -> list[Any]:
