@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,8 +19,10 @@ import pytest
 
 import embedrock as er
 from embedrock.cli import watching
+from embedrock.cli.histories import FIELDS as SHOWN
+from embedrock.cli.histories import best_split, changes, now
 from embedrock.cli.main import main
-from embedrock.cli.watching import best_split, changes, now, page
+from embedrock.cli.report import page
 from embedrock.process.spans import span
 from embedrock.table import numbers, opened
 from embedrock.table.numbers import (
@@ -129,6 +132,15 @@ def test_a_clock_takes_what_is_inside_from_what_is_around():
     assert clock.seconds["disk"] >= 0.01 > clock.seconds["read"]
 
 
+def test_a_rare_phase_counts_while_it_runs_and_once():
+    clock = Clock()
+    with clock("commit") or contextlib.nullcontext():
+        time.sleep(0.01)
+        during = clock.read()["commit"]
+    after = clock.read()["commit"]
+    assert 0.01 <= during <= after == clock.read()["commit"]
+
+
 def test_numbers_that_cannot_be_written_are_told_once(table: er.Table, monkeypatch: pytest.MonkeyPatch):
     Path(f"{table.path}.stats").mkdir()
     keeper = numbers._Recorder(1e6)
@@ -197,9 +209,10 @@ def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[st
     read.feed(out.read_text())
     assert not read.fetched
     assert "script" not in read.tags
-    assert read.tags.count("svg") == read.tags.count("polyline") == 5  # steps, hits, reads, disk; commits
+    assert read.tags.count("svg") == 5  # steps, hits, reads, shares; commits
+    assert (read.tags.count("polyline"), read.tags.count("polygon")) == (4, 1)
     assert "u&v.rock" in read.text
-    assert "share of the time: disk: 50.0% at the end" in read.text
+    assert "disk 50.0%" in read.text
     assert "prefers-color-scheme: dark" in read.text
 
 
@@ -240,13 +253,13 @@ def test_a_curve_says_where_one_is(told: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_plots_lie_within_their_boxes(told: Path, kept: er.Table):
     shown = page([History.read(path) for path in (told, Path(f"{kept.path}.stats"))])
-    boxes = re.findall(r'<svg viewBox="0 0 500 120".*?</svg>', shown)
+    boxes = re.findall(r'<svg viewBox="0 0 640 200".*?</svg>', shown)
     assert len(boxes) == shown.count("<svg") > 5
     for box in boxes:
-        points = [point.split(",") for line in re.findall(r'points="([^"]*)"', box) for point in line.split(" ")]
+        points = [point.split(",") for line in re.findall(r"points=[\"']([^\"']*)", box) for point in line.split(" ")]
         points += re.findall(r'cx="([^"]*)" cy="([^"]*)"', box)
         xs, ys = np.array(points, float).T
-        assert (xs >= 0).all() & (xs <= 500).all() & (ys >= 0).all() & (ys <= 120).all()
+        assert (xs >= 0).all() & (xs <= 640).all() & (ys >= 0).all() & (ys <= 200).all()
     assert not re.search(r"https?:|url\(|@import|nan|inf\b", shown)
 
 
@@ -267,7 +280,7 @@ def test_top_by_rich_shows_what_it_shows_without(told: Path):
     shown = console.export_text()
     assert "you are here" in shown
     assert "table 'a<b'" in shown
-    assert all(field.head in shown for field in watching.FIELDS)
+    assert all(field.head in shown for field in SHOWN)
 
 
 def test_top_without_rich(told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -130,8 +130,9 @@ def _text(found: Proposal) -> str:
         facts["workers"] = (
             f"{found.workers}, of which this is one; it sends others {format_bytes(found.sent_bytes)} a step"
         )
-    if found.bus_s is not None:
-        facts["bus"] = f"{format_number(found.bus_s * 1e3)} ms a step to the GPU and back, beside the rest"
+    if found.gpu is not None and found.gpu_step_s is not None:
+        parts = ", ".join(f"{name} {format_number(taken * 1e3)}" for name, taken in found.gpu._asdict().items())
+        facts["on the GPU"] = f"{format_number(found.gpu_step_s * 1e3)} ms a step ({parts}); no GPU has confirmed this"
     return f"{format_lines(fields, told['tables'])}\n\n{format_facts(facts)}\n\n{found.code}"
 
 

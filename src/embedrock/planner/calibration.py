@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.initializers import Zeros
-from embedrock.planner.cost import Disk, Taken, Work, seconds_of
+from embedrock.planner.cost import Runs, Taken, Work, run_bytes
 from embedrock.planner.peak import grown
 from embedrock.planner.trial import QUIET, Batch, Trial, touch_memory
 from embedrock.planner.zipf import bounded_zipf, expected_misses, scattered
@@ -25,13 +24,13 @@ from embedrock.tiers.placing import memory_for
 
 Say = Callable[[str], None]
 
-ROUNDS, SECONDS = 60, 0.4  # of a run, at most
+ROUNDS, SECONDS = 60, 0.25  # of a run, at most
 TRIES, PATIENCE_S = 3, 10  # of a run, while other programs use the machine; for so long in all
 TOGETHER_IDS = 30_000  # of a round, about
 BEGINNING = 16  # steps of new tables before those that count
 FILLING = 300  # steps until a cache is full, at most
 FILL_BYTES = 8 << 20  # of records that are made at once
-CACHED_BYTES, DIRECT_BYTES = 20 << 20, 48 << 20  # of tables whose files are in the page cache, and are not
+CACHED_BYTES, LARGE_BYTES = 20 << 20, 48 << 20  # of tables whose files are in the page cache, and of larger ones
 LONG_BYTES = 48 << 20  # of a log that is not
 SMALL_BYTES = 6 << 20  # of records of a small table
 NEW_ROWS = 1 << 20  # of a new table, or of several
@@ -48,7 +47,7 @@ class Run(NamedTuple):
             "small": so do these, whose slots are their ids. "roomy": on disk,
             begin, and no row has to leave. "mixed": on disk, begin, with small caches and a log that the page cache
             has; "long": the same, but it has grown larger. "cached" and "direct": on disk, all rows were trained
-            before, and the page cache has the files or has not.
+            before, and the page cache has the files, of a base, or has not the one, of a log.
         dim: of rows.
         batch: ids.
         zipf: exponent of their popularity.
@@ -78,33 +77,40 @@ class Run(NamedTuple):
             return SMALL_BYTES // (3 * 4 * self.dim)
         if self.begins:
             return NEW_ROWS // self.tables
-        nbytes = CACHED_BYTES if self.kind == "cached" else DIRECT_BYTES
+        nbytes = CACHED_BYTES if self.kind == "cached" else LARGE_BYTES
         return nbytes // (3 * 4 * self.dim * self.tables)
 
 
 RUNS = (
-    Run("RAM", 16, 512, 1.05),
     Run("RAM", 16, 8192, 1.05),
     Run("RAM", 16, 65_536, 0.9),
-    Run("RAM", 64, 4096),
     Run("RAM", 64, 32_768, 1.2),
     Run("RAM", 256, 512, 1.05),
     Run("RAM", 256, 8192, 0.9),
+    Run("RAM", 256, 2048, 1.2),
+    Run("RAM", 32, 1024, 1.2),
     Run("RAM", 16, 1024, 1.05, tables=26),
     Run("RAM", 32, 16_384, 1.2, tables=12),
     Run("RAM", 128, 1024, 0.9, tables=12),
+    Run("new", 16, 1024, 1.2),
     Run("new", 16, 2048, 1.0),
+    Run("new", 16, 8192, 1.2),
     Run("new", 32, 16_384, 1.1),
     Run("new", 64, 4096, 0.9),
     Run("new", 256, 2048, 1.2),
+    Run("new", 256, 4096, 1.1),
+    Run("new", 64, 512, 1.2),
     Run("new", 32, 2048, 1.1, tables=12),
     Run("new", 128, 512, 1.2, tables=12),
     Run("small", 16, 4096, 0.9, tables=26),
     Run("small", 128, 512, 1.0, tables=12),
+    Run("small", 128, 1024, 0.9, tables=26),
+    Run("small", 256, 1024, 1.1, tables=12),
     Run("small", 64, 2048, 1.0),
     Run("roomy", 16, 1024, 1.0),
+    Run("roomy", 64, 512, 1.2),
     Run("roomy", 32, 8192, 1.2),
-    Run("roomy", 128, 2048, 1.1),
+    Run("roomy", 128, 1024, 1.2),
     Run("roomy", 16, 512, 1.0, tables=26),
     Run("roomy", 64, 2048, 1.2, tables=12),
     Run("mixed", 16, 1024, 1.05),
@@ -117,28 +123,19 @@ RUNS = (
     Run("mixed", 32, 4096, 1.2, tables=12),
     Run("mixed", 128, 1024, 1.2, tables=12),
     Run("mixed", 256, 512, 1.1, tables=26),
-    Run("long", 16, 32_768, 0.9),
     Run("long", 64, 16_384, 1.1),
+    Run("long", 128, 1024, 1.1),
     Run("long", 256, 1024, 1.0),
+    Run("cached", 64, 256, 1.2),
+    Run("cached", 16, 256, 1.2),
     Run("cached", 16, 1024, 1.05),
     Run("cached", 16, 16_384, 0.9),
     Run("cached", 64, 2048, 1.05),
     Run("cached", 16, 512, 1.05, tables=12),
     Run("cached", 64, 256, 0.9, tables=12),
-    Run("direct", 16, 1024, 1.05),
-    Run("direct", 16, 16_384, 0.9),
-    Run("direct", 128, 8192, 0.9),
-)
-SOME = (  # which tell how fast a machine is at the moment
-    Run("RAM", 16, 8192, 1.05),
-    Run("RAM", 256, 512, 1.05),
-    Run("RAM", 128, 1024, 0.9, tables=12),
-    Run("new", 32, 2048, 1.1, tables=12),
-    Run("roomy", 32, 8192, 1.2),
-    Run("mixed", 64, 1024, 1.2),
-    Run("mixed", 32, 16_384, 1.2),
-    Run("mixed", 16, 2048, 1.1, tables=26),
-    Run("mixed", 128, 1024, 1.2, tables=12),
+    Run("direct", 64, 1024, 1.05),
+    Run("direct", 128, 4096, 0.9),
+    Run("direct", 256, 512, 0.8),
 )
 
 
@@ -156,7 +153,7 @@ class Found(NamedTuple):
     taken: Taken
 
 
-def calibrate(folder: Path, say: Say) -> list[tuple[Work, Taken]]:
+def calibrate(folder: Path, say: Say) -> Runs:
     """Return what steps had to do, with the seconds that they took."""
     touch_memory(TOUCHED_BYTES)
     found, end = list[tuple[Work, Taken]](), time.perf_counter() + PATIENCE_S
@@ -165,34 +162,6 @@ def calibrate(folder: Path, say: Say) -> list[tuple[Work, Taken]]:
         one = _quietest(run, folder, TRIES if time.perf_counter() < end else 1)
         found.append((one.work, one.taken))
     return found
-
-
-class Pace:
-    """How fast a machine is, again and again, beside when it was measured.
-
-    Clouds and laptops run at one and a half times the speed of a minute before, for reasons of their own.
-
-    Args:
-        folder: a new folder is made in it for each measurement, and removed.
-        disk, constants: of the machine, as it was.
-    """
-
-    def __init__(self, folder: Path, disk: Disk, constants: Mapping[str, float]) -> None:
-        self._folder, self._disk, self._constants = folder, disk, constants
-        self._runs, self._times = itertools.cycle(SOME), list[float]()
-
-    def look(self, count: int) -> None:
-        """Measure so many runs, each another one."""
-        for run in itertools.islice(self._runs, count):
-            one = measure(run, self._folder)
-            told = seconds_of(one.work, self._disk, self._constants)
-            waits = told["disk_read"]  # which does not depend on how fast cores are
-            self._times.append((one.taken.total - waits) / (sum(told.values()) - waits))
-
-    @property
-    def slower(self) -> float:
-        """How many times longer steps took than constants tell, the median of all."""
-        return float(np.median(self._times))
 
 
 def _quietest(run: Run, folder: Path, most: int) -> Found:
@@ -233,6 +202,7 @@ def _measured(run: Run, folder: Path) -> Found:
     counts = {name: float(np.mean([each.get(name, 0.0) for each in timing.counts])) for name in COUNTS}
     some = [ids for _, batch in zip(range(4), _batches(run), strict=False) for ids in batch]
     rows, spec, new = float(np.mean([len(np.unique(ids)) for ids in some])), tables[0].spec, counts["rows_touched"]
+    stored = max(1.0, logged / run.tables) if run.begins else float(run.rows * (spec.record_bytes + CRC_BYTES))
     work = Work(
         positions=run.batch,
         rows=rows,
@@ -242,7 +212,9 @@ def _measured(run: Run, folder: Path) -> Found:
         on_disk=tables[0].is_on_disk,
         reads=counts["reads"],
         spilled=counts["spilled"],
-        file_bytes=max(1.0, logged / run.tables) if run.begins else float(run.rows * (spec.record_bytes + CRC_BYTES)),
+        file_bytes=stored,
+        run_bytes=run_bytes(run.rows, spec.record_bytes) if run.kind == "cached" else stored,
+        is_written=run.begins,
         grown_bytes=grown(spec, memory, seen, new, counts["spilled"]),
         tables=run.tables,
         batch_bytes=run.tables * run.batch * run.dim * 4,
@@ -270,7 +242,8 @@ def _table(run: Run, path: Path, seed: int) -> Table:
     with Table(rows, run.dim, rule=rule, seed=seed, path=path) as table:
         _fill(table)
         table.commit()
-        table.compact()
+        if run.kind == "cached":
+            table.compact()
     least = max(memory_for(spec, 3 * run.batch), memory_for(spec, rows // 8))
     return Table(rows, run.dim, path=path, memory=least)
 

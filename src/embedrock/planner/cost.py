@@ -30,6 +30,7 @@ times a constant of the machine, which `embedrock machine` finds by running step
                                       up, no more than there are
     cached_request  requests          of these files
     disk_read       seconds           of other files: that the disk needs, as it was measured
+    written_read    requests          of other files that are being written: what was written last has to get there
 
 where n are the ids of the batch, u the different ones, w those of them that have no record yet, m those that are read
 from files and s the rows that leave a cache to make room. They come from a curve (`embedrock.tiers.curve`), by the
@@ -49,7 +50,9 @@ import numpy as np
 
 from embedrock.machine.readers import THREADS
 from embedrock.machine.vfs import BLOCK, DIRECT_BYTES
+from embedrock.store.compaction import chunk_rows
 from embedrock.store.reading import CACHED_GAP, GAP
+from embedrock.store.runs import CRC_BYTES
 
 REST: tuple[str, ...] = (
     "first",
@@ -71,9 +74,9 @@ REST: tuple[str, ...] = (
     "moved_byte",
 )
 SPILLING = "spill_call", "spill", "spill_byte"
-READING = "read_call", "read", "read_byte", "reader", "cached_request", "disk_read"
+READING = "read_call", "read", "read_byte", "reader", "cached_request", "disk_read", "written_read"
 TERMS = (*REST, *SPILLING, *READING)
-UNSURE = 1.33  # a log so much smaller or larger than `DIRECT_BYTES` is surely there, or not: it grows meanwhile
+UNSURE = 1.15  # a log so much smaller or larger than `DIRECT_BYTES` is surely there, or not: it grows meanwhile
 WARM_BYTES = 4 << 20  # of a batch, that a processor's caches hold from one phase of a step to the next
 
 
@@ -103,7 +106,9 @@ class Work(NamedTuple):
         on_disk: whether the table is there.
         reads: rows read from files.
         spilled: rows that leave the cache.
-        file_bytes: of the files that they are read from.
+        file_bytes: of the files that they are read from, together.
+        run_bytes: of one of these files.
+        is_written: whether rows that leave the cache are appended to the file that others are read from.
         grown_bytes: of memory that was never written before.
         tables: that a step has.
         batch_bytes: of the values of a batch, of all tables.
@@ -118,16 +123,18 @@ class Work(NamedTuple):
     reads: float = 0.0
     spilled: float = 0.0
     file_bytes: float = float("inf")
+    run_bytes: float = float("inf")
+    is_written: bool = False
     grown_bytes: float = 0.0
     tables: int = 1
     batch_bytes: float = 0.0
 
     @property
     def direct(self) -> float:
-        """The share of steps in which files are too large for the system's page cache; of about that size, some."""
+        """The share of steps in which a file is so large that it is read past the page cache."""
         if not self.on_disk:
             return 0.0
-        return float(np.clip(0.5 + np.log(self.file_bytes / DIRECT_BYTES) / (2 * np.log(UNSURE)), 0.0, 1.0))
+        return float(np.clip(0.5 + np.log(self.run_bytes / DIRECT_BYTES) / (2 * np.log(UNSURE)), 0.0, 1.0))
 
     def requests(self, gap: int) -> float:
         """Return the reads that are asked for: of records at random places, those further apart than a gap."""
@@ -145,6 +152,12 @@ class Work(NamedTuple):
         return requests * (self.record_bytes + BLOCK) + (self.reads - requests) * max(self.record_bytes, gap / 2)
 
 
+def run_bytes(rows: float, record_bytes: int) -> float:
+    """Return the bytes of one file of a table with so many rows, once it is compacted."""
+    stride = record_bytes + CRC_BYTES
+    return stride * min(rows, chunk_rows(int(rows), stride))
+
+
 class Disk(NamedTuple):
     """What a disk gives.
 
@@ -159,6 +172,13 @@ class Disk(NamedTuple):
     seconds: tuple[float, ...]
     append: float
     stream: float = float("inf")
+
+    def faster(self, other: Disk) -> Disk:
+        """Return the better of each number of two measurements."""
+        if self.at_once != other.at_once:
+            return self
+        seconds = tuple(map(min, self.seconds, other.seconds))
+        return Disk(self.at_once, seconds, max(self.append, other.append), max(self.stream, other.stream))
 
     def read_seconds(self, reads: float) -> float:
         """Return the seconds of so many reads at once; beyond those measured, at the same rate.
@@ -177,10 +197,8 @@ class Disk(NamedTuple):
 
 
 MOST_ROUNDS, TOLERANCE = 4, 1e-9  # of the search for constants
-ROUNDS, USUAL = (
-    6,
-    0.04,
-)  # of the search; relative errors up to which a run counts in full: of larger ones, by their size
+ROUNDS, USUAL = 6, 0.04  # of it; relative errors up to which a run counts in full: of larger ones, by their size
+Runs = Sequence[tuple[Work, Taken]]  # the mean work of a step for a table, and what that takes
 NO_DISK = Disk((1,), (0.0,), float("inf"))
 
 
@@ -215,6 +233,7 @@ def terms(work: Work, disk: Disk) -> dict[str, float]:
         "read_byte": work.reads * record,
         "reader": float(min(THREADS, cached)),
         "cached_request": cached,
+        "written_read": direct * work.is_written * work.requests(GAP),
         "disk_read": direct * max(disk.read_seconds(work.requests(GAP)), work.bytes_read / disk.stream),
     }
 
@@ -224,7 +243,14 @@ def seconds_of(work: Work, disk: Disk, constants: Mapping[str, float]) -> dict[s
     return {name: amount * constants[name] for name, amount in terms(work, disk).items()}
 
 
-def fit(runs: Sequence[tuple[Work, Taken]], disk: Disk) -> dict[str, float]:
+def faster(runs: Runs, others: Runs) -> Runs:
+    """Return of each run of two turns the one that took less; of turns of different runs, the first ones."""
+    if len(runs) != len(others):
+        return runs
+    return [min(pair, key=lambda run: run[1].total) for pair in zip(runs, others, strict=True)]
+
+
+def fit(runs: Runs, disk: Disk) -> dict[str, float]:
     """Return the constants by which steps took the seconds that were measured: by the least sum of relative
     errors, or nearly, so that a run that something disturbed counts little.
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from embedrock.errors import EmbedrockError
 from embedrock.machine import probe
@@ -19,12 +19,13 @@ from embedrock.machine.ram import memory_limit, rss_bytes
 from embedrock.machine.sizes import format_bytes
 from embedrock.machine.threads import get_threads, set_threads
 from embedrock.planner.calibration import Say, calibrate
-from embedrock.planner.cost import TERMS, Disk, fit
+from embedrock.planner.cost import TERMS, Disk, Runs, Taken, Work, faster, fit
+from embedrock.planner.near import Gpu
 from embedrock.planner.sharing import Network
 from embedrock.process import platform
 from embedrock.store.reading import LONGEST_REQUEST
 
-FORMAT = 3
+FORMAT = 4
 FILE = f"machine-{FORMAT}.json"  # another version of Embedrock has another one
 READ_BYTES = 192 << 20  # of the file that is read at random
 AT_ONCE = (1, 4, 16, 64, 256, 1024, 4096)
@@ -36,25 +37,6 @@ PROBE, PROBE_LIMIT_S = "embedrock.device.probe", 60.0  # a program of its own
 
 class MachineFileError(EmbedrockError, ValueError):
     """The file of a machine's numbers cannot be read."""
-
-
-class Gpu(NamedTuple):
-    """What a GPU can do.
-
-    Attributes:
-        name: as its maker calls it.
-        memory_bytes: that it has.
-        copy: bytes/s, from its memory to its memory.
-        rows: rows/s of 256 bytes gathered at random there.
-        to_device, to_host: bytes/s from pinned RAM and to it.
-    """
-
-    name: str
-    memory_bytes: int
-    copy: float
-    rows: float
-    to_device: float
-    to_host: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,8 @@ class Machine:
         scaling: how many times faster than one thread so many gather rows of 256 bytes.
         folder: whose disk was measured.
         disk: what it gives.
-        constants: of `embedrock.planner.cost`.
+        constants: of `embedrock.planner.cost`, found by the runs.
+        runs: steps that were measured.
         gpus: what each can do, none where there is none; None: it could not be found out, as PyTorch is not there.
         network: between two processes of this machine; None: likewise.
     """
@@ -90,12 +73,23 @@ class Machine:
     constants: dict[str, float]
     gpus: tuple[Gpu, ...] | None = None
     network: Network | None = None
+    runs: Runs = ()
+
+    def joined(self, other: Machine) -> Machine:
+        """Return it with whatever was faster in another measurement: nothing takes less time than it needs."""
+        runs, disk = faster(self.runs, other.runs), self.disk.faster(other.disk)
+        rows = {size: max(rate, other.rows.get(size, rate)) for size, rate in self.rows.items()}
+        copy, load = max(self.copy, other.copy), min(self.load, other.load)
+        constants = fit(runs, disk) if runs else self.constants
+        return replace(self, runs=runs, disk=disk, rows=rows, copy=copy, load=load, constants=constants)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         gpus = None if self.gpus is None else [gpu._asdict() for gpu in self.gpus]
         network = None if self.network is None else self.network._asdict()
-        return {"format": FORMAT, **asdict(self), "disk": self.disk._asdict(), "gpus": gpus, "network": network}
+        own = {"disk": self.disk._asdict(), "gpus": gpus, "network": network}
+        runs = [[work._asdict(), taken._asdict()] for work, taken in self.runs]
+        return {"format": FORMAT, **asdict(self), **own, "runs": runs}
 
     @classmethod
     def of_json(cls, told: Any) -> Machine:
@@ -110,6 +104,7 @@ class Machine:
         told["disk"] = Disk(tuple(map(int, at_once)), tuple(map(float, seconds)), float(append), float(stream))
         told["gpus"] = None if told["gpus"] is None else tuple(Gpu(**gpu) for gpu in told["gpus"])
         told["network"] = None if told["network"] is None else Network(**told["network"])
+        told["runs"] = [(Work(**work), Taken(**taken)) for work, taken in told["runs"]]
         for name, kind in (("rows", int), ("scaling", int), ("constants", str)):
             told[name] = {kind(key): float(value) for key, value in told[name].items()}
         return cls(**told)
@@ -169,7 +164,7 @@ def measure(folder: str | os.PathLike[str], say: Say = lambda text: None) -> Mac
     found = _by_pytorch()
     cores, ram, where = platform.usable_cores(), memory_limit(), os.path.abspath(folder)
     fitted = fit(runs, disk)
-    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fitted, *found)
+    return Machine(time.time(), load, cores, ram, base, copy, rows, scaling, where, disk, fitted, *found, runs)
 
 
 def _by_pytorch() -> tuple[tuple[Gpu, ...] | None, Network | None]:

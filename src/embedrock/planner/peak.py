@@ -23,6 +23,8 @@ MARGIN_BYTES = 6 << 20  # threads, and memory that is kept for the next batch
 FOLD_BYTES, FOLD_ROW_BYTES = 19 << 20, 100  # while rows of logs are put in order: buffers, and for each of the rows
 MOST_FOLDED = 400_000  # rows: as many as was measured; large tables fold a part of their logs at a time
 INDEXED_ROW_BYTES = ENTRY_BYTES / FULLEST  # of the index of a row in a log, when it is full
+LISTED_ROW_BYTES, MOST_LISTED = 8, 1 << 20  # of a row in a log that no commit has; of so many at most
+STARTS = 8  # places where the first huge page of memory may begin: of these the mean is told
 SPILL_BYTES = 6 << 20  # where rows leave a cache: buffers to write and to read
 FILES_BYTES = 4 << 20  # of buffers, more than a small table on disk needs
 TABLE_BYTES = 300 << 10  # of each table: objects, threads, and a batch that is kept
@@ -40,27 +42,42 @@ def in_group(spec: Spec, rows: float) -> int:
     return int(rows) * spec.record_bytes + Hashed.bytes_for(int(rows)) + HUGE_PAGE
 
 
-def on_disk(spec: Spec, memory: int, rows: float, evicts: bool, is_pool: bool = False) -> int:
-    """Return the RAM of a table on disk with so much ``memory=`` that has seen so many rows, which is no more.
+def on_disk(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool = False) -> int:
+    """Return the RAM of a table on disk with so much ``memory=`` that has seen so many rows.
 
     Args:
         spec: of the table.
         memory: its budget.
         rows: that it has seen.
-        evicts: whether some have left its cache.
+        logged: rows that have left its cache; those of a log are listed until it is committed.
         is_pool: whether it is a group of tables.
     """
     placement = place(spec, memory, "the table", is_pool=is_pool)
     if placement.direct and spec.rows is not None:
         return min(memory, _scattered(spec, spec.rows, rows) + Whole.bytes_for(spec.rows))
     filled = int(min(placement.slots, rows))
-    records = filled * spec.record_bytes
-    if records > HUGE_PAGE:  # from there on in huge ones
-        records = min(records + HUGE_PAGE, placement.slots * spec.record_bytes)
+    records = _in_order(filled * spec.record_bytes, placement.slots * spec.record_bytes)
     share = filled / placement.slots
-    index = placement.overlay_bytes if math.isinf(rows) else min(placement.overlay_bytes, int(rows) * OVERLAY_ROW_BYTES)
-    directory = Cache.bytes_for(placement.slots) if evicts else int(1.5 * share * Cache.bytes_for(placement.slots))
-    return min(memory, records + directory + (index if evicts else 0))
+    directory = Cache.bytes_for(placement.slots) if logged else int(1.5 * share * Cache.bytes_for(placement.slots))
+    most = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES)
+    index = 0 if not logged else most if math.isinf(rows) else min(most, int(rows) * OVERLAY_ROW_BYTES)
+    beyond = max(0, index - placement.overlay_bytes) + int(min(logged, MOST_LISTED)) * LISTED_ROW_BYTES
+    return min(memory, records + directory + index) + beyond
+
+
+def most_on_disk(spec: Spec, memory: int, is_pool: bool = False) -> int:
+    """Return the RAM that a table on disk with so much ``memory=`` takes at most, once all commits are made."""
+    return memory + max(0, LEAST_OVERLAY_BYTES - place(spec, memory, "the table", is_pool=is_pool).overlay_bytes)
+
+
+def _in_order(nbytes: int, most: int) -> int:
+    """Return the bytes of pages of an `Arena` of `most` bytes that is filled so far, wherever its huge pages begin."""
+    starts, taken = range(0, HUGE_PAGE, HUGE_PAGE // STARTS), 0
+    for start in starts:
+        number, huge = (nbytes - start) // HUGE_PAGE, (most - start) // HUGE_PAGE
+        is_huge = number < huge and nbytes - start >= (0 if number else HUGE_PAGE // 2)
+        taken += start + (number + 1) * HUGE_PAGE if is_huge and nbytes > start else nbytes
+    return min(taken // len(starts), most)
 
 
 def grown(spec: Spec, memory: int | None, rows: float, new: float, spilled: float = 0.0) -> float:

@@ -27,7 +27,7 @@ from embedrock.planner.demand import (
     slots_of,
 )
 from embedrock.planner.machine import Machine, load, measure, save
-from embedrock.planner.near import Near, split_near
+from embedrock.planner.near import GpuStep, Near, gpu_step, split_near
 from embedrock.planner.sharing import exchange_seconds, sent_bytes
 from embedrock.planner.split import Option, split
 from embedrock.rules import RowwiseAdagrad
@@ -161,7 +161,8 @@ class Proposal:
         smaller: what a step takes with smaller records, where that is less; not what it does to the model's results.
         machine_time: when the machine was measured, seconds since 1970.
         workers: processes that share the tables; what is told is of one of them.
-        bus_s: seconds in which what a step needs crosses the bus to a GPU; None: nothing does, or nobody measured it.
+        gpu: seconds of a step of the tables in RAM on a GPU; None: there is none, or nobody measured it.
+        gpu_step_s: seconds of a step with these tables on the GPU, and all else as in `step_s`; None: likewise.
     """
 
     tables: tuple[TablePlan, ...]
@@ -175,7 +176,8 @@ class Proposal:
     machine_time: float
     smaller: tuple[Smaller, ...] = ()
     workers: int = 1
-    bus_s: float | None = None
+    gpu: GpuStep | None = None
+    gpu_step_s: float | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -206,6 +208,7 @@ class Proposal:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         told = {name: value for name, value in vars(self).items() if name != "tables"}
+        told["gpu"] = None if self.gpu is None else self.gpu._asdict()
         told["smaller"] = [vars(one) | {"record_bytes": [*one.record_bytes]} for one in self.smaller]
         tables = []
         for one in self.tables:
@@ -268,8 +271,8 @@ def plan(
         alone: whether each table that names no ``group`` has its own files and memory. Otherwise those on disk that
             are laid out alike are one group, whose cache they share.
         machine: what to reckon with; None: what `embedrock machine` measured, or measures now.
-        device_memory: of a GPU, to be split over tables in RAM, whose rows it then keeps. What crosses the bus is told;
-            the step is that of a CPU.
+        device_memory: of a GPU, to be split over tables in RAM, whose rows it then keeps. What crosses the bus is
+            told and, where a GPU was measured, a step on it.
 
     Raises:
         ArgumentError: something that cannot be.
@@ -322,10 +325,12 @@ def _with_near(found: Proposal, budget: int, steps: int | None, machine: Machine
     in_ram = [one for one in found.tables if one.tier == "RAM"]
     parts = iter(split_near([one.demand for one in in_ram], [one.rows_used for one in in_ram], budget, steps))
     tables = tuple(replace(one, near=next(parts)) if one.tier == "RAM" else one for one in found.tables)
-    nbytes = sum(one.near.bus_bytes for one in tables if one.near is not None)
-    gpu = machine.gpus[0] if machine.gpus else None
-    bus = None if gpu is None or not nbytes else nbytes / 2 / gpu.to_device + nbytes / 2 / gpu.to_host
-    return replace(found, tables=tables, bus_s=bus)
+    found = replace(found, tables=tables)
+    if not machine.gpus or not in_ram:
+        return found
+    there = [(one.demand, one.rows_used, one.near) for one in tables if one.near is not None]
+    taken, on_cpu = gpu_step(there, machine.gpus[0]), sum(sum(one.seconds.values()) for one in in_ram)
+    return replace(found, gpu=taken, gpu_step_s=found.step_s - on_cpu + taken.total)
 
 
 def _smaller(demands: Sequence[Demand], step: float, best: Callable[[Sequence[Demand]], Proposal]) -> Iterator[Smaller]:
@@ -542,16 +547,20 @@ class _Ways:
         folds = [peak.folding(spec, memory, *one, is_pool) for one in ((self._most, math.inf), (self._rows, logged))]
         most_fold, fold = (0, 0) if is_direct else folds
         stride = spec.record_bytes + CRC_BYTES
+        is_compacted = self.steps is None or fold > 0
         stored = self._rows * LOGGED if self.steps is None else min(logged, self._rows - room) if fold else logged
         work = work._replace(
             on_disk=not is_direct,
             reads=max(0.0, misses - work.new),
             spilled=left,
             file_bytes=max(stored * stride, 1.0),
+            run_bytes=cost.run_bytes(self._rows, spec.record_bytes) if is_compacted else max(stored * stride, 1.0),
+            is_written=not is_compacted,
             grown_bytes=peak.grown(spec, memory, self._rows, work.new, left),
         )
-        then = memory if self.steps is None else peak.on_disk(spec, memory, self._rows, left > 0, is_pool)
-        way = self._told(work, memory, (memory, then))
+        most = peak.most_on_disk(spec, memory, is_pool)
+        then = most if self.steps is None else peak.on_disk(spec, memory, self._rows, logged, is_pool)
+        way = self._told(work, memory, (max(most, then), then))
         return replace(
             way,
             misses=misses,
@@ -662,6 +671,6 @@ KINDS = dict.fromkeys(cost.TERMS, "bringing rows into caches") | {EXCHANGE: "tal
 for _kind, _names in {
     "calls": ("first", "next", "first_disk", "next_disk"),
     "moving rows": ("position", "position_byte", "cold_byte", "row", "row_byte"),
-    "waiting for the disk": ("read_call", "reader", "cached_request", "disk_read"),
+    "waiting for the disk": ("read_call", "reader", "cached_request", "disk_read", "written_read"),
 }.items():
     KINDS |= dict.fromkeys(_names, _kind)

@@ -49,9 +49,10 @@ FORGOTTEN_S = 86_400.0  # after which a file in the runtime directory goes that 
 TRIES = 5  # to read what somebody is writing
 Thing: TypeAlias = Table | Group
 PHASES = ("plan", "disk", "gather", "wait", "sum", "rule", "spill", "commit", "compaction")
+RARE = ("commit", "compaction")  # which are always timed
 COUNTS = ("steps", "hits", "misses", "evictions", "spilled", "reads", "bytes_read", "bytes_written", "commit")
 SIZES = ("rows", "cache_rows", "cache_slots", "ram_bytes", "budget_bytes", "disk_bytes", "committed")
-TIMED = "timed"  # seconds in which phases were timed
+TIMED = "timed"  # seconds in which phases were timed, but for rare ones
 FIELDS = ("number", "time", *COUNTS, *SIZES, TIMED, *map("{}_s".format, PHASES), "again")
 RECORD = 8 * len(FIELDS)
 TIMED_SHARE = 1 / 8  # of the time, phases are timed
@@ -62,16 +63,53 @@ class StatsWarning(RuntimeWarning):
 
 
 class Clock:
-    """Adds up the seconds of phases, without those of the phases inside of them, while it is on."""
+    """Adds up the seconds of phases, without those of the phases inside of them, while it is on; of rare ones, always.
+
+    A rare phase lasts long, so that its seconds count while it runs, not when it has ended.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
         self.seconds: dict[str, float] = defaultdict(float)  # threads may lose one of another now and then
         self.threads = threading.local()
+        self.rare: set[_Rare] = set()  # which began since, or before, what was read last
 
     def __call__(self, name: str) -> AbstractContextManager[Any] | None:
         """Return what times a phase; None while it is off."""
+        if name in RARE:
+            return _Rare(self, name)
         return _Timed(self, name) if self.is_on else None
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase so far. One thread may call it."""
+        for rare in list(self.rare):
+            if rare.has_ended:
+                self.seconds[rare.name] += rare.seconds
+                self.rare.remove(rare)
+        read = {name: self.seconds.get(name, 0.0) for name in PHASES}
+        for rare in list(self.rare):
+            read[rare.name] += rare.seconds
+        return read
+
+
+class _Rare:
+    def __init__(self, clock: Clock, name: str) -> None:
+        self._clock, self.name, self._end = clock, name, 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end > 0
+
+    @property
+    def seconds(self) -> float:
+        return (self._end or time.perf_counter()) - self._start
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._clock.rare.add(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._end = time.perf_counter()
 
 
 class _Timed:
@@ -250,7 +288,7 @@ class _Recorder:
         return Ring(thing, str(folder / f"{self.pid}-{self._in_ram}{SUFFIX}"), SAMPLES_IN_RAM)
 
     def _numbers(self, thing: Thing) -> dict[str, float]:
-        phases = {f"{name}_s": self._clock.seconds.get(name, 0.0) for name in PHASES}
+        phases = {f"{name}_s": seconds for name, seconds in self._clock.read().items()}
         return {**numbers(thing), **phases, "time": time.time(), TIMED: self._timed}
 
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from embedrock.bench.planner.settings import ROUNDS, Setting
 from embedrock.machine.ram import peak_rss_bytes
-from embedrock.planner.trial import Timing, Trial
+from embedrock.planner.trial import Timing, Trial, quarter
 from embedrock.planner.zipf import bounded_zipf, scattered
 from embedrock.rules import Adam
 from embedrock.table.table import Table
 
-SECONDS, PASSES = 2.0, 8  # in which it is done again, and so often at most
+SECONDS, PASSES = 1.0, 8  # in which it is done again, and so often at most
 COUNTS = "misses", "reads", "spilled", "rows_touched"
 
 
@@ -51,11 +51,11 @@ class Trainer:
                 for table in tables:
                     if table.is_on_disk:
                         table.commit()
-        rounds = sorted(taken for timing in timings for taken in timing.rounds)
+        step = quarter([taken for timing in timings for taken in timing.rounds])
         counted = timings[0].counts
         counts = {name: sum(each.get(name, 0.0) for each in counted) for name in COUNTS}
         return (
-            dict(zip(("step_s", "reading_s", "spilling_s"), rounds[len(rounds) // 2], strict=True))
+            dict(zip(("step_s", "reading_s", "spilling_s"), step, strict=True))
             | {"others": median(timing.others for timing in timings), "peak_bytes": peak}
             | counts
         )

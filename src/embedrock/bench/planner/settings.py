@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,20 @@ class Setting:
         """Steps up to the one in the middle of those that count."""
         return self.steps + ROUNDS * self.together // 2
 
-    def nbytes(self, misses: float) -> int:
-        """Return the bytes of the tables in RAM, and of the logs of so many rows that leave caches in a step."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables in RAM, and about those of the logs of rows that leave caches."""
         record = 3 * 4 * self.dim
-        steps = self.steps + ROUNDS * self.together if self.memory else 0
-        return self.tables * (self.memory or self.rows * record) + int(misses * steps * record)
+        if not self.memory:
+            return self.tables * self.rows * record
+        steps = self.steps + ROUNDS * self.together
+        left = expected_misses(self.rows, self.zipf, self.batch, self.memory // record)
+        return self.tables * (self.memory + int(left * steps * record))
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> Setting:
+        """Return the one that a line of results is of."""
+        return cls(**{field.name: line[field.name] for field in fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
