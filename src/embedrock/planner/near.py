@@ -20,7 +20,7 @@ from embedrock.planner.demand import Demand, curve_of, lasting
 from embedrock.planner.split import Option, split
 from embedrock.tiers.device_placing import DevicePlacement, choose, memory_for
 
-FIRST_S, NEXT_S = 4.9e-4, 1.07e-4  # of the host: 493 microseconds for a table, 1461 for ten together
+FIRST_S, NEXT_S = 467e-6, 85e-6  # of the host: 467 microseconds for a table, 1234 for ten together (docs/gpu.md)
 SORTED_BYTES = 2 * 12 * 8  # of each id, which is sorted with its position in eight passes
 PASSES = 4  # of the rows of a batch: written as they are read, read by the model; its gradients likewise
 ID_BYTES, RANDOM_BYTES = 8, 256  # of an id; of the rows whose rate was measured
