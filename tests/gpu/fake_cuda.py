@@ -212,7 +212,7 @@ class FakeGPU(TorchFunctionMode):
             assert memory is not None
             self.uses(memory, actor, writes and k == 0, name)
         if waits and is_there:
-            self.current.synchronize()
+            self.host.learn(self.current.clock)
 
     # ------------------------------------------------------------ kernels
 

@@ -33,7 +33,7 @@ OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILIN
 SANITIZER = "compute-sanitizer"
 TOOLS = "memcheck", "racecheck", "synccheck"
 # The tests that say most come first, as they may not all be done in time.
-TESTS = "tables", "gradients", "cache", "plan", "sums", "gate", "pooling", "limits", "pinning", "kernels"
+TESTS = "tables", "joint", "gradients", "cache", "plan", "sums", "gate", "pooling", "limits", "pinning", "kernels"
 
 
 class Step(NamedTuple):
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 def steps(out: Path, dry: bool) -> list[Step]:
     """Return all steps, in order."""
     python, own = sys.executable, str(HERE / "on_gpu_steps.py")
-    files = [str(HERE / f"test_gpu_{name}.py") for name in (TESTS[3:4] if dry else TESTS)]
+    files = [str(HERE / f"test_gpu_{name}.py") for name in (TESTS[4:5] if dry else TESTS)]
     marks = "not slow and not gpu" if dry else "not slow"  # conftest.py leaves out what cannot run
     pytest = "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "minversion=7", "-m", marks, *files
     bench, report = ("-m", "embedrock", "bench", "gpu"), out / "bench.json"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fake_cuda
+import fake_runtime
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gpu_models import DIM, ROWS, memory_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, side, timeline
+from embedrock.device import attach, cuda_runtime, side, timeline
 from embedrock.errors import UnsupportedError
 from slow import slow
 
@@ -96,6 +97,22 @@ def test_a_table_that_was_read_on_another_stream_meanwhile_is_waited_for(gpu: Fa
         trained.layers[1].table.lookup([0])
 
 
+def test_tables_that_are_used_together_wait_for_what_each_has_done_alone(gpu: FakeGPU):
+    trained, other = Trained(0, count=2), gpu.new_stream()
+    both = [*zip((trained.layers, trained.others), trained.optimizers, strict=True)]
+    with gpu.on(other):
+        for layers, optimizer in both:
+            layers[1](torch.arange(5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for layers, optimizer in both:
+        rows = ert.EmbeddingCollection({str(k): layer for k, layer in enumerate(layers)})
+        found = rows({str(k): torch.arange(3) for k in range(2)})
+        torch.stack([each.sum() for each in found.values()]).sum().backward()
+        optimizer.step()
+    trained.check(gpu)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"directory": "hashed"}], ids=str)
 def test_copies_ahead_are_waited_for(gpu: FakeGPU, arguments: dict[str, Any]):
     trained = Trained(17, **arguments)
@@ -103,6 +120,23 @@ def test_copies_ahead_are_waited_for(gpu: FakeGPU, arguments: dict[str, Any]):
         trained.step(ids)
     assert trained.layers[0].table.stats()["device_fetched"] > 0
     trained.check(gpu)
+
+
+def test_the_host_waits_so_that_no_other_thread_s_capture_of_a_graph_breaks(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+):
+    library, modes = fake_runtime.use(monkeypatch, fake_runtime.FakeLibrary()), []
+
+    def noted(wait: Any) -> Any:
+        return lambda self: (modes.append(library.capture_mode), wait(self))
+
+    for kind in fake_cuda.Stream, fake_cuda.Event:
+        monkeypatch.setattr(kind, "synchronize", noted(kind.synchronize))
+    trained = Trained(17)
+    trained.step(torch.arange(6))
+    trained.check(gpu)
+    assert set(modes) == {cuda_runtime.RELAXED}
+    assert library.capture_mode == 0
 
 
 def test_cuda_is_the_current_gpu(gpu: FakeGPU):
