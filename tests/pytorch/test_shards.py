@@ -351,6 +351,9 @@ def refused(rank: int, which: str) -> tuple[str, str, torch.Tensor]:
     try:
         if which == "order" and rank:
             other(torch.tensor([1]))
+        elif which == "evaluates" and rank:
+            with torch.no_grad():
+                layer(torch.tensor([1]))
         else:
             loss = layer(torch.tensor([bad, 2])).sum()
             if which == "nan":
@@ -374,6 +377,11 @@ def refused(rank: int, which: str) -> tuple[str, str, torch.Tensor]:
             "order",
             ("OtherRankError", "OtherRankError"),
             r"must do the same: got rank 0 is at .*; rank 1 is at .* train the same",
+        ),
+        (
+            "evaluates",
+            ("OtherRankError", "OtherRankError"),
+            r"rank 0 is at a lookup in .*; rank 1 is at a lookup for no gradient in .*To evaluate on some ranks only",
         ),
         ("nan", ("NonFiniteGradientError", "NonFiniteGradientError"), r"finite: got NaN or Inf in .*row"),
     ],
@@ -993,6 +1001,41 @@ def test_torch_distributed_checkpoint_saves_and_loads_rows_that_are_shared(pair:
     ):
         np.testing.assert_array_equal(ids, its_ids)  # one process has all rows of both
         np.testing.assert_allclose(rows, its_rows, rtol=1e-4, atol=1e-6)  # dense layers are DDP's
+
+
+def shares_disks_by_dcp(rank: int, folder: str, goes_on: bool) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+    """Train tables on disk, save them by torch.distributed.checkpoint, and train on; or load, and do so again."""
+    model, optimizer = on_disk(folder)
+    if goes_on:
+        state = {"model": ert_dcp.state_dict(model)}
+        dcp.load(state, checkpoint_id=f"{folder}/dcp", planner=ert_dcp.LoadPlanner())
+        model.load_state_dict(state["model"])
+    else:
+        for step in range(2):
+            step_on_disk(model, optimizer, step, [rank])
+        dcp.save({"model": ert_dcp.state_dict(model)}, checkpoint_id=f"{folder}/dcp")
+    seen = torch.stack([layer(torch.arange(60)).detach() for layer in model])
+    for step in range(2, 4):
+        step_on_disk(model, optimizer, step, [rank])
+    after = torch.stack([layer(torch.arange(60)).detach() for layer in model])
+    names = [commit["name"] for layer in model if layer.table.is_on_disk for commit in layer.table.commits()]
+    close(model)
+    return seen, after, names
+
+
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+def test_torch_distributed_checkpoint_saves_and_loads_tables_on_disk_that_are_shared(
+    pair: Ranks, tmp_path: Path
+) -> None:
+    first = pair.run(shares_disks_by_dcp, str(tmp_path), False)
+    again = pair.run(shares_disks_by_dcp, str(tmp_path), True)
+    for (seen, after, names), (seen_again, after_again, _) in zip(first, again, strict=True):
+        torch.testing.assert_close(seen, seen_again, rtol=0, atol=0)
+        torch.testing.assert_close(after, after_again, rtol=0, atol=0)
+        assert not torch.equal(seen, after)
+        (name,) = {name for name in names if name is not None}
+        assert re.fullmatch(r"dcp-[0-9a-f]{8}", name)
+    assert len({name for _, _, names in first for name in names if name is not None}) == 1
 
 
 # ---------------------------------------------------------------- what travels

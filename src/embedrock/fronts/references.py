@@ -88,7 +88,7 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
         names = [commit["name"] or "" for commit in table.commits()]
         if is_changed or not names[-1].startswith(f"{holder}-"):
             table.commit(step=step if is_changed else table.last_step, name=f"{holder}-{table.last_commit + 1}")
-            _warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
+            warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
     return reference_to(table)
 
 
@@ -103,7 +103,8 @@ def _warn_if_fleeting(table: Table) -> None:
         )
 
 
-def _warn_of_many(table: Table, holder: str, count: int) -> None:
+def warn_of_many(table: Table, holder: str, count: int) -> None:
+    """Warn, now and then, of commits that add up: so many whose names begin with `holder`."""
     if count >= MANY and count & (count - 1) == 0:
         warnings.warn(
             f"{table.path!r} keeps {count} commits because states refer to them, and the disk space that these need: "
@@ -129,8 +130,9 @@ def reference_to_parts(path: str, ranks: int) -> dict[str, Any]:
     name = _keeper.get()
     if name is None:
         raise UnsupportedError(
-            f"the table at {path!r} is that of {ranks} processes, which commit together: a state dict cannot refer to "
-            "it. Save by ert.save on all ranks."
+            f"the table at {path!r} is that of {ranks} processes, which commit together: a bare state dict cannot "
+            "refer to it. Save by ert.save on all ranks, or what embedrock.torch.dcp.state_dict(model) returns by "
+            "torch.distributed.checkpoint."
         )
     return {"path": path, "uuid": name, "commit": name, "step": None, PARTS: ranks}
 

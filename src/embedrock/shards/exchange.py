@@ -143,10 +143,16 @@ class Exchange:
 
     # ---------------------------------------------------------------- lookups
 
-    def rows(self, members: Sequence[Member], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each."""
-        act = _looking_up(members)
-        self._announce("look", act, keys=[member.key for member in members])
+    def rows(self, members: Sequence[Member], wanted: Sequence[np.ndarray], trains: bool = True) -> list[np.ndarray]:
+        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each.
+
+        Args:
+            members: the tables.
+            wanted: the ids.
+            trains: gradients come back for them, or all ranks evaluate: those that do not do the same hear of it.
+        """
+        act = _looking_up(members, trains)
+        self._announce("look", act, keys=[member.key for member in members], trains=trains)
         with self._lock:
             splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
             asked = self._swap(act, lambda: stages.ask(wanted, splits))
@@ -173,10 +179,10 @@ class Exchange:
         self._expected = ask.gradients if self.expects else None
         return stages.receive(served, ask.splits, sources)
 
-    def refuse(self, members: Sequence[Member], error: Exception) -> NoReturn:
-        """Refuse a lookup on all ranks, because of an error, which is raised."""
-        act = _looking_up(members)
-        self._announce("look", act, keys=[member.key for member in members])
+    def refuse(self, members: Sequence[Member], error: Exception, trains: bool = True) -> NoReturn:
+        """Refuse a lookup on all ranks, because of an error, which is raised: see `rows`."""
+        act = _looking_up(members, trains)
+        self._announce("look", act, keys=[member.key for member in members], trains=trains)
 
         def make() -> list[Letter]:
             raise error
@@ -345,13 +351,15 @@ def _told(said: Sequence[str]) -> OtherRankError:
     return OtherRankError(
         f"ranks that train together must do the same: got {'; '.join(each)}. Nothing has changed. All ranks must make "
         "the same tables, by the same seed= or torch.manual_seed, and look up and train the same ones in the same "
-        "order, by empty ids if a batch has none."
+        "order, by empty ids if a batch has none. To evaluate on some ranks only, do so inside of ert.uneven."
     )
 
 
-def _looking_up(members: Sequence[Member]) -> Act:
-    labels = ", ".join(f"{member.label} [{member.key:x}]" for member in members)
-    return Act(f"a lookup in {labels}", str([member.key for member in members]))
+def _looking_up(members: Sequence[Member], trains: bool = True) -> Act:
+    labels, keys = ", ".join(f"{member.label} [{member.key:x}]" for member in members), [one.key for one in members]
+    return (
+        Act(f"a lookup in {labels}", str(keys)) if trains else Act(f"a lookup for no gradient in {labels}", f"~{keys}")
+    )
 
 
 def _shard_of(member: Member) -> Shard:

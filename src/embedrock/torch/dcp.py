@@ -5,23 +5,32 @@ It fills the tensors of a state dict when it loads, and rows may be others: `Loa
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
+from embedrock.fronts.references import kept_by, warn_of_many
+from embedrock.table.table import Table
 from embedrock.torch.layers.row_parts import apart
 from embedrock.torch.layers.row_state import META, ROWS
+from embedrock.torch.saving.together import Together
+from embedrock.torch.training.parameters import handles
 
+HOLDER = "dcp"  # what names of commits begin with
 LAYER = re.compile(rf"(|.*\.){re.escape(ROWS)}(?:part-\d+-of-\d+\.)?{re.escape(META.removeprefix(ROWS))}")
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()``, also of one whose rows in RAM several processes share: each has its part.
+    """Return ``model.state_dict()``, also of one whose rows several processes share: each has its part of those in RAM.
 
-    All of them save, and load, what this returns; there may be more of them when it is loaded, or fewer.
+    All of them save, and load, what this returns; there may be more of them when it is loaded, or fewer. Tables on disk
+    that they share are committed by all under one name, ``dcp-<8 digits>``, to which it refers: that commit stays until
+    ``layer.table.release(name)`` on each of them.
 
     Args:
         model: of this process.
@@ -32,8 +41,27 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         >>> sorted(state_dict(ert.Embedding(10, 4)))
         ['rows.meta']
     """
-    with apart():
+    name = _committed(model)
+    with contextlib.nullcontext() if name is None else kept_by(name), apart():
         return model.state_dict()
+
+
+def _committed(model: nn.Module) -> str | None:
+    """Commit the tables on disk that processes share, and return the name of that; None where there are none."""
+    shared = [handle for handle in handles(model) if handle.shard is not None and handle.terms.path is not None]
+    if not shared:
+        return None
+    all_ranks = Together(model)
+    name = f"{HOLDER}-{all_ranks.token('the name of a commit')}"
+    all_ranks.do("a state dict, commits", lambda: _commit([handle.table for handle in shared], name))
+    return name
+
+
+def _commit(tables: Iterable[Table], name: str) -> None:
+    for table in tables:
+        if table.is_on_disk:  # here
+            table.commit(name=name)
+            warn_of_many(table, HOLDER, sum((one["name"] or "").startswith(HOLDER) for one in table.commits()))
 
 
 class LoadPlanner(DefaultLoadPlanner):

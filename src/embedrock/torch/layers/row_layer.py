@@ -382,7 +382,7 @@ class RowLayer(nn.Module):
             if not (is_kept() or are_apart()):
                 self.handle.check_whole("put in a state dict")
             tensors = tensors_of_part(self._table, shard.rank, shard.ranks)
-            return tensors if is_kept() else keyed_by_part(tensors, shard)
+            return keyed_by_part(tensors, shard) if are_apart() else tensors
         return part_tensors(self.handle.terms.path, shard.ranks)
 
     def _load_from_state_dict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -67,6 +68,12 @@ class Together:
 
         self._exchange.tell(what, told)
         return done[0]
+
+    def token(self, what: str) -> str:
+        """Return 8 hexadecimal digits that the first process draws."""
+        own = np.array([secrets.randbits(32)], np.int64)
+        drawn = own if self._exchange is None else self._exchange.tell(what, lambda: own)[0]
+        return f"{int(drawn[0]):08x}"
 
     def same(self, made: Checkpoint) -> Checkpoint:
         """Return the checkpoint that the first process names."""

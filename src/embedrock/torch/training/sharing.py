@@ -189,7 +189,7 @@ class Crew:
         op = busy[0]
         if op["do"] == "look":
             members = [self._members[key] for key in op["keys"]]
-            self.exchange.rows(members, [np.empty(0, np.int64)] * len(members))
+            self.exchange.rows(members, [np.empty(0, np.int64)] * len(members), op["trains"])
         elif op["do"] == "share":
             for key, factor in {key: factor for one in busy for key, factor in one["waits"].items()}.items():
                 self._members[int(key)].follow(factor)
@@ -346,19 +346,19 @@ class Sharing:
         ahead = getattr(plan, "round", None)
         if ahead is not None:
             return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._crew.exchange.rows([self], [plan.ids])[0]
+        return self._crew.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
 
     def _ahead(self) -> Round | None:
         current = self._crew.current.get(torch.is_grad_enabled())
         return current if current is not None and self in current.plans else None
 
-    def refuse(self, error: Exception) -> NoReturn:
+    def refuse(self, error: Exception, trains: bool) -> NoReturn:
         """Refuse a lookup on all ranks, because of an error."""
         ahead = self._ahead()
         if ahead is not None:
             ahead.rows(self, None)  # which the others ask for, and which refuses ids that are wrong there, too
             raise error
-        self._crew.exchange.refuse([self], error)
+        self._crew.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
@@ -428,6 +428,10 @@ def known_as(table: Table) -> str:
     return told if nth == 1 else f"{told}, number {nth}"
 
 
+class EvaluationPlan(Plan):
+    """A plan of rows that get no gradient."""
+
+
 class ShardSide(HostSide):
     """Rows that their owners read, and the CPU: a `RowSide`. All ranks look up at the same time.
 
@@ -447,9 +451,12 @@ class ShardSide(HostSide):
     def plan(self, ids: Tensor, trains: bool) -> Plan:
         """Decide what a batch of ids needs."""
         try:
-            return self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
+            plan = self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
         except Exception as error:
-            self._sharing.refuse(error)
+            self._sharing.refuse(error, trains)
+        if trains or type(plan) is not Plan:  # the ids of others went ahead
+            return plan
+        return EvaluationPlan(plan.shape, plan.ids, plan.inverse, plan.starts, plan.order)
 
     def read(self, plan: Plan) -> Tensor:
         """Return the row of each position: float32 ``plan.shape + (dim,)``."""
