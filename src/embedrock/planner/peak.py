@@ -9,6 +9,7 @@ from typing import NamedTuple
 from embedrock.machine.arena import HUGE_PAGE, PAGE
 from embedrock.spec import Spec
 from embedrock.store.overlay import ENTRY_BYTES, FULLEST
+from embedrock.store.store import LEAST_PIECE_BYTES, PIECES
 from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.directory import Direct, Hashed
 from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
@@ -20,7 +21,7 @@ BATCH_COPIES = 2  # of the rows of a batch, of all tables: as they were read, an
 ROW_COPIES = 2  # of the different rows of one table: sums, and first values or what was read
 POSITION_BYTES, UNIQUE_BYTES = 40, 64  # of a plan and what it is made with: for each id, and each different one
 MARGIN_BYTES = 6 << 20  # threads, and memory that is kept for the next batch
-FOLD_BYTES, FOLD_ROW_BYTES = 19 << 20, 100  # while rows of logs are put in order: buffers, and for each of the rows
+FOLD_BYTES, FOLD_ROW_BYTES = 1 << 20, 100  # while rows of logs are put in order: besides buffers, and for each row
 MOST_FOLDED = 400_000  # rows: as many as was measured; large tables fold a part of their logs at a time
 INDEXED_ROW_BYTES = ENTRY_BYTES / FULLEST  # of the index of a row in a log, when it is full
 LISTED_ROW_BYTES, MOST_LISTED = 8, 1 << 20  # of a row in a log that no commit has; of so many at most
@@ -109,7 +110,10 @@ def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
     placement = place(spec, memory, "the table", is_pool=is_pool)
     most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
     is_long = min(max(0.0, rows - placement.slots / 2), logged) >= most_rows  # the most popular rows never leave
-    return FOLD_BYTES + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES if is_long else 0
+    if not is_long:
+        return 0
+    buffers = max(placement.buffer_bytes, PIECES * LEAST_PIECE_BYTES)
+    return FOLD_BYTES + buffers + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES
 
 
 def _scattered(spec: Spec, slots: int, rows: float) -> int:
