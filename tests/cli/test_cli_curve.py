@@ -70,6 +70,7 @@ def test_memory_that_was_asked_for(capsys: pytest.CaptureFixture[str]):
         ("item\n1.5\n2\n", [], r"expected a column 'item' of ids; got item \(double\)"),
         ("item,n\n1,1\n,2\n", [], "row 1: expected an id in column 'item'; got null.*--skip-nulls"),
         ("item\n", [], "expected ids; got none"),
+        ("item\na\nb\n", ["--rows", "100"], r"csv: expected ids of 'item' from 0 to 99; got strings\. .* er\.hash_ids"),
         ("item\n1\n2\n", ["--memory", "1KiB"], "a row of the table takes 768 bytes, and its cache must hold one"),
         ("item,n\n1,1\n2\n", [], r"a\.csv: expected a CSV file; got .*Expected 2 columns, got 1"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,20 @@ def test_tables_that_are_none(known: Path, monkeypatch: pytest.MonkeyPatch, caps
     (known / "empty").mkdir()
     assert main(["plan", "--tables", text]) == 1
     assert re.search(told, capsys.readouterr().err)
+
+
+def test_tables_of_a_model_are_planned_with_the_state_of_a_rule(
+    known: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(known)
+    text = "import embedrock as er\nclass Layer:\n    name, table = 'a', {}\nclass Model:\n    layers = [Layer]\n"
+    (known / "my_model.py").write_text(text.format("er.Table(1000, 4)"))
+    for words, record_bytes in (([], 48), (["--rule", "sgd"], 16)):
+        assert main(["plan", "--tables", "my_model:Model", "--batch-size", "10", "--json", *words]) == 0
+        (told,) = json.loads(capsys.readouterr().out)["tables"]
+        assert 1000 * record_bytes <= told["ram_bytes"] < 1000 * record_bytes + 9000
+        assert ("rule=er.Adam()" in told["code"]) == (not words)
+    sys.modules.pop("my_model")
 
 
 # ---------------------------------------------------------------- groups

@@ -74,6 +74,10 @@ def _run(arguments: Namespace) -> int:
     ids = sum(column.rows for column in columns)
     if not ids:
         fail(arguments.files[0], "ids", "none", "Check that it is the right file.")
+    if arguments.rows != OPEN:
+        refuse_strings(
+            columns, arguments.rows, arguments.column, f"Make ids of them by er.hash_ids, or pass --rows {OPEN}"
+        )
     spec = _spec(arguments)
     slots = {memory: place(spec, memory, SUBJECT).slots for memory in _memories(arguments, spec, ids)}
     sampler = CurveSampler(list(slots.values()), arguments.policy)
@@ -97,6 +101,13 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
     least = 1 << (memory_for(spec, 2 * arguments.batch_size) - 1).bit_length()
     most = min(most_for(spec), memory_for(spec, ids)) * 2
     return [*takewhile(lambda memory: memory < most, accumulate(repeat(2), int.__mul__, initial=least))] or [least]
+
+
+def refuse_strings(columns: Sequence[Column], rows: int, name: str, remedy: str) -> None:
+    """Refuse columns of strings as ids of a table with so many rows."""
+    for column in columns:
+        if not column.is_integer:
+            fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", f"{remedy}, and it is done here.")
 
 
 def batches(columns: Sequence[Column], arguments: Namespace) -> Iterator[np.ndarray]:

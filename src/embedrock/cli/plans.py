@@ -18,14 +18,14 @@ import numpy as np
 import embedrock as er
 from embedrock.cli import curves
 from embedrock.cli.columns import IDS, Column
-from embedrock.cli.formats import fail
 from embedrock.cli.imports import OPEN
 from embedrock.cli.machines import measured
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes, parse_bytes
 from embedrock.machine.vfs import OS_SYSTEM
-from embedrock.planner.demand import ZIPF
+from embedrock.planner.demand import RULE_NAMES, ZIPF
 from embedrock.planner.proposal import NoPlanError, Proposal
+from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.store.nearby import tables_in
 from embedrock.terminal.arguments import count, number, size
@@ -34,7 +34,7 @@ from embedrock.wording import counted
 
 WANTED = IDS._replace(naming='call it as the table, or say column = "NAME" of the table')
 NOTHING_FITS = 3  # exit status
-BATCH_SIZE = 4096
+BATCH_SIZE, RULE = 4096, "adam"
 MORE = (
     "batch_size",
     "memory",
@@ -94,12 +94,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=count, metavar="N", help=steps)
     alone = "each table on disk has its own files and memory= (default: those that are laid out alike are a group)"
     parser.add_argument("--alone", action="store_true", default=None, help=alone)
+    rule = f"of tables of a model that have none yet: {', '.join(RULE_NAMES)} (default: {RULE})"
+    parser.add_argument("--rule", choices=RULE_NAMES, default=RULE, metavar="NAME", help=rule)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> int:
-    tables, told = _tables(arguments.tables)
+    tables, told = _tables(arguments.tables, RULE_NAMES[arguments.rule]())
     given = {name: getattr(arguments, name) for name in MORE if getattr(arguments, name) is not None}
     told = {"batch_size": BATCH_SIZE, **told, **given}
     logs = {} if arguments.log is None else _logs(arguments.log, tables)
@@ -139,7 +141,7 @@ def _text(found: Proposal) -> str:
 # ---------------------------------------------------------------- what is asked for
 
 
-def _tables(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return tables by name, and what else a file says."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
@@ -147,7 +149,8 @@ def _tables(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return _of_folder(text), {}
     module, colon, name = text.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        return _of_model(text, module, name), {}
+        made = _of_model(text, module, name)
+        return {name: spec if spec.rule else spec.with_rule(rule) for name, spec in made.items()}, {}
     raise ArgumentError(
         f"--tables must be a .toml file, a folder that has tables, or package.module:make_model: got {text!r}."
     )
@@ -218,10 +221,9 @@ def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np
         own = told if isinstance(told, Mapping) else {}
         rows = told.rows if isinstance(told, Spec) else own.get("rows")
         columns = [Column(path, own.get("column", name), WANTED) for path in files]
-        for column in columns:
-            if rows is not None and rows != OPEN and not column.is_integer:
-                remedy = f'Make ids of them by er.hash_ids, or say rows = "{OPEN}" for the table, and it is done here.'
-                fail(column.path, f"ids of {name!r} from 0 to {rows - 1:,}", "strings", remedy)
+        if rows is not None and rows != OPEN:
+            remedy = f'Make ids of them by er.hash_ids, or say rows = "{OPEN}" for the table'
+            curves.refuse_strings(columns, rows, name, remedy)
         options = Namespace(batch_size=1 << 16, skip_nulls=True, rows=OPEN if rows is None else rows)
         logs[name] = curves.batches(columns, options)
     return logs
