@@ -74,7 +74,7 @@ def test_memory_that_was_asked_for(capsys: pytest.CaptureFixture[str]):
         ("item\n1\n2\n", ["--memory", "1KiB"], "a row of the table takes 768 bytes, and its cache must hold one"),
         ("item,n\n1,1\n2\n", [], r"a\.csv: expected a CSV file; got .*Expected 2 columns, got 1"),
     ],
-    ids=["range", "near", "floats", "null", "empty", "memory", "ragged"],
+    ids=["range", "near", "floats", "null", "empty", "strings", "memory", "ragged"],
 )
 def test_what_is_refused(text: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     Path("a.csv").write_text(text)
