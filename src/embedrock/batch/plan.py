@@ -29,6 +29,8 @@ KEEP_BYTES = 1 << 24
 
 # A merged plan keeps no more parts than this: gradients that are accumulated for long must not keep all their batches.
 MAX_PARTS = 32
+# Shares of a plan's parts for each thread, one of which may still be at the step before.
+SHARES = 4
 
 # Where ids go in the hash tables, which no result depends on. Drawn anew by every process, so that no ids,
 # not even ids made for the purpose, can all collide.
@@ -244,7 +246,8 @@ def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, work
     """
     n, parts, cpu, launch = keys.size, bounds.size - 1, kernels.cpu.plan, kernels.cpu.launch
     size = table_size(int((bounds[1:] - bounds[:-1]).max(initial=1)))
-    tables = _scratch.take("tables", workers * size, np.int32).reshape(workers, size)
+    shares = min(parts, workers * SHARES) if workers > 1 else 1
+    tables = _scratch.take("tables", shares * size, np.int32).reshape(shares, size)
     local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + parts, np.int32)
     counts, order = np.empty(parts, np.int64), buffers.empty((n,), np.int32)
     launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
