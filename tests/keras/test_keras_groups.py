@@ -105,7 +105,7 @@ def test_gradients_are_those_of_layers_alone_in_loops_of_ones_own() -> None:
 
 
 def test_a_model_is_saved_with_its_group(tmp_path: Any) -> None:
-    rows = layers(er.Group(memory="64MiB"))
+    rows = layers(er.Group(memory="64MiB", device_memory="1MiB"))
     model = model_of(rows, "adam")
     fit(model)
     model.save(tmp_path / "model.keras")
@@ -115,7 +115,7 @@ def test_a_model_is_saved_with_its_group(tmp_path: Any) -> None:
     (group,) = {layer.table.group for layer in theirs.values()}
     assert list(group) == list(SIZES)
     assert group is not rows["users"].table.group
-    assert group.memory == "64MiB"
+    assert (group.memory, group.device_memory) == ("64MiB", 1 << 20)
     for each in (model, loaded):
         fit(each)
     assert_same(rows, theirs)

@@ -86,8 +86,6 @@ class RowLayer(keras.layers.Layer):
         if config["sharded"]:
             shards.check_options(kind, rows, options)
         group = config["group"]
-        if group is not None:
-            refuse_device_memory(f"the group of {kind}", group.device_memory)
         if group is not None and config["sharded"]:
             raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")
         if isinstance(rows, Table):

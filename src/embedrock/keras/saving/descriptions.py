@@ -105,7 +105,7 @@ def describe_group(group: Group) -> dict[str, Any]:
     """Return a group as plain data, which layers have that share it."""
     described = {"shared": id(group), "memory": group.memory, "on_nonfinite": group.on_nonfinite}
     if group.files is None:
-        return described
+        return {**described, "device_memory": group.device_memory}
     opening = group.files.opening
     described |= {"path": opening.path, "policy": opening.policy, "keep": opening.keep}
     return {**described, "at": group.last_commit} if group.mode == "r" else described
@@ -130,7 +130,8 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
         return None, False
     key = "embedrock group", description["shared"]
     if key not in shared:
-        shared[key] = Group(description["memory"], description["on_nonfinite"])
+        of_gpu = description.get("device_memory")  # which older files do not tell
+        shared[key] = Group(description["memory"], description["on_nonfinite"], device_memory=of_gpu)
     return shared[key], False
 
 
