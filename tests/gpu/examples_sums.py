@@ -12,7 +12,7 @@ N = 100
 ORDER, COUNT = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
 INVERSE, STARTS = torch.zeros(N, dtype=torch.int32), torch.zeros(N + 1, dtype=torch.int32)
 PLAN = STARTS, ORDER, INVERSE, COUNT
-NORMS, SKIP = torch.zeros(2), torch.zeros(1, dtype=torch.int32)
+NORMS, SKIP = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
 WIDE = 4096
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 

@@ -347,12 +347,12 @@ def test_join_bounds_and_norms(dtype: type) -> None:
 
     squares = rng.random(len(unique) + 3)
     norms, expected_norms, tickets = (
-        Poisoned((8,), torch.float32),
-        np.empty(8, np.float32),
+        Poisoned((12,), torch.float32),
+        np.empty(12, np.float32),
         torch.zeros_like(one(0)).repeat(4),
     )
     device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
     parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
     joint.norms(tables, padded, bounds.inside, tensor(squares), parts, tickets, norms.inside)
-    np.testing.assert_allclose(norms.check(8), expected_norms, rtol=1e-6)
+    np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
     assert not tickets.any()

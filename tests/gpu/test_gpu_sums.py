@@ -56,7 +56,7 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     """Call a kernel that sums over a plan, on poisoned memory; return its sums. Their norm must fit them."""
     n = len(plan.order)
     later, squares = sums.partial_rows(n), sums.square_sums(n, dim)
-    values, norms = Poisoned((n, dim), torch.float32), Poisoned((2,), torch.float32)
+    values, norms = Poisoned((n, dim), torch.float32), Poisoned((3,), torch.float32)
     tickets = Poisoned((1 + later,), torch.int32)
     tickets.inside.zero_()
     scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64), tickets
@@ -64,9 +64,9 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     for part in scratch[:2]:
         part.check(len(part.inside))
     assert not tickets.check(1 + later).any()  # they may be drawn again
-    got, expected = values.check(plan.rows), np.empty(2, np.float32)
+    got, expected = values.check(plan.rows), np.empty(3, np.float32)
     device.norm(got, np.array([plan.rows], np.int32), expected)
-    np.testing.assert_allclose(norms.check(2), expected, rtol=2e-7)
+    np.testing.assert_allclose(norms.check(3), expected, rtol=2e-7)
     return got
 
 
@@ -128,14 +128,14 @@ def test_the_same_bits_again() -> None:
 
 def check_norm(values: np.ndarray, count: int, rtol: float = 0.0) -> None:
     """Compare the norm of the first rows with the reference; what is beyond is poison."""
-    poisoned, norms = Poisoned((len(values) + 3, values.shape[1]), torch.float32), Poisoned((2,), torch.float32)
+    poisoned, norms = Poisoned((len(values) + 3, values.shape[1]), torch.float32), Poisoned((3,), torch.float32)
     poisoned.inside[: len(values)] = tensor(values)
     squares, tickets = Poisoned((sums.square_sums(*poisoned.inside.shape),), torch.float64), one(0)
     sums.norm(poisoned.inside, one(count), squares.inside, tickets, norms.inside)
     squares.check(len(squares.inside))
-    expected = np.empty(2, np.float32)
+    expected = np.empty(3, np.float32)
     device.norm(values, np.array([count], np.int32), expected)
-    np.testing.assert_allclose(norms.check(2), expected, rtol=rtol)
+    np.testing.assert_allclose(norms.check(3), expected, rtol=rtol)
     assert tickets.item() == 0
 
 
@@ -150,13 +150,13 @@ def test_norm(value: float) -> None:
 
 
 def test_no_positions() -> None:
-    nothing, none, norms = tensor(np.empty((0, 4), np.float32)), tensor(np.empty(0, np.int64)), torch.ones(2)
+    nothing, none, norms = tensor(np.empty((0, 4), np.float32)), tensor(np.empty(0, np.int64)), torch.ones(3)
     scratch = sums.Scratch(nothing, none, none)
     sums.sum_segments(nothing, none, none, none, one(0), one(-1), scratch, nothing, norms)
-    assert norms.tolist() == [0, 0]
+    assert norms.tolist() == [0, 0, 0]
     norms += 1
     sums.norm(nothing, one(0), none, none, norms)
-    assert norms.tolist() == [0, 0]
+    assert norms.tolist() == [0, 0, 0]
 
 
 def test_addresses_beyond_2_to_the_31() -> None:

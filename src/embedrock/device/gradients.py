@@ -37,21 +37,21 @@ class DeviceGradients:
         shown: float32 (), their L2 norm, which stands for them outside; Inf where one of them is not finite.
         number: float32 (), what became of `shown` since: whoever scaled it scaled the gradients. It may be that of a
             handle, and is followed anew before each use.
-        zero: float32 (), 0.
+        spare: float32 () each, 0 and `shown` again, for a handle to keep.
         clip_value: what they are clamped to after that, None: nothing.
     """
 
     sums: Sums | JointPart
     shown: Tensor
     number: Tensor
-    zero: Tensor
+    spare: tuple[Tensor, Tensor]
     clip_value: float | None = None
 
     @staticmethod
     def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceGradients:
-        """Take summed gradients, and their norm and 0, float32 (2,)."""
-        shown, zero = norms.unbind()
-        return DeviceGradients(Sums(plan, values), shown, shown, zero)
+        """Take summed gradients, and their norm, 0, and the norm again, float32 (3,)."""
+        shown, *spare = norms.unbind()
+        return DeviceGradients(Sums(plan, values), shown, shown, (spare[0], spare[1]))
 
     @property
     def plan(self) -> DevicePlan:
@@ -69,11 +69,16 @@ class DeviceGradients:
 
     def seen_as(self, number: Tensor) -> DeviceGradients:
         """Return them with another `number`."""
-        return DeviceGradients(self.sums, self.shown, number.detach(), self.zero, self.clip_value)
+        return DeviceGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
     def nothing(self) -> Tensor:
         """Return a 0 that whoever gets it may keep and change. There is one."""
-        return self.zero.detach()
+        return self.spare[0].detach()
+
+    def instead_of(self, nothing: Tensor) -> Tensor | None:
+        """Return `shown` for a handle to keep in the place of what `nothing` returned; None in that of any other 0."""
+        zero, shown = self.spare
+        return shown.detach() if nothing.data_ptr() == zero.data_ptr() else None
 
     def vector_norm(self, order: float) -> Tensor:
         """Return the norm of any order from 0 to Inf of all their elements: float64 (). Nothing waits for it."""
@@ -100,7 +105,7 @@ class DeviceGradients:
     def _with_values(self, values: Tensor) -> DeviceGradients:
         """Return other values for the same rows."""
         squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
-        norms = torch.empty(2, dtype=torch.float32, device=values.device)
+        norms = torch.empty(3, dtype=torch.float32, device=values.device)
         sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
         return DeviceGradients.of(self.plan, values, norms)
 
@@ -142,7 +147,7 @@ def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
     return DeviceGradients.of(plan, values, norms)
 
 
-def room_for_sums(plan: DevicePlan, dim: int, norms: int = 2) -> tuple[Tensor, Tensor, sums.Scratch]:
+def room_for_sums(plan: DevicePlan, dim: int, norms: int = 3) -> tuple[Tensor, Tensor, sums.Scratch]:
     """Return room for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch."""
     n, later = len(plan.order), sums.partial_rows(len(plan.order))
     sizes = 2 * sums.square_sums(n, dim), n * dim, later * dim

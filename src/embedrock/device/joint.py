@@ -247,7 +247,7 @@ class JointReading:
         with _working(plan.sides):
             joined = self._joined_grads(grads)
             n, k, dim = len(joined), len(plan.sides), joined.shape[1]
-            values, numbers, scratch = room_for_sums(plan.plan, dim, 2 * k)
+            values, numbers, scratch = room_for_sums(plan.plan, dim, 3 * k)
             squares, parts = carved(torch.float32, joined.device, (2 * n, 2 * k * kernels.PROGRAMS))
             scratch = scratch._replace(squares=squares.view(torch.float64))
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
@@ -260,7 +260,7 @@ class JointReading:
         for t, side in enumerate(plan.sides):
             if came[t]:
                 shown = numbers[t]
-                found[side] = DeviceGradients(JointPart(whole, t), shown, shown, numbers[k + t])
+                found[side] = DeviceGradients(JointPart(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t]))
         return found
 
     def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:

@@ -248,10 +248,11 @@ def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES:
         norm = tl.where(norm == norm, norm, float("inf"))
         tl.store(norms + table, norm)
         tl.store(norms + tables + table, 0.0)
+        tl.store(norms + 2 * tables + table, norm)
 
 
 def norms(tables, keys, bounds, squares, parts, tickets, norms):
-    """Write the norm of each table's gradients, infinity where it is not finite, and a 0 for each: float32 (2, k).
+    """Write the norm of each table's gradients, infinity where it is not finite, 0, and the norm again: float32 (3, k).
 
     Args:
         tables: see `Tables`. The gradient of a row whose id is the table's `padding` does not count.

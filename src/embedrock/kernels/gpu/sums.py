@@ -130,7 +130,7 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
 
 @inlined
 def _norm_by_the_last(squares, size, tickets, norms):
-    """Add up the squares that all programs have left, and write the root, infinity where it is not finite, and 0."""
+    """Add up the squares that all programs have left, and write the root, infinity where not finite, 0, the root."""
     if is_last(tickets, tl.num_programs(0) - 1):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
@@ -142,6 +142,7 @@ def _norm_by_the_last(squares, size, tickets, norms):
         norm = tl.where(norm == norm, norm, float("inf"))
         tl.store(norms, norm)
         tl.store(norms + 1, 0.0)
+        tl.store(norms + 2, norm)
 
 
 @kernel("n", "blocks", "size")
@@ -252,7 +253,8 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
         skip: int32 (1,), a row whose sum is zero, -1: none.
         scratch: see `Scratch`.
         values: float32 (n, dim) receives the sums; nothing beyond count.
-        norms: float32 (2,) receives the root of the sum of all squares, infinity where it is not finite, and 0.
+        norms: float32 (3,) receives the root of the sum of all squares, infinity where it is not finite, 0, and the
+            root again: what is shown, and two numbers for others to keep.
         each: instead, ``scratch.squares`` receives the sum of each row.
     """
     starts, order, inverse, count = plan

@@ -289,10 +289,11 @@ def judge(
 
 
 def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
-    """Write the norm of the first `count` rows, infinity where it is not finite, and 0 to `norms` float32 (2,)."""
+    """Write the norm of the first `count` rows, infinity where it is not finite, 0, and it again: float32 (3,)."""
     with np.errstate(over="ignore", invalid="ignore"):
         root = np.sqrt(np.square(values[: count[0]], dtype=np.float64).sum()).astype(np.float32)
-    norms[:] = np.inf if np.isnan(root) else root, 0
+    root = np.inf if np.isnan(root) else root
+    norms[:] = root, 0, root
 
 
 # ---------------------------------------------------------------- several tables
@@ -352,7 +353,7 @@ def norms(
     squares: npt.NDArray[np.float64],
     norms: npt.NDArray[np.float32],
 ) -> None:
-    """Write the root of the sum of the squares of each table's rows, and a 0 for each: float32 (2 * k,).
+    """Write the root of the sum of the squares of each table's rows, 0, and the root again: float32 (3 * k,).
 
     The squares of the row whose id is the table's padding do not count.
     """
@@ -360,4 +361,5 @@ def norms(
     for table, padding in enumerate(paddings):
         own = slice(bounds[table], bounds[table + 1])
         total = np.sqrt(squares[own][unique[own] != firsts[table] + padding].sum())
-        norms[[table, k + table]] = total if total == total else np.inf, 0
+        total = total if total == total else np.inf
+        norms[table::k] = total, 0, total

@@ -42,7 +42,8 @@ class HandleGradient(Tensor):
     def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
         """Let a scalar tensor show gradients of rows, and return it, or an alias of it that stands for them."""
         if type(number) is not HandleGradient:
-            return _as_gradient(number.fill_(rows.shown), _Behind(rows, owner))
+            own = rows.instead_of(number)
+            return _as_gradient(number.fill_(rows.shown) if own is None else own, _Behind(rows, owner))
         number._behind.rows = rows
         with without_overrides():
             number.fill_(rows.shown)

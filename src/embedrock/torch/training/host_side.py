@@ -77,6 +77,9 @@ class HostGradients:
     def nothing(self) -> None:
         """Return nothing: handles on the CPU have a 0 of their own."""
 
+    def instead_of(self, nothing: Tensor) -> None:
+        """Return nothing: see `nothing`."""
+
     def growth_since(self, earlier: HostGradients | None) -> float:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         if earlier is None:

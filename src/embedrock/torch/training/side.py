@@ -55,6 +55,10 @@ class Gradients(Protocol):
         """Return a 0 that autograd may keep, where the rows are used; None: there is none of their own."""
         ...
 
+    def instead_of(self, nothing: Tensor) -> Tensor | None:
+        """Return `shown` for a handle to keep in the place of what `nothing` returned; None in that of any other 0."""
+        ...
+
     def growth_since(self, earlier: Self | None) -> float | Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
         ...
