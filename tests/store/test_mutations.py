@@ -36,6 +36,11 @@ def test_forged_tables_crash_nothing(count: int):
     assert run("sealed", range(count)) == []
 
 
+@pytest.mark.parametrize("seed", [1191, 2166])  # arrays of several lengths; one with a number for a name
+def test_histories_that_were_taken_for_sound(seed: int):
+    assert run("sealed", range(seed, seed + 1)) == []
+
+
 def test_tables_are_what_they_are_before_they_are_mutated():
     for image in images():
         assert mutation_trials.try_case(Case(0, image, image.files, False, []))

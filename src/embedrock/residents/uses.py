@@ -253,8 +253,7 @@ class Uses:
         ids, last, marks, hand, ticks = (int64(arrays, name) for name in ("ids", "last", "marks", "hand", "ticks"))
         fits = len(ids) == len(last) == len(marks) and len(hand) <= 1 and len(ticks) % 2 == 0
         hand_now = int(hand[0]) if len(hand) else 0
-        in_range = ((last >= 0) & (last <= step) & (marks >= 0)).all() and 0 <= hand_now < max(1, len(ids))
-        if not (fits and in_range and len(np.unique(ids)) == len(ids)):
+        if not (fits and 0 <= hand_now < max(1, len(ids)) and _are_uses(ids, last, marks, step)):
             raise damaged("ids that do not repeat, each with the step that used it last and a count")
         self._add(ids, 0)
         self._last[: len(ids)], self._marks[: len(ids)], self._hand = last, marks, hand_now
@@ -263,6 +262,11 @@ class Uses:
     def adopt(self, ids: np.ndarray, step: int) -> None:
         """Begin with rows that have records already, as if the last step had used them."""
         self._add(np.sort(ids), step)
+
+
+def _are_uses(ids: np.ndarray, last: np.ndarray, marks: np.ndarray, step: int) -> bool:
+    in_range = (last >= 0) & (last <= step) & (marks >= 0)
+    return bool(in_range.all()) and len(np.unique(ids)) == len(ids)
 
 
 def _larger(array: np.ndarray, size: int) -> np.ndarray:

@@ -64,7 +64,8 @@ def _arrays(content: memoryview) -> dict[str, np.ndarray]:
     start, arrays = _SIZE.size + size, dict[str, np.ndarray]()
     listed: Any = json.loads(bytes(content[_SIZE.size : start]))
     for key, dtype, shape in listed:
-        if dtype not in DTYPES or not all(type(n) is int and 0 <= n < MAX_BYTES for n in shape) or key in arrays:
+        is_array = dtype in DTYPES and all(type(n) is int and 0 <= n < MAX_BYTES for n in shape)
+        if not is_array or not isinstance(key, str) or key in arrays:
             raise ValueError(f"no array: {key!r}, {dtype}, {shape}")
         stop = start + prod(shape) * np.dtype(dtype).itemsize
         if stop > len(content):
