@@ -617,6 +617,9 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic()
 
+    def thread_time(self) -> float:
+        return time.thread_time()
+
     def sleep(self, seconds: float) -> None:
         if seconds == compaction.PAUSE_SECONDS:
             self.pauses.append(self._seen())

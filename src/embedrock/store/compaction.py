@@ -31,6 +31,9 @@ NO_AGE = 1 << 62  # of a goal that is about rows only
 SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
+PROCESSOR_SHARE = (
+    1 / 4
+)  # of the time, where there is a rate: so a step of training meets one piece, not one after another
 
 
 class Stopped(Exception):
@@ -220,12 +223,28 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
         base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
         is_ahead |= rows != store.content.rows
     needed, of_logs = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
-    kept = _are_kept(ids, dropped)
-    gone, here = kept & is_gone(locations), kept & ~is_gone(locations)
-    gone_ids, here = ids[gone], np.flatnonzero(here)
-    ids, locations = taken(ids, here, SUBJECT), taken(locations, here, SUBJECT)
-    fresh, in_base = ids[base.find(ids) < 0], gone_ids[base.find(gone_ids) >= 0]
+    kept, gone = _are_kept(ids, dropped), _chosen_of(is_gone, locations)
+    gone_ids, here = ids[kept & gone], kept & ~gone
+    ids, locations = _picked(ids, here), _picked(locations, here)
+    fresh = _picked(ids, _chosen_of(lambda part: base.find(part) < 0, ids))
+    in_base = gone_ids[base.find(gone_ids) >= 0]
     return Source(base, runs, first_kept, ranges, ids, locations, fresh, in_base, needed, of_logs, is_ahead, dropped)
+
+
+def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
+    """Return what `are` says of items, bool (n,): it is asked of some at a time, and so needs little RAM."""
+    chosen = np.empty(len(array), bool)
+    for start in range(0, len(array), SCAN_ROWS):
+        chosen[start : start + SCAN_ROWS] = are(array[start : start + SCAN_ROWS])
+    return chosen
+
+
+def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    made, end = returned(np.count_nonzero(chosen), np.int64, SUBJECT), 0
+    for start in range(0, len(array), SCAN_ROWS):
+        part = array[start : start + SCAN_ROWS][chosen[start : start + SCAN_ROWS]]
+        made[end : end + len(part)], end = part, end + len(part)
+    return made
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
@@ -298,7 +317,7 @@ def _between(ids: np.ndarray, lo: int, hi: int) -> slice:
 
 
 def _are_kept(ids: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
-    return ~np.isin(ids >> PART_BITS, list(dropped))
+    return ~np.isin(ids >> PART_BITS, list(dropped)) if dropped else np.ones(len(ids), bool)
 
 
 class _Writer:
@@ -309,6 +328,7 @@ class _Writer:
     ) -> None:
         self._store, self._source, self._folder, self._rate, self._stops = store, source, folder, rate, stops
         self._started, self._written, self._fullness = time.monotonic(), 0, store.fullness
+        self._worked = time.thread_time()
         records = sum(source.count_within(lo, hi) for lo, hi in source.ranges)
         self._total = records * (store.content.record_bytes + CRC_BYTES)
 
@@ -379,10 +399,10 @@ class _Writer:
         self._pause()
 
     def _pause(self) -> None:
+        worked, self._worked = time.thread_time() - self._worked, time.thread_time()
         if self._rate is not None and not self._store.hurry and not self._is_late():
             early = self._written / self._rate - (time.monotonic() - self._started)
-            if early > 0:
-                time.sleep(early)
+            time.sleep(max(0.0, early, worked * (1 / PROCESSOR_SHARE - 1)))
         let_commits_pass(self._store, self._stops)
 
     def _is_late(self) -> bool:
