@@ -31,9 +31,7 @@ NO_AGE = 1 << 62  # of a goal that is about rows only
 SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
-PROCESSOR_SHARE = (
-    1 / 4
-)  # of the time, where there is a rate: so a step of training meets one piece, not one after another
+PROCESSOR_SHARE = 1 / 2  # of the time, where there is a rate: else steps of training meet one piece after another
 
 
 class Stopped(Exception):
