@@ -15,13 +15,16 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
+from embedrock.initializers import Zeros
 from embedrock.planner import machine as machines
+from embedrock.planner import peak
 from embedrock.planner.demand import curve_of, in_groups, lasting, memories, read_demands
 from embedrock.planner.machine import EXAMPLE, Gpu
 from embedrock.planner.proposal import UNIT
 from embedrock.planner.sharing import Network
 from embedrock.planner.split import Option, split, worthwhile
 from embedrock.planner.zipf import best_split, bounded_zipf, expected_misses
+from embedrock.spec import Spec
 from embedrock.store.manifest import PART_BITS
 from embedrock.tiers.placing import place
 
@@ -351,6 +354,25 @@ def test_tables_of_a_model_are_planned_with_the_state_of_a_rule(
         assert 1000 * record_bytes <= told["ram_bytes"] < 1000 * record_bytes + 9000
         assert ("rule=er.Adam()" in told["code"]) == (not words)
     sys.modules.pop("my_model")
+
+
+def test_ram_that_a_budget_does_not_count():
+    spec, memory = Spec(40_000, 16, "float32", er.Adam(), Zeros(), 0), 2 << 20
+    placement = place(spec, memory, "t")
+    none, some, many = (peak.on_disk(spec, memory, 20_000, logged) for logged in (0, 1000, 30_000))
+    assert none <= some - 8 * 1000 <= memory + max(0, 20_000 * 24 - placement.overlay_bytes)  # the index of logs
+    assert many - some == 8 * 29_000  # ids of rows in a log that no commit has
+    assert peak.most_on_disk(spec, memory) == memory + (1 << 20) - placement.overlay_bytes
+
+
+def test_huge_pages_begin_where_the_memory_has_half_of_one():
+    spec, budget = Spec(10**6, 256, "float32", er.Adam(), Zeros(), 0), 16 << 20
+    numbers = range(1, place(spec, budget, "t").slots, 20)
+    taken = [peak.on_disk(spec, budget, rows, 0) for rows in numbers]
+    assert taken == sorted(taken)
+    beyond = [nbytes - rows * spec.record_bytes for nbytes, rows in zip(taken, numbers, strict=True)]
+    assert 0 <= beyond[0] < 4096
+    assert 1 << 20 < max(beyond) < 2 << 20  # of a place that is not known, the mean; and the directory
 
 
 # ---------------------------------------------------------------- groups
