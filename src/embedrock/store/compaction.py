@@ -238,7 +238,7 @@ def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np
 
 
 def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    made, end = returned(np.count_nonzero(chosen), np.int64, SUBJECT), 0
+    made, end = returned(int(np.count_nonzero(chosen)), np.int64, SUBJECT), 0
     for start in range(0, len(array), SCAN_ROWS):
         part = array[start : start + SCAN_ROWS][chosen[start : start + SCAN_ROWS]]
         made[end : end + len(part)], end = part, end + len(part)
