@@ -35,6 +35,7 @@ def test_ranks_play_programs_to_the_bits_of_tables_alone(ranks: int, seeds: int,
     try:
         for seed in range(100 * ranks, 100 * ranks + seeds):
             program, folder = drawn_program(seed, 10), tmp_path / str(seed)
+            folder.mkdir()
             check_program(program, ranks, together.run(play, program, ranks, str(folder)))
     finally:
         together.close()

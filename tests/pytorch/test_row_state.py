@@ -318,3 +318,13 @@ def test_a_state_is_of_one_moment_whatever_other_threads_do():
     for state in states:
         steps = json.loads(bytes(state["rows.meta"].numpy()))["steps"]
         assert (state["rows.weight"] == steps).all()
+
+
+@pytest.mark.parametrize("kind", [ert.RMSprop, ert.Adam, ert.Momentum, ert.Ftrl])
+def test_rows_of_dense_rules_that_have_made_no_step_are_loaded(kind: type[ert.RowOptimizer]) -> None:
+    model, _ = made(kind, dense=True)
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+    again, _ = made(kind, dense=True)
+    again.load_state_dict(state)
+    assert again["user"].table.steps == 0

@@ -294,7 +294,9 @@ class Player:
                 out = layer(ids.reshape(-1, table.bags) if table.bags else ids)
                 weight = torch.from_numpy(weight_of(block, number, lookup, table)) * math_of
                 outs.append(out)
-                grads.append(weight.to(out.dtype) if table.bags else (weight * out.detach().float()).to(out.dtype))
+                grads.append(
+                    weight.to(out.dtype) if table.bags else (weight * out.detach().float().clamp(-1, 1)).to(out.dtype)
+                )
         torch.autograd.backward(outs, grads)
 
     def _step(self, clip: float) -> None:
@@ -443,9 +445,8 @@ class Oracle:
         layout, table = self.program.tables[number], self.tables[number]
         ids = layout.ids(np.concatenate([block[number][lookup] for block in blocks]))
         grads = np.concatenate([weight_of(block, number, lookup, layout) for block in blocks])
-        grads = (
-            np.repeat(grads, layout.bags, axis=0) if layout.bags else grads * in_dtype(table.lookup(ids), layout.dtype)
-        )
+        rows = in_dtype(table.lookup(ids), layout.dtype).clip(-1, 1)  # or what 16 bits hold would not be enough
+        grads = np.repeat(grads, layout.bags, axis=0) if layout.bags else grads * rows
         return table.sum(table.plan(ids), in_dtype(grads, layout.dtype))
 
 

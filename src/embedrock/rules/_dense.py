@@ -70,6 +70,7 @@ class DenseHistory(History):
     def load(self, state: dict[str, np.ndarray], steps: int) -> None:
         columns, fades = self._kept
         shapes = {"table": (steps, columns), "log_fade": (steps + 1, fades)}
+        state = {name: np.empty(shape) for name, shape in shapes.items() if 0 in shape} | state  # files leave those out
         for name, shape in shapes.items():
             if name not in state or np.shape(state[name]) != shape or np.asarray(state[name]).dtype.kind != "f":
                 got = f"{np.asarray(state[name]).dtype} {np.shape(state[name])}" if name in state else "none"
