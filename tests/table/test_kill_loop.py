@@ -207,7 +207,8 @@ class Story:
             assert verify(OS_SYSTEM, self.path).problems == []
 
     def _memory(self) -> int:
-        return self.ram.after(0).memory_for(int(self.rng.integers(1, 500)))
+        rows = int(self.rng.integers(4, 500))  # of the first rule: those of another one may be three times as wide
+        return self.ram.after(0).memory_for(rows)
 
     def check(self) -> None:
         """Fail unless the table is that of the last commit acknowledged, or of one since."""
