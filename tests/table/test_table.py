@@ -171,7 +171,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"`rule` must be a Rule or None: got 'adam'. For example er.Adam\(\)",
     ),
     ({"rule": er.Adam}, er.ArgumentError, "`rule` must be.*Pass an instance"),
-    ({"init": 0.1}, er.ArgumentError, "`init` must be a Initializer or None"),
+    ({"init": 0.1}, er.ArgumentError, "`init` must be an Initializer or None"),
     ({"on_nonfinite": "ignore"}, er.ArgumentError, "`on_nonfinite` must be one of raise, skip: got 'ignore'"),
     ({"directory": "tree"}, er.ArgumentError, "`directory` must be one of auto, direct, hashed"),
     ({"rows": None, "directory": "direct"}, er.ArgumentError, "open ids"),

@@ -63,14 +63,14 @@ class Watch:
     def __init__(self, policy: str | Policy, is_pool: bool = False) -> None:
         self._policy, self._first = policy_of(policy).settled, cast(_Level | None, None)
         self._is_pool = is_pool
-        self._waiting, self._rows = list[np.ndarray](), 0
+        self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # that wait for `look`
         self._is_begun, self._before, self._epoch = False, Counted(0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
 
     @property
     def bytes_used(self) -> int:
         """RAM that it takes now."""
-        return sum(level.sampled.cache.bytes_used for level in self._levels)
+        return self._ids.nbytes + sum(level.sampled.cache.bytes_used for level in self._levels)
 
     @property
     def _levels(self) -> list[_Level]:
@@ -82,9 +82,16 @@ class Watch:
         Returns:
             Whether it is time for `look`.
         """
-        self._waiting.append(ids.copy())  # as a batch is unfinished as long as somebody has its ids
-        self._rows += len(ids)
-        return len(self._waiting) == AT_ONCE or self._rows > AT_ONCE_ROWS
+        start, self._rows, self._batches = self._rows, self._rows + len(ids), self._batches + 1
+        if self._rows > len(self._ids):
+            self._make_room(start)
+        self._ids[start : self._rows] = ids  # a copy, as a batch is unfinished as long as somebody has its ids
+        return self._batches == AT_ONCE or self._rows > AT_ONCE_ROWS
+
+    def _make_room(self, kept: int) -> None:
+        ids = np.empty(2 * self._rows, np.int64)
+        ids[:kept] = self._ids[:kept]
+        self._ids = ids
 
     def look(self, slots: int, most: int | None, counted: Counted, epoch: float | None) -> None:
         """Look at the batches that were seen.
@@ -95,7 +102,7 @@ class Watch:
             counted: what it has done.
             epoch: of the cache's policy, as it found out which one is best; None: it has none.
         """
-        count, more = len(self._waiting), np.subtract(counted, self._before)
+        count, more = self._batches, np.subtract(counted, self._before)
         self.looks += 1
         if not self._is_begun:
             self._begin(_sizes(slots, most, self._rows / count))
@@ -106,9 +113,8 @@ class Watch:
         self._seen += (count, self._rows, *more)
         self._before = counted
         if self._first is not None:
-            self._first.take(sample(np.concatenate(self._waiting), self._first.share), count, self._rows)
-        self._waiting.clear()
-        self._rows = 0
+            self._first.take(sample(self._ids[: self._rows], self._first.share).copy(), count, self._rows)
+        self._rows = self._batches = 0
 
     def _begin(self, sizes: list[int]) -> None:
         self._is_begun = True
