@@ -61,7 +61,7 @@ class Watched:
 
     def _curve(self) -> float:
         """Return the processor's time: what others do meanwhile does not count."""
-        watch, ids, spent = self._tier.watch, self._job.workload.batch_at(0), [0.0]
+        watch, ids, spent = self._tier.watch, np.unique(self._job.workload.batch_at(0)), [0.0]
         look = watch.look
 
         def timed(*args: Any) -> None:
