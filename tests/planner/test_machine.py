@@ -116,6 +116,18 @@ def test_records_close_to_each_other_are_one_request():
     assert close.bytes_read > far.bytes_read * 0.7
 
 
+def test_reads_of_a_log_and_of_the_base_are_asked_for_apart():
+    stored = {"file_bytes": 1e9, "run_bytes": 6e6}
+    work = Work(1, 1, 8, 96, on_disk=True, reads=1000, is_written=True, log_reads=400, log_bytes=6e7, **stored)
+    base = Work(1, 1, 8, 96, on_disk=True, reads=600, **stored)
+    log = Work(1, 1, 8, 96, on_disk=True, reads=400, file_bytes=6e7, run_bytes=6e7, is_written=True)
+    assert work.sources == (base._replace(log_reads=400, log_bytes=6e7), log._replace(log_reads=400, log_bytes=6e7))
+    told, of_base, of_log = (terms(each, DISK) for each in (work, base, log))
+    assert (of_base["disk_read"], of_log["cached_request"]) == (0, 0)  # the log is read past the page cache
+    assert {name: told[name] for name in READING} == pytest.approx(
+        {name: of_base[name] + of_log[name] for name in READING} | {"read_call": 1})  # fmt: skip
+
+
 def test_seconds_of_reads():
     assert [DISK.read_seconds(n) for n in (0, 0.5, 1, 10, 100, 1000)] == pytest.approx(
         [0, 5e-5, 1e-4, 1e-4 * 10**0.5, 1e-3, 1e-2]

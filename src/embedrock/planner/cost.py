@@ -35,8 +35,9 @@ times a constant of the machine, which `embedrock machine` finds by running step
 where n are the ids of the batch, u the different ones, w those of them that have no record yet, m those that are read
 from files and s the rows that leave a cache to make room. They come from a curve (`embedrock.tiers.curve`), by the
 policy in use. Records that lie close to each other in a file are one request. "1 if" is as often as that happens: less
-than one row a step is a part of a call. A step that waits for nothing else is the sum over tables. With prefetch,
-reading overlaps with the rest and with the dense model: a step is the larger of both.
+than one row a step is a part of a call. While logs are folded, what is read from a log and what is read from the base
+are requests of their own (`embedrock.planner.logs`). A step that waits for nothing else is the sum over tables. With
+prefetch, reading overlaps with the rest and with the dense model: a step is the larger of both.
 
 Bytes need no constants but one, what the process takes without tables: see `embedrock.planner.peak`.
 """
@@ -112,6 +113,8 @@ class Work(NamedTuple):
         grown_bytes: of memory that was never written before.
         tables: that a step has.
         batch_bytes: of the values of a batch, of all tables.
+        log_reads: of `reads`, those from one log, where others are from the files of a base.
+        log_bytes: of that log.
     """
 
     positions: float
@@ -128,6 +131,16 @@ class Work(NamedTuple):
     grown_bytes: float = 0.0
     tables: int = 1
     batch_bytes: float = 0.0
+    log_reads: float = 0.0
+    log_bytes: float = 0.0
+
+    @property
+    def sources(self) -> tuple[Work, ...]:
+        """The same with the reads of each kind of file: of a base, and of a log beside it."""
+        if not self.log_reads:
+            return (self,)
+        log = self._replace(reads=self.log_reads, file_bytes=self.log_bytes, run_bytes=self.log_bytes)
+        return self._replace(reads=self.reads - self.log_reads, is_written=False), log
 
     @property
     def direct(self) -> float:
@@ -204,9 +217,9 @@ NO_DISK = Disk((1,), (0.0,), float("inf"))
 
 def terms(work: Work, disk: Disk) -> dict[str, float]:
     """Return the amounts of work of a step."""
-    record, direct = work.record_bytes, work.direct
+    record = work.record_bytes
     values, is_new, leaves = work.positions * work.dim * 4, min(1.0, work.new), min(1.0, work.spilled)
-    first, cached = 1 / work.tables, (1 - direct) * work.requests(CACHED_GAP)
+    first = 1 / work.tables
     return {
         "first": first,
         "next": 1 - first,
@@ -231,11 +244,19 @@ def terms(work: Work, disk: Disk) -> dict[str, float]:
         "read_call": min(1.0, work.reads),
         "read": work.reads,
         "read_byte": work.reads * record,
-        "reader": float(min(THREADS, cached)),
-        "cached_request": cached,
-        "written_read": direct * work.is_written * work.requests(GAP),
-        "disk_read": direct * max(disk.read_seconds(work.requests(GAP)), work.bytes_read / disk.stream),
+        **_requests(work, disk),
     }
+
+
+def _requests(work: Work, disk: Disk) -> dict[str, float]:
+    cached = written = seconds = 0.0
+    for part in work.sources:
+        requests, direct = part.requests(GAP), part.direct
+        cached += (1 - direct) * part.requests(CACHED_GAP)
+        written += direct * part.is_written * requests
+        seconds += direct * max(disk.read_seconds(requests), part.bytes_read / disk.stream)
+    readers = float(min(THREADS, cached))
+    return {"reader": readers, "cached_request": cached, "written_read": written, "disk_read": seconds}
 
 
 def seconds_of(work: Work, disk: Disk, constants: Mapping[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from embedrock.tiers.cache import Cache, Whole
 from embedrock.tiers.directory import Direct, Hashed
 from embedrock.tiers.disk import LEAST_OVERLAY_BYTES
 from embedrock.tiers.placing import OVERLAY_ROW_BYTES, place
+from embedrock.tiers.tier import Placement
 
 FITS_BYTES = 32 << 20  # up to which a table in RAM is direct, and never worth a file
 DENSE = 0.5  # share of a huge page's pages in use, from which on all of it is
@@ -108,12 +109,17 @@ def folding(spec: Spec, memory: int, rows: float, logged: float, is_pool: bool =
         is_pool: whether it is a group of tables.
     """
     placement = place(spec, memory, "the table", is_pool=is_pool)
-    most_rows = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
+    most_rows = indexed_rows(placement)
     is_long = min(max(0.0, rows - placement.slots / 2), logged) >= most_rows  # the most popular rows never leave
     if not is_long:
         return 0
     buffers = max(placement.buffer_bytes, PIECES * LEAST_PIECE_BYTES)
     return FOLD_BYTES + buffers + int(min(rows, most_rows, MOST_FOLDED)) * FOLD_ROW_BYTES
+
+
+def indexed_rows(placement: Placement) -> float:
+    """Return how many rows in logs there is room to tell of."""
+    return max(placement.overlay_bytes, LEAST_OVERLAY_BYTES) / INDEXED_ROW_BYTES
 
 
 def _scattered(spec: Spec, slots: int, rows: float) -> int:

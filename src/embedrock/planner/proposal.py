@@ -20,12 +20,14 @@ from embedrock.planner.demand import (
     Demand,
     alike,
     curve_of,
+    distinct,
     in_groups,
     lasting,
     memories,
     read_demands,
     slots_of,
 )
+from embedrock.planner.logs import log_then
 from embedrock.planner.machine import Machine, load, measure, save
 from embedrock.planner.near import GpuStep, Near, gpu_step, split_near
 from embedrock.planner.sharing import exchange_seconds, sent_bytes
@@ -34,6 +36,7 @@ from embedrock.rules import RowwiseAdagrad
 from embedrock.spec import Spec
 from embedrock.store.runs import CRC_BYTES
 from embedrock.tiers.curve import Curve
+from embedrock.tiers.placing import place
 
 DISK_TIMES = 2.6  # bytes of files for those of all records: a table while it is compacted, and its log
 LOGGED = 1.5  # bytes of logs and base that rows are read from, for those of all records
@@ -558,6 +561,8 @@ class _Ways:
             is_written=not is_compacted,
             grown_bytes=peak.grown(spec, memory, self._rows, work.new, left),
         )
+        if self.steps is not None and fold:
+            work = self._with_log(work, self.steps, room, memory)
         most = peak.most_on_disk(spec, memory, is_pool)
         then = most if self.steps is None else peak.on_disk(spec, memory, self._rows, logged, is_pool)
         way = self._told(work, memory, (max(most, then), then))
@@ -568,6 +573,22 @@ class _Ways:
             left=left,
             fold_bytes=(most_fold, fold),
         )
+
+    def _with_log(self, work: Work, steps: int, room: int, memory: int) -> Work:
+        """Return the work of a table whose logs are folded, with what it reads from the log that is left."""
+        placement = place(self.demand.spec, memory, "the table", is_pool=bool(self.demand.members))
+        log = log_then(self._seen, steps, room, peak.indexed_rows(placement), work.reads)
+        if not log.share:
+            return work
+        nbytes = log.steps * work.spilled * (work.record_bytes + CRC_BYTES)
+        return work._replace(log_reads=log.share * work.reads, log_bytes=nbytes, is_written=log.is_written)
+
+    def _seen(self, batches: float) -> float:
+        """Return how many different rows so many batches have; by Heaps' law, where all that is known is a log."""
+        if self.demand.is_drawn or not self.steps:
+            return distinct(self.demand, batches)
+        exponent = min(1.0, self.curve.new * self.steps / self.curve.distinct)
+        return self.curve.distinct * (batches / self.steps) ** exponent
 
     def _told(self, work: Work, memory: int | None, ram: tuple[int, int]) -> TablePlan:
         seconds = cost.seconds_of(work, self.machine.disk, self.machine.constants)
