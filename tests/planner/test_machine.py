@@ -117,10 +117,9 @@ def test_records_close_to_each_other_are_one_request():
 
 
 def test_reads_of_a_log_and_of_the_base_are_asked_for_apart():
-    stored = {"file_bytes": 1e9, "run_bytes": 6e6}
-    work = Work(1, 1, 8, 96, on_disk=True, reads=1000, is_written=True, log_reads=400, log_bytes=6e7, **stored)
-    base = Work(1, 1, 8, 96, on_disk=True, reads=600, **stored)
-    log = Work(1, 1, 8, 96, on_disk=True, reads=400, file_bytes=6e7, run_bytes=6e7, is_written=True)
+    base = Work(1, 1, 8, 96, on_disk=True, reads=600, file_bytes=1e9, run_bytes=6e6)
+    log = base._replace(reads=400, file_bytes=6e7, run_bytes=6e7, is_written=True)
+    work = base._replace(reads=1000, is_written=True, log_reads=400, log_bytes=6e7)
     assert work.sources == (base._replace(log_reads=400, log_bytes=6e7), log._replace(log_reads=400, log_bytes=6e7))
     told, of_base, of_log = (terms(each, DISK) for each in (work, base, log))
     assert (of_base["disk_read"], of_log["cached_request"]) == (0, 0)  # the log is read past the page cache

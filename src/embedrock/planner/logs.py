@@ -50,8 +50,9 @@ def log_then(seen: Seen, steps: int, slots: int, most_rows: float, reads: float)
         reads: rows that a step reads.
 
     Example:
-        >>> log_then(lambda batches: 100 * batches**0.5, 60, 300, 450, 3.0)
-        LogThen(share=0.8022450407836714, steps=24, is_written=True)
+        >>> then = log_then(lambda batches: 100 * batches**0.5, 60, 300, 450, 3.0)
+        >>> round(then.share, 2), then.steps, then.is_written
+        (0.25, 24, True)
     """
     first = max(1, _batches(seen, most_rows + slots / 2, steps))  # the most popular rows never leave
     since, held = min(steps - first, first), _batches(seen, slots, steps)
