@@ -96,11 +96,15 @@ class _Box(NamedTuple):
     high: float
     most: float
 
+    def point(self, x: float, y: float) -> tuple[float, float]:
+        """Return where a point lies, to a tenth of a unit."""
+        across = LEFT + (RIGHT - LEFT) * (x - self.low) / max(self.high - self.low, 1e-9)
+        up = BOTTOM - (BOTTOM - TOP) * y / self.most
+        return round(float(across), 1), round(float(up), 1)
+
     def points(self, xs: np.ndarray, ys: np.ndarray) -> str:
-        """Return the coordinates of points."""
-        across = LEFT + (RIGHT - LEFT) * (xs - self.low) / max(self.high - self.low, 1e-9)
-        up = BOTTOM - (BOTTOM - TOP) * ys / self.most
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(across, up, strict=True))
+        """Return the coordinates of points, as text."""
+        return " ".join("{},{}".format(*self.point(x, y)) for x, y in zip(xs, ys, strict=True))
 
     def frame(self, form: Callable[[float], str], ticks: Sequence[tuple[float, str]]) -> str:
         """Return lines at 0, the middle and the top with their numbers, and words below."""
@@ -112,7 +116,7 @@ class _Box(NamedTuple):
             parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
         for at, (x, text) in enumerate(ticks):
             anchor = "start" if at == 0 else "end" if at == len(ticks) - 1 else "middle"
-            across = self.points(np.array([x]), np.zeros(1)).partition(",")[0]
+            across, _ = self.point(x, 0.0)
             parts.append(f'<text x="{across}" y="{BOTTOM + 18}" text-anchor="{anchor}">{html.escape(text)}</text>')
         return "".join(parts)
 
@@ -146,7 +150,7 @@ def _plot(field: Field, times: np.ndarray, values: np.ndarray) -> str:
 def _line(box: _Box, xs: np.ndarray, ys: np.ndarray) -> str:
     if len(xs) > 1:
         return box.points(xs, ys)
-    x, y = map(float, box.points(xs, ys).split(","))  # a short line, as a point is not seen
+    x, y = box.point(xs[0], ys[0])  # a short line, as a point is not seen
     return f"{max(x - DASH, LEFT):.1f},{y} {min(x + DASH, RIGHT):.1f},{y}"
 
 
@@ -176,7 +180,7 @@ def _curve(line: dict[str, Any], number: int, pool: dict[str, Any]) -> str:
     ys = np.array([missed for _, missed, _ in points])
     box = _Box(xs[0], xs[-1], float(ys.max()) or 1.0)
     frame = box.frame(format_number, [(x, format_bytes(one[0])) for x, one in zip(xs, points, strict=True)])
-    x, y = map(float, box.points(xs[[at]], ys[[at]]).split(","))
+    x, y = box.point(xs[at], ys[at])
     anchor, beside = ("end", -10) if x > (LEFT + RIGHT) / 2 else ("start", 10)
     spot = f'<circle cx="{x}" cy="{y}" r="5"/>'
     spot += f'<text class="here" x="{x + beside}" y="{y - 9:.1f}" text-anchor="{anchor}">you are here</text>'
