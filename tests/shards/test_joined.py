@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ class Together:
         path: of the parts.
         ranks: how many.
         rule: of all.
+        seed: of all.
     """
 
-    def __init__(self, path: Path, ranks: int, rule: er.Rule) -> None:
-        same: dict[str, Any] = {"seed": 3, "rule": rule, "init": er.Normal(std=0.1)}
+    def __init__(self, path: Path, ranks: int, rule: er.Rule, seed: int = 3) -> None:
+        same: dict[str, Any] = {"seed": seed, "rule": rule, "init": er.Normal(std=0.1)}
         self.path = str(path)
         self.parts = [
             er.Table(None, DIM, path=part_to_open(self.path, rank, ranks, "users"), memory="2MiB", **same)
@@ -84,6 +86,37 @@ def test_parts_read_as_the_table_that_they_are(tmp_path: Path, rule: er.Rule, me
     with er.open(both.path, mode="r", at=earlier) as table:
         np.testing.assert_array_equal(table.export()[1], first[1])
     both.close()
+
+
+def test_a_snapshot_of_parts_moves_when_it_is_told_to(tmp_path: Path) -> None:
+    both = Together(tmp_path / "users.rock", 2, er.Adam(lr=0.1))
+    both.step(0)
+    both.commit(1)
+    with er.open(both.path, mode="r") as table:
+        first = both.alone.export()
+        both.step(1)
+        both.commit(2, slice(1))  # which one part alone has
+        assert not table.refresh()
+        both.commit(2, slice(1, None))
+        np.testing.assert_array_equal(table.export()[1], first[1])
+        assert table.refresh()
+        assert not table.refresh()
+        for found, expected in zip(table.export(), both.alone.export(), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert (table.steps, table.last_step, table.last_commit) == (2, 2, table.commits()[-1]["commit"])
+        both.close()
+        shutil.rmtree(both.path)
+        with pytest.raises(er.TableFileError, match=r"no table in parts here any more\. Open it anew"):
+            table.refresh()
+        other = Together(tmp_path / "users.rock", 2, er.Adam(lr=0.1), seed=4)
+        other.step(0)
+        other.commit(3)
+        with pytest.raises(er.TableFileError, match="holds another table: seed differ"):
+            table.refresh()
+        assert (table.steps, len(table.lookup([1, 2]))) == (2, 2)
+        other.close()
+    with pytest.raises(er.ClosedTableError):
+        table.refresh()
 
 
 @pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")

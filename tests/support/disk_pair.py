@@ -15,6 +15,7 @@ import pytest
 
 import embedrock as er
 from embedrock.machine.vfs import OS_SYSTEM, System
+from embedrock.table.table import rows_of
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import cut_small, some_goal
 from table_files import keeper_of, store_of
@@ -189,6 +190,12 @@ class Pair:
     def commit(self, wait: bool = True, name: str | None = None) -> None:
         self.saved[self.table.commit(step=self.ram.steps, wait=wait, name=name)] = copy.deepcopy(self.ram)
 
+    def settle(self) -> None:
+        """Wait for a commit in the background."""
+        rows = rows_of(self.table)
+        with rows.turn.alone():
+            keeper_of(self.table).end_commit(rows)
+
     def compact(self) -> None:
         before = self.saved[max(self.saved)]
         self.saved[self.table.compact()] = before
@@ -198,6 +205,7 @@ class Pair:
 
     def rollback(self, newest: bool = True) -> None:
         """Go back, to the last commit or to any."""
+        self.settle()  # or it may drop the commit that is chosen
         numbers = [commit["commit"] for commit in self.table.commits() if commit["commit"] >= self.first]
         number = max(self.saved) if newest else int(self.rng.choice(numbers))
         made = self.table.rollback(number)

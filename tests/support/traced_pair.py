@@ -45,10 +45,9 @@ from disk_pair import (
 from embedrock.errors import IdError, NonFiniteGradientError, UnsupportedError
 from embedrock.process import forks
 from embedrock.store import volume as volumes
-from embedrock.table.table import rows_of
 from embedrock.tiers.cache import POLICIES
 from same_tables import LAZY, RULES, check_same
-from table_files import keeper_of, store_of
+from table_files import store_of
 
 NAMES = 4  # commits that have a name, at most
 READERS = 2  # snapshots that are open, at most
@@ -291,12 +290,6 @@ class TracedPair(Pair):
 
     # ---- commits
 
-    def settle(self) -> None:
-        """Wait for a commit in the background."""
-        rows = rows_of(self.table)
-        with rows.turn.alone():
-            keeper_of(self.table).end_commit(rows)
-
     def named(self, wait: bool = True) -> None:
         if len(self.names) < NAMES:
             name = f"after {len(self.saved)}"
@@ -339,7 +332,7 @@ class TracedPair(Pair):
         return er.open(self.folder, mode="r", at=number, memory=self.options["memory"])
 
     def snapshot(self) -> None:
-        """Open a reader, or look at one that has been open for a while."""
+        """Open a reader, or look at one that has been open for a while, and let it go on with the newest commit."""
         self.settle()
         if len(self._readers) < READERS:
             number = int(self.rng.choice([commit["commit"] for commit in self.table.commits()]))
@@ -348,6 +341,9 @@ class TracedPair(Pair):
             reader, expected = self._readers.pop(0)
             with reader:
                 check_same(table_in(reader), expected)
+                at = reader.last_commit
+                assert reader.refresh() == (at != self.table.last_commit)
+                check_same(table_in(reader), self.saved[self.table.last_commit])
 
     # ---- others
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from embedrock.shards.folders import Layout
 from embedrock.shards.owners import Shard
 from embedrock.spec import Spec
 from embedrock.store.verify import Verification, verify_commits
+from embedrock.store.volume import Volume
 from embedrock.table.files import Files
 from embedrock.table.home import Home, Version
 from embedrock.table.keeper import Keeper, Opening
@@ -26,6 +27,7 @@ from embedrock.tiers.tier import Placement, Tier
 from embedrock.tiers.turn import Turn
 
 CONTENTS = ("rows", "dim", "dtype", "rule", "init", "seed")  # of parts of one table, the same in all
+STAY = ("dim", "dtype", "init", "seed")  # of one table, the same at all times: seeds tell it from others
 
 
 class JoinedTier(Tier):
@@ -133,22 +135,38 @@ def _reach(tier: Tier, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         return tier.reach(ids)
 
 
+class Parts(NamedTuple):
+    """A table in parts, as of a commit that all of them have.
+
+    Attributes:
+        layout: where they are.
+        commit: which it is.
+        tables: the parts.
+    """
+
+    layout: Layout
+    commit: Common
+    tables: Sequence[Table]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for table in self.tables:
+            table.close()
+
+
 class Joined(Keeper, Home):
     """The files of a table in parts, which are read as of a commit that all have.
 
     Args:
-        layout: where they are.
         parts: the tables.
         opening: how they were opened.
-        commit: which all are as of.
+        newer: opens them as of the newest commit, where that is not the one that it is given; else it returns None.
     """
 
-    def __init__(self, layout: Layout, parts: Sequence[Table], opening: Opening, commit: Common) -> None:
-        first = rows_of(parts[0]).home
-        assert isinstance(first, Files)
-        super().__init__(first.volume, opening)
-        self.layout, self._parts, self._as_of = layout, parts, commit
-        self.subject = f"table {opening.name or opening.path!r}, in {len(parts)} parts,"
+    def __init__(self, parts: Parts, opening: Opening, newer: Callable[[Parts], Parts | None]) -> None:
+        super().__init__(_volume_of(parts), opening)
+        self._parts, self._newer = parts, newer
+        self.subject = f"table {opening.name or opening.path!r}, in {len(parts.tables)} parts,"
 
     @property
     def reopening(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -156,21 +174,21 @@ class Joined(Keeper, Home):
 
     @property
     def where(self) -> str:
-        return f"on disk at {self.opening.path!r} in {len(self._parts)} parts (read only) behind caches in RAM"
+        return f"on disk at {self.opening.path!r} in {len(self._parts.tables)} parts (read only) behind caches in RAM"
 
     @property
     def last_commit(self) -> int:
-        return self._as_of.numbers[0]
+        return self._parts.commit.numbers[0]
 
     @property
     def last_step(self) -> int | None:
-        return self._as_of.step
+        return self._parts.commit.step
 
     def commits(self) -> list[dict[str, Any]]:
         """Return the commits that all parts have, by their numbers in the first one."""
-        lines = [{line["commit"]: line for line in part.commits()} for part in self._parts]
+        lines = [{line["commit"]: line for line in part.commits()} for part in self._parts.tables]
         found = []
-        for common in commits_of(self.layout):
+        for common in commits_of(self._parts.layout):
             each = [of_part.get(number) for of_part, number in zip(lines, common.numbers, strict=True)]
             if all(line is not None for line in each):  # or its writer has dropped it meanwhile
                 whole = [line for line in each if line is not None]
@@ -179,23 +197,45 @@ class Joined(Keeper, Home):
         return found
 
     def verify(self) -> Verification:
-        return verify_parts(self.layout)
+        return verify_parts(self._parts.layout)
 
     def rows(self, options: dict[str, Any]) -> Rows:
         """Return the rows of all parts."""
-        parts = [rows_of(part) for part in self._parts]
-        spec, rows = parts[0].spec, Rows(self, options["on_nonfinite"])
+        rows = Rows(self, options["on_nonfinite"])
+        self._go_on(rows)
+        return rows
+
+    def _go_on(self, rows: Rows | None) -> None:
+        assert rows is not None
+        parts = [rows_of(part) for part in self._parts.tables]
+        first, spec = parts[0], parts[0].spec
         history = None if spec.rule is None else spec.rule.history()
         if history is not None:
-            history.load(remembered(parts[0]), parts[0].steps)
-        steps = parts[0].steps, parts[0].skipped_steps
-        rows.install(spec, JoinedTier(spec, parts, self.subject), history, *steps, residents=parts[0].residents)
+            history.load(remembered(first), first.steps)
+        tier = JoinedTier(spec, parts, self.subject)
+        rows.install(spec, tier, history, first.steps, first.skipped_steps, residents=first.residents)
         rows.version.commit()
-        return rows
+
+    def refresh(self, rows: Rows | None) -> bool:
+        assert rows is not None
+        newer = self._newer(self._parts)  # opened before others wait
+        if newer is None:
+            return False
+        with rows.turn.whole():
+            before, self._parts = self._parts, newer
+            try:
+                self._go_on(rows)
+            except BaseException:
+                self._parts = before
+                newer.close()
+                raise
+            self.volume = _volume_of(newer)
+            before.close()
+        return True
 
     def stats(self) -> dict[str, float]:
         """Return who comes and goes in all parts, each of which decides that by itself."""
-        found = [rows.residents for part in self._parts if (rows := rows_of(part)).residents is not None]
+        found = [rows.residents for part in self._parts.tables if (rows := rows_of(part)).residents is not None]
         each = [residents.stats() for residents in found if residents is not None]
         return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
 
@@ -226,7 +266,7 @@ class Joined(Keeper, Home):
         raise AssertionError(self.subject)
 
     def check_in_ram(self, verb: str) -> None:
-        rows_of(self._parts[0]).home.check_in_ram(verb)
+        rows_of(self._parts.tables[0]).home.check_in_ram(verb)
 
     def after_fork(self, rows: Rows) -> None:
         """Go on in a child process: each part sees to that by itself."""
@@ -235,11 +275,16 @@ class Joined(Keeper, Home):
         self.close_all()
 
     def close_all(self) -> None:
-        for part in self._parts:
-            part.close()
+        self._parts.close()
 
     def _leave_budget(self) -> None:
         """Leave it to the parts."""
+
+
+def _volume_of(parts: Parts) -> Volume:
+    home = rows_of(parts.tables[0]).home
+    assert isinstance(home, Files)  # parts are tables alone
+    return home.volume
 
 
 def verify_parts(layout: Layout) -> Verification:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from embedrock.errors import ArgumentError, TableFileError
@@ -12,7 +13,7 @@ from embedrock.machine.sizes import parse_bytes
 from embedrock.process.interrupts import held_back
 from embedrock.shards.commits import Common, commits_of, last_of
 from embedrock.shards.folders import Layout, layout_of
-from embedrock.shards.joined import CONTENTS, Joined
+from embedrock.shards.joined import CONTENTS, STAY, Joined, Parts
 from embedrock.table import open as alone
 from embedrock.table.description import check_same, describe_spec
 from embedrock.table.options import OpenOptions, shows
@@ -27,7 +28,7 @@ def open_table(
 
     Args:
         path: its folder.
-        mode: "w" to be its one writer, or "r" for a snapshot that never moves, whatever a writer does meanwhile. A
+        mode: "w" to be its one writer, or "r" for a snapshot, which stays until `refresh`, whatever a writer does. A
             table in parts is one table then, and is written by its ranks only.
         at: number of the commit, for a reader; None: the last one. Of parts it is the first one's number.
         memory, on_nonfinite, name, policy, keep, lock, system, device_memory: as in `Table`.
@@ -66,8 +67,7 @@ def open_table(
             layout.path,
         )
     with held_back():  # or Ctrl-C may leave files open that no table has
-        common, parts = _parts_as_of(layout, at, options)
-        home = Joined(layout, parts, opening, common)
+        home = Joined(_parts_as_of(layout, at, options), opening, lambda parts: _newer(parts, options))
         try:
             return Table.over(home.rows(given), home, given)
         except BaseException:
@@ -87,12 +87,28 @@ def _commit(layout: Layout, at: int | None) -> Common:
     return found[at]
 
 
-def _parts_as_of(layout: Layout, at: int | None, options: OpenOptions) -> tuple[Common, list[Table]]:
+def _newer(parts: Parts, options: OpenOptions) -> Parts | None:
+    """Open the parts of a table as of the newest commit that all have; return None where that is the one they have."""
+    layout = layout_of(parts.layout.path)
+    if layout is None:
+        raise TableFileError(errno.ENOENT, "there is no table in parts here any more. Open it anew", parts.layout.path)
+    if (layout, last_of(layout)) == (parts.layout, parts.commit):
+        return None
+    newer = _parts_as_of(layout, None, options)
+    try:
+        _check_like(parts.tables[0], newer.tables[0], STAY)
+    except BaseException:
+        newer.close()
+        raise
+    return newer
+
+
+def _parts_as_of(layout: Layout, at: int | None, options: OpenOptions) -> Parts:
     """Open all parts as of a commit. A writer may drop it meanwhile: then as of the next one."""
     while True:
         common = _commit(layout, at)
         try:
-            return common, _parts(layout, common, options)
+            return Parts(layout, common, _parts(layout, common, options))
         except (ArgumentError, FileNotFoundError):
             if _commit(layout, at) == common:
                 raise
@@ -106,7 +122,7 @@ def _parts(layout: Layout, common: Common, options: OpenOptions) -> list[Table]:
     try:
         for part, number in zip(layout.parts, common.numbers, strict=True):
             opened.append(alone.open_table(part, "r", number, **own))
-            _check_like(opened[0], opened[-1])
+            _check_like(opened[0], opened[-1], CONTENTS)
     except BaseException:
         for table in opened:
             table.close()
@@ -114,6 +130,6 @@ def _parts(layout: Layout, common: Common, options: OpenOptions) -> list[Table]:
     return opened
 
 
-def _check_like(first: Table, other: Table) -> None:
+def _check_like(first: Table, other: Table, contents: Sequence[str]) -> None:
     expected, got = (describe_spec(table.spec) for table in (first, other))
-    check_same({key: expected[key] for key in CONTENTS}, {key: got[key] for key in CONTENTS}, str(other.path))
+    check_same({**got, **{key: expected[key] for key in contents}}, got, str(other.path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CommitError, EmbedrockError
+from embedrock.errors import ArgumentError, CommitError, EmbedrockError, MissingFileError, TableFileError
 from embedrock.machine.space import NO_SPACE
 from embedrock.machine.vfs import System
 from embedrock.process import forks
@@ -105,6 +106,27 @@ class Volume:
                 is_told = at is not None and isinstance(error, ArgumentError)
                 if is_told or commit in manifests.numbers(system, folder):
                     raise
+
+    def newest(self) -> Volume | None:
+        """Open the newest commit to read it; return None where that is the one of this volume.
+
+        Raises:
+            TableFileError: another table lies there now, or none.
+        """
+        check_table(self.system, self.folder)
+        with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then there is a newer one
+            if folders.newest(self.system, self.folder) == self.manifest:
+                return None
+        made = self._open_to_read(self.system, self.folder, None)
+        if made.manifest.uuid == self.manifest.uuid:
+            return made
+        made.close()
+        raise TableFileError(
+            errno.ESTALE,
+            f"another {made.kind} lies here now, {made.manifest.uuid}, not the one that was opened, "
+            f"{self.manifest.uuid}. Open it anew",
+            self.folder,
+        )
 
     def _histories_of(self, manifest: AnyManifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}

@@ -94,6 +94,11 @@ class Facts:
         """The `Group` that it is a member of; None for a table alone."""
         return self._rows.home.group
 
+    def _checked_rows(self) -> Rows:
+        """Return the rows, once the side has raised what went wrong in earlier calls."""
+        self._rows.check()
+        return self._rows
+
     # ---------------------------------------------------------------- tables on disk
 
     def _on_disk(self) -> Keeper:

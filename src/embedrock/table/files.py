@@ -152,6 +152,12 @@ class Files(Keeper, Home):  # pyright: ignore[reportIncompatibleVariableOverride
         rows.version.commit()
         self._commit = self._pending = None  # what became of it has no say about these rows
 
+    def _go_on(self, rows: Rows | None) -> None:
+        assert rows is not None
+        spec = read_spec(self.last().spec, rows.spec.init, self.opening.path)
+        self.last().check_spec(spec.rows, spec.record_bytes, self.opening.path)
+        self.resume(rows, spec)
+
     def last(self) -> Manifest:
         """Return the last commit."""
         assert isinstance(self.volume.manifest, Manifest)  # who opens a group has no `Files`

@@ -367,14 +367,13 @@ class Group:
         """Go on with the members of another commit: tables that are open go on with theirs, or are closed."""
         assert self.files is not None
         tables = {name: member for name, member in self._members.items() if isinstance(member, Table)}
-        self._members = dict(found)
-        for name, table in tables.items():
-            if name in found:
-                self.files.wake(rows_of(table), name, found[name], rows_of(table).spec.init)
-                self._members[name] = table
-            else:
-                del self.files.versions[name]
-                rows_of(table).drop()
+        stay = {name: table for name, table in tables.items() if name in found}
+        for name, table in stay.items():
+            self.files.wake(rows_of(table), name, found[name], rows_of(table).spec.init)
+        for name in tables.keys() - stay.keys():
+            del self.files.versions[name]
+            rows_of(tables[name]).drop()
+        self._members = found | stay
 
     def lose(self) -> None:
         """Let go of all rows, as they are not those of the files."""
@@ -523,6 +522,14 @@ class Group:
         with self.turn.whole():
             self._check_open()
             return self._kept.rollback(None, index(commit))
+
+    def refresh(self) -> bool:
+        """Let a snapshot go on with the newest commit of all members; return whether there was one: `Table.refresh`.
+
+        Tables that the commit does not have are closed.
+        """
+        self._check_open()
+        return self._kept.refresh(None)
 
     def compact(self) -> int:
         """Fold the changes of past commits into the base, and commit that: see `Table.compact`."""

@@ -185,14 +185,19 @@ class GroupFiles(Keeper):
         self.stop_compaction()
         self.volume.rollback(manifest, publishing.now(), self.opening.keep)
         try:
-            self.pools.leave()
-            group.take_over(self.resume())
+            self._go_on(rows)
         except BaseException:  # the records in RAM are not those of the files
             group.lose()
             self.close_all()
             raise
         self.went_back_to = commit
         return self.volume.manifest.commit
+
+    def _go_on(self, rows: Rows | None) -> None:
+        group = self._group()
+        assert group is not None  # who calls has it, or a member, which has it
+        self.pools.leave()
+        group.take_over(self.resume())
 
     def begin_child(self) -> None:
         """Go on in a child process, with caches of its own: see `Files.after_fork`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError
+from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import Size, format_bytes
 from embedrock.machine.space import NO_SPACE
@@ -182,6 +182,10 @@ class Keeper(ABC):
     @abstractmethod
     def rollback(self, rows: Rows, commit: int) -> int:
         """Make the content of an earlier commit the newest; return its number."""
+
+    @abstractmethod
+    def _go_on(self, rows: Rows | None) -> None:
+        """Give all tables that are open the state of the last commit. They are quiet."""
 
     @abstractmethod
     def _leave_budget(self) -> None:
@@ -427,6 +431,29 @@ class Keeper(ABC):
         """Return the commits that there are, the oldest first."""
         system, folder = self.volume.system, self.volume.folder
         return [_line(self.volume, manifest) for manifest in folders.manifests_of(system, folder)]
+
+    def refresh(self, rows: Rows | None) -> bool:
+        """Let a snapshot go on with the newest commit, if that is another one; return whether: see `Table.refresh`."""
+        if self.writes:
+            raise UnsupportedError(
+                f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
+                f'snapshots, er.open({self.opening.path!r}, mode="r").'
+            )
+        newest = self.volume.newest()  # opened before others wait
+        if newest is None:
+            return False
+        with self.turn(rows).whole():
+            self.wait_for_quiet(rows)
+            before, self.volume = self.volume, newest
+            try:
+                self._go_on(rows)
+            except BaseException:
+                self.volume = before
+                self._go_on(rows)
+                newest.close()
+                raise
+            before.close()
+        return True
 
     # ---------------------------------------------------------------- compaction
 

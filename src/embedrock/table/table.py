@@ -15,8 +15,8 @@ from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.store.verify import Verification
 from embedrock.table import bringing, checks, named, opened, saved
+from embedrock.table.committing import Committing
 from embedrock.table.facts import exclusive, whole
 from embedrock.table.growing import Growing
 from embedrock.table.keeper import Keeper
@@ -28,7 +28,7 @@ from embedrock.table.rule_changes import give_rule
 from embedrock.tiers.tier import Ticket
 
 
-class Table(Growing):
+class Table(Growing, Committing):
     """An embedding table: rows of weights and optimizer state, made when an id is first stepped.
 
     Its rows live in RAM or, with `path`, on disk behind a cache in RAM; that changes no bit of any result.
@@ -53,7 +53,7 @@ class Table(Growing):
         policy: of a table on disk: which rows leave the cache, "lfu" (the least frequently used), "lru" or "clock".
         keep: of a table on disk: newest commits that are kept; those with a name always are.
         lock: of a table on disk: refuse to open where the file system has no locks.
-        mode: "w", or "r" for a snapshot of a table on disk that never moves.
+        mode: "w", or "r" for a snapshot of a table on disk, which moves when `refresh` is called only.
         system: does the I/O of a table on disk (for tests).
         device_memory: the most GPU memory for its rows once a model that has it is on a GPU, in bytes, "2GiB" or "25%":
             all rows if they fit, else a cache of those in use. 0: rows are used in RAM. None: half of what is free.
@@ -143,11 +143,6 @@ class Table(Growing):
 
     def _checked_ids(self, ids: npt.ArrayLike) -> np.ndarray:
         return check_ids(ids, self.rows, self.subject)
-
-    def _checked_rows(self) -> Rows:
-        """Return the rows, once the side has raised what went wrong in earlier calls."""
-        self._rows.check()
-        return self._rows
 
     # ---------------------------------------------------------------- training
 
@@ -306,59 +301,6 @@ class Table(Growing):
         """
         with self._rows.turn.lock:
             self._rows.close()
-
-    # ---------------------------------------------------------------- tables on disk
-
-    @whole
-    def commit(self, step: int | None = None, name: str | None = None, wait: bool = True) -> int:
-        """Make all changes so far durable, as one; return the commit's number.
-
-        After a crash at any instant the table opens as of the last commit, or of one made since.
-
-        Args:
-            step: the caller's step number, to go on from.
-            name: keeps the commit until `release`; others are dropped when `keep` newer ones are there.
-            wait: return when it is durable. False: it is written in the background, with the values of now, while
-                training goes on; what goes wrong is raised by the next call that changes, commits or closes the table.
-
-        Raises:
-            CommitError: it failed (disk full, I/O error). The last commit is whole, and so are the rows in RAM.
-            ReadOnlyTableError: the table was opened with ``mode="r"``.
-            UnsupportedError: the table lives in RAM.
-        """
-        return self._on_disk().commit(self._checked_rows(), index(step), name, wait)
-
-    def release(self, name: str) -> None:
-        """Let retention drop the commits called `name`. Nothing happens where there are none."""
-        self._on_disk().release(self._checked_rows(), name)
-
-    @whole
-    def rollback(self, commit: int) -> int:
-        """Go back to an earlier commit: its content becomes a new one, whose number is returned.
-
-        Changes that no commit has are dropped. No earlier commit is lost.
-
-        Raises:
-            ArgumentError: there is no such commit.
-        """
-        return self._on_disk().rollback(self._checked_rows(), index(commit))
-
-    def compact(self) -> int:
-        """Fold the changes of past commits into the table's base, and commit that; return the last commit's number.
-
-        Changes that no commit has are not in it. It happens by itself in the background after commits, as often as the
-        disk's and the RAM's use ask for it.
-        """
-        self._on_disk().compact(self._checked_rows())
-        return self._commit_base()
-
-    @whole
-    def _commit_base(self) -> int:
-        return self._on_disk().commit_base(self._checked_rows())
-
-    def verify(self) -> Verification:
-        """Read all files of all commits, and check every checksum: see `Verification`."""
-        return self._on_disk().verify()
 
     # ---------------------------------------------------------------- ahead of time
 
