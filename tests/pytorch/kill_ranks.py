@@ -63,7 +63,13 @@ class Oracle:
 
     def check(self, path: str) -> int:
         """Compare the parts at a path, as of the newest commit of all, to the bit; return how many steps they made."""
-        with er.open(path, mode="r") as found:
+        try:
+            opened = er.open(path, mode="r")
+        except er.ArgumentError as error:  # ranks were killed as they made the table
+            if self.table.steps or "got none in shard-" not in str(error):
+                raise
+            return 0
+        with opened as found:
             assert found.steps >= self.table.steps, (found.steps, self.table.steps)
             while self.table.steps < found.steps:
                 blocks = [Block(*batch(self.table.steps, block)) for block in range(2)]

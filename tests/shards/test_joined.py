@@ -142,6 +142,13 @@ def test_a_commit_that_a_part_lacks_does_not_exist(tmp_path: Path) -> None:
     both.close()
 
 
+def test_a_table_whose_ranks_were_ended_as_they_made_it_is_told(tmp_path: Path) -> None:
+    Layout(str(tmp_path), 2).publish()
+    er.Table(10, 2, path=tmp_path / "shard-1-of-2").close()
+    with pytest.raises(er.ArgumentError, match=r"must have a commit in each of them: got none in shard-0-of-2\. Where"):
+        er.open(tmp_path, mode="r")
+
+
 def test_commands_see_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = Together(tmp_path / "users.rock", 2, er.Adam(lr=0.1))
     both.step(0)

@@ -37,8 +37,9 @@ def swaps(rank: int, meeting: Meeting, sizes: list[int]) -> list[list[list[int]]
     for size in sizes:
         letters: Any = [[np.full(size + to, 10 * rank + to, np.int32)] for to in range(3)]
         messages = pack_all(letters, near.room, rank) if size % 2 else pack_all(letters)  # those lie elsewhere
-        notes = np.stack(meeting.gather(rank, near.left(messages)))[:, rank]
+        notes = near.swapped(near.left(messages), 30.0)
         found.append([[len(one), *set(one.tolist())] for one in near.read(notes)])
+    near.close()
     return found
 
 
@@ -48,6 +49,19 @@ def test_each_rank_reads_what_the_others_have_left_for_it() -> None:
         found = list(threads.map(lambda rank: swaps(rank, meeting, sizes), range(3)))
     for rank, each in enumerate(found):
         assert each == [[[size + rank, 10 * other + rank] for other in range(3)] for size in sizes]
+
+
+@pytest.mark.parametrize("gone", ["closed", "silent"])
+def test_what_waits_for_a_rank_that_has_closed_its_lines_or_says_nothing_raises(gone: str) -> None:
+    meeting, numbers = Meeting(2), np.zeros((2, 2), np.int64)
+    with ThreadPoolExecutor(2) as threads:
+        ours, theirs = threads.map(lambda r: NearRanks.of(r, 2, lambda told: meeting.gather(r, told)), range(2))
+    assert ours is not None
+    assert theirs is not None
+    if gone == "closed":
+        theirs.close()
+    with pytest.raises(OSError, match="Broken pipe" if gone == "closed" else "timed out"):
+        ours.swapped(numbers, 0.0)
 
 
 def test_one_that_does_not_see_the_others_has_all_of_them_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,17 @@ def file_in_memory(label: str) -> int:
     return os.memfd_create(label)
 
 
+def watch_process(process: int) -> int:
+    """Return a descriptor that `select.poll` finds ready to read once a process has ended.
+
+    Raises:
+        OSError: this system has none, or the process is gone.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(f"{NAME} has no descriptors of processes")
+    return os.pidfd_open(process)
+
+
 def read_into(fd: int, memory: memoryview, offset: int) -> int:
     """Fill `memory` from a file, or some of it; return how many bytes."""
     if hasattr(os, "preadv"):

@@ -8,6 +8,7 @@ to a commit that was cut short.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,11 @@ class Common(NamedTuple):
 def marks_of(part: str) -> list[Mark]:
     """Return the commits of a part, the oldest first, but for those that were gone back from: later ones made less."""
     found, least = list[Mark](), np.iinfo(np.int64).max
-    for manifest in reversed(folders.manifests_of(OS_SYSTEM, part)):
+    try:
+        manifests = folders.manifests_of(OS_SYSTEM, part)
+    except FileNotFoundError:  # nobody has made it yet
+        return found
+    for manifest in reversed(manifests):
         assert isinstance(manifest, Manifest)  # groups are not shared out
         if manifest.steps <= least:
             files = manifest.base, manifest.delta, manifest.history, manifest.count
@@ -100,7 +105,14 @@ def last_of(layout: Layout) -> Common:
     Raises:
         ArgumentError: there is none, or only one from before the first step.
     """
-    last = [marks_of(part)[-1] for part in layout.parts]
+    marks = {part: marks_of(part) for part in layout.parts}
+    if unmade := [os.path.basename(part) for part, its_marks in marks.items() if not its_marks]:
+        raise ArgumentError(
+            f"the table in parts at {layout.path!r} must have a commit in each of them: got none in "
+            f"{', '.join(unmade)}. Where its ranks were ended as they made it, start them again, and they make what is "
+            "missing; a folder that was lost has to be put back."
+        )
+    last = [its_marks[-1] for its_marks in marks.values()]
     steps = sorted({mark.made for mark in last})
     common = commits_of(layout)
     if common and (common[-1].made or steps == [0]):

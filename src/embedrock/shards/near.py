@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from embedrock.machine.lines import Line
 from embedrock.machine.segments import Segment, Window
 from embedrock.shards.messages import WORD, pack_all
 
@@ -14,7 +16,7 @@ NOTE = 2  # int64: where a message begins in its segment, and how many bytes it 
 
 
 class NearRanks:
-    """Ranks of one machine, each of which leaves its messages where the others read them.
+    """Ranks of one machine, each of which leaves its messages where the others read them, and tells them where.
 
     A rank has two segments, that take turns. Messages are read before the next ones are carried, so that a rank may
     write to a segment again once the message after that in it was carried.
@@ -23,30 +25,62 @@ class NearRanks:
         rank: of this process.
         segments: its own.
         windows: on those of each rank.
+        lines: to each other rank.
     """
 
-    def __init__(self, rank: int, segments: Sequence[Segment], windows: Sequence[Sequence[Window]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        segments: Sequence[Segment],
+        windows: Sequence[Sequence[Window]],
+        lines: Mapping[int, Line],
+    ) -> None:
         self._rank, self._segments, self._windows, self._turn = rank, segments, windows, 0
+        self._lines = lines
 
     @staticmethod
     def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
         """Return them if all ranks of a group see each other's memory; None on all if one does not."""
         if ranks == 1:
             return None
+        lines: dict[int, Line] = {}
         try:
-            segments = [Segment(), Segment()]
+            segments, lines = [Segment(), Segment()], {to: Line() for to in range(ranks) if to != rank}
             told = np.concatenate([[*segment.address, *segment.token] for segment in segments])
         except (OSError, MemoryError):
             segments, told = [], np.zeros(8, np.int64)
-        theirs = [told.reshape(2, 4) for told in gather(told.astype(np.int64))]
+        ends = np.array([lines[to].address[1] if to in lines else 0 for to in range(ranks)])
+        theirs = gather(np.concatenate([told, ends]).astype(np.int64))
         try:
-            windows = [[Window((int(one[0]), int(one[1])), one[2:]) for one in each] for each in theirs]
+            windows = [[_window(each[:4]), _window(each[4:8])] for each in theirs]
+            for to, line in lines.items():
+                line.connect((int(theirs[to][0]), int(theirs[to][8 + rank])))
         except (OSError, MemoryError):
             windows = []
         sees_all = bool(segments and windows)
         if not all(one[0] for one in gather(np.array([sees_all], np.int64))):
             return None
-        return NearRanks(rank, segments, windows)
+        for line in lines.values():
+            line.connected()
+        return NearRanks(rank, segments, windows, lines)
+
+    def swapped(self, numbers: np.ndarray, timeout_s: float) -> np.ndarray:
+        """Give each rank its row of int64 (ranks, n), of `MOST` bytes at most; return those from each.
+
+        Raises:
+            OSError: a rank has closed its line, is gone, or did not answer in time.
+        """
+        theirs, until = numbers.copy(), time.monotonic() + timeout_s
+        for to, line in self._lines.items():
+            line.send(numbers[to].tobytes())
+        for sender, line in self._lines.items():
+            theirs[sender] = np.frombuffer(line.receive(theirs[sender].nbytes, until), np.int64)
+        return theirs
+
+    def close(self) -> None:
+        """Close the lines: the others hear of it at once."""
+        for line in self._lines.values():
+            line.close()
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for this rank's next messages, int32 (words,)."""
@@ -65,3 +99,7 @@ class NearRanks:
         turn = 1 - self._turn
         found = zip(self._windows, notes.tolist(), strict=True)
         return [windows[turn].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+
+
+def _window(told: np.ndarray) -> Window:
+    return Window((int(told[0]), int(told[1])), told[2:4])

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from embedrock.errors import WorkerLostError
 from embedrock.machine.buffers import buffers
+from embedrock.machine.lines import MOST
 from embedrock.shards.messages import WORD, joined
 from embedrock.shards.near import NearRanks
 
@@ -48,7 +49,9 @@ class Ranks:
         self._lost: WorkerLostError | None = None
         self._group: Any = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
-        self._near = NearRanks.of(self.rank, self.ranks, self.gather) if is_near else None
+        self._near: NearRanks | None = None
+        if is_near:
+            self._near = NearRanks.of(self.rank, self.ranks, self.gather)
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for messages that `swap` will carry: see `Transport.room`."""
@@ -82,11 +85,14 @@ class Ranks:
 
     def _swapped(self, numbers: np.ndarray) -> np.ndarray:
         """Give each rank its row of int64 (ranks, n); return those from each."""
+        self._count(numbers)
+        self.rounds += 1
+        near = self._near
+        if near is not None and numbers[0].nbytes <= MOST:
+            return self._do(lambda: near.swapped(numbers, self._timeout.total_seconds()))
         theirs = np.empty_like(numbers)
         ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
         self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
-        self._count(numbers)
-        self.rounds += 1
         return theirs
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
@@ -103,8 +109,14 @@ class Ranks:
             )
             with contextlib.suppress(RuntimeError):  # the others are told all the same, by the end of the connections
                 self._store.set(_at(self.rank), f"{self.at}, for which it had no memory left")
+            self._close()
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def _close(self) -> None:
+        """Let ranks that wait for this one hear at once that it carries no more."""
+        if self._near is not None:
+            self._near.close()
 
     def _of_others(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
         return [part for rank, part in enumerate(parts) if rank != self.rank]
@@ -121,7 +133,8 @@ class Ranks:
             done = operation()
             self.waited_s += time.perf_counter() - began
             return done
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            self._close()
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
             self._lost = WorkerLostError(
                 f"rank {self.rank} of {self.ranks} waited for another one that failed, is gone or did not answer "
