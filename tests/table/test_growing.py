@@ -274,6 +274,20 @@ def test_what_is_asked_of_a_table_of_fewer_rows_says_how_it_grows(tmp_path: Path
     assert "grow" not in str(error.value)
 
 
+def test_a_member_whose_rows_leave_counts_them_still_when_its_ids_become_open(tmp_path: Path):
+    group = er.Group(path=tmp_path / "g", memory="1MiB")
+    table = group.table("a", ROWS, DIM, rule=er.SGD(lr=0.1), eviction=er.Eviction(max_rows=BATCH))
+    assert table.stats()["direct"]
+    for ids in (np.arange(BATCH), np.arange(9, BATCH)):
+        table.update(ids, np.ones((len(ids), DIM)))
+    table.grow(None)
+    assert table.stats()["rows_touched"] == len(table.export()[0]) == BATCH
+    table.update([10**12], np.ones((1, DIM)))
+    assert table.stats()["rows_touched"] == len(table.export()[0]) == BATCH
+    group.commit()
+    group.close()
+
+
 def test_a_state_of_before_says_how_it_is_loaded():
     early, late = (er.Table(rows, DIM, rule=FAST[0], seed=1) for rows in (ROWS, MORE))
     early.update([5], np.ones((1, DIM)))

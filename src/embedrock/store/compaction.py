@@ -31,6 +31,7 @@ NO_AGE = 1 << 62  # of a goal that is about rows only
 SUBJECT = "compaction"
 PAUSE_SECONDS = 0.002  # between two looks at whether a commit has ended
 PIECE_BYTES = 4 << 20  # read and written at a time
+STAGED_PIECES = 2  # whose blocks are read at a time: between records there are others
 PROCESSOR_SHARE = 1 / 2  # of the time, where there is a rate: else steps of training meet one piece after another
 
 
@@ -389,7 +390,8 @@ class _Writer:
             raise Stopped
         store, slots = self._store, np.arange(len(ids))
         records = returned((len(ids), store.content.record_bytes), np.uint8, SUBJECT)
-        read_records(store.system, store.runs, locations, ids, records, slots)
+        # In a thread that is soon over, and has memory of its own for it.
+        read_records(store.system, store.runs, locations, ids, records, slots, staging=STAGED_PIECES * records.nbytes)
         sealed = store.seal(records, slots, ids)
         writer.append(sealed, ids)
         store.add(bytes_written=sealed.nbytes, bytes_compacted=sealed.nbytes)

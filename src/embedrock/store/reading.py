@@ -71,6 +71,7 @@ def read_records(
     ids: np.ndarray,
     records: np.ndarray,
     slots: np.ndarray,
+    staging: int | None = None,
 ) -> Counts:
     """Read stored records into slots. Threads may do so at once, into slots of their own.
 
@@ -81,6 +82,7 @@ def read_records(
         ids: int64 (n,): the rows that they belong to.
         records: uint8 (slots, record_bytes).
         slots: int64 (n,), without repeats.
+        staging: bytes of blocks that this thread reads at a time, at most; None: `STAGING_BYTES`.
 
     Raises:
         CorruptTableError: a record is not what was written for that row. What slots hold is undefined then.
@@ -88,7 +90,7 @@ def read_records(
     """
     order = np.argsort(locations)
     locations, counts = locations[order], Counts(0, 0)
-    for files, part in _by_kind(system, runs, locations):
+    for files, part in _by_kind(system, runs, locations, min(staging or STAGING_BYTES, STAGING_BYTES)):
         chosen = order[part]
         done = _read_part(system, files, locations[part], ids[chosen], records, slots[chosen])
         counts = Counts(counts.requests + done.requests, counts.nbytes + done.nbytes)
@@ -103,16 +105,18 @@ class _Files(NamedTuple):
         fds: by number; as they were, as a file that grows is read by another one from some size on.
         block: what is read are whole ones of so many bytes.
         gap: bytes between two records that are read along.
+        staging: bytes of blocks read at a time, about.
     """
 
     runs: Sequence[ReadableRun] | Mapping[int, ReadableRun]
     fds: dict[int, int]
     block: int
     gap: int
+    staging: int
 
 
 def _by_kind(
-    system: System, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray
+    system: System, runs: Sequence[ReadableRun] | Mapping[int, ReadableRun], locations: np.ndarray, staging: int
 ) -> Iterator[tuple[_Files, np.ndarray]]:
     """Yield the files of either kind, and which of the locations, which ascend, lie in them."""
     numbers = locations >> kernels.reference.storage.RUN_SHIFT
@@ -122,7 +126,7 @@ def _by_kind(
     kinds = (is_direct, kernels.cpu.storage.BLOCK, GAP), (~is_direct, CACHED_BLOCK, CACHED_GAP)
     for chosen, block, gap in kinds:
         if chosen.any():
-            yield _Files(runs, fds, block, gap), np.flatnonzero(chosen)
+            yield _Files(runs, fds, block, gap, staging), np.flatnonzero(chosen)
 
 
 def _read_part(
@@ -146,7 +150,7 @@ class _Piece:
 
     def __init__(self, files: _Files, locations: np.ndarray, stride: int) -> None:
         storage = kernels.cpu.storage
-        room = max(STAGING_BYTES, stride + 2 * storage.BLOCK)
+        room = max(files.staging, stride + 2 * storage.BLOCK)
         locations = locations[: room // stride + 1]
         requests, self.starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
         first = files.runs[int(locations[0]) >> storage.RUN_SHIFT].first

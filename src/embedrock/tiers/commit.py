@@ -81,13 +81,13 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 class Frozen:
-    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then.
+    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
 
     They are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself (`save`),
     so that the commit has the value of the moment that it began, and needs no memory but a piece.
 
     Attributes:
-        rows: that were dirty in the cache.
+        rows: that it writes.
 
     Args:
         commit: the whole.
@@ -98,7 +98,7 @@ class Frozen:
     def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
         self._commit, self._tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
-        self.rows = sum(self._freeze_rows(part) for _, part in self._parts())
+        self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
 
     @property
     def is_done(self) -> bool:
@@ -123,6 +123,12 @@ class Frozen:
         size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self._tier.store.buffer_bytes // PART_SLOT_BYTES))
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
+
+    def _freeze_all(self) -> int:
+        cache = self._tier.cache
+        for _, slots in cache.batches(LEAST_PART_SLOTS):
+            cache.flags[slots] = FROZEN
+        return cache.count
 
     def _freeze_rows(self, flags: np.ndarray) -> int:
         is_dirty = (flags & DIRTY) != 0
@@ -327,7 +333,7 @@ class Commit:
         after: Callable[[], None],
     ) -> None:
         self._volume, self._turn, self._changes, self._keep, self._after = volume, turn, changes, keep, after
-        self._histories, self._files = histories, dict[str, tuple[HistoryFile, ...]]()
+        self._histories, self._files = dict(histories), dict[str, tuple[HistoryFile, ...]]()
         self._written: list[HistoryFile] = []
         self.awaited, self._ending, self._is_over = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
@@ -404,10 +410,11 @@ class Commit:
             self._after()  # what goes wrong there is no failure of the commit
 
     def _write_histories(self) -> None:
-        for name, (arrays, after) in self._histories.items():
-            self._written.append(self._volume.write_history(arrays))
-            self._files[name] = (*after, self._written[-1])
-        self._histories = {}
+        while self._histories:  # each is gone once it is written: copies of who has a record are large
+            name, new = self._histories.popitem()
+            self._written.append(self._volume.write_history(new.arrays))
+            self._files[name] = (*new.after, self._written[-1])
+            del new
 
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""

@@ -153,7 +153,7 @@ class Part(Tier):
 
     @property
     def count(self) -> int:
-        return self.pool.tier.count if self.is_direct else self._count
+        return self._count if self.pool.is_shared else self.pool.tier.count
 
     @count.setter
     def count(self, count: int) -> None:
