@@ -15,8 +15,9 @@ from embedrock import kernels
 from embedrock.batch.plan import make_plan
 from embedrock.testing.kernels import Guarded
 
-# Sizes on both sides of the unrolled loops (4 and 8 wide) and of the prefetch distance.
-DIMS = [1, 3, 4, 7, 8, 17, 64]
+# Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
+# the prefetch distance.
+DIMS = [1, 3, 8, 16, 17, 64, 83]
 
 
 class Batch(NamedTuple):
@@ -65,7 +66,9 @@ def forward_calls(b: Batch) -> list[Call]:
     bags, dim = b.grads.shape
     pooled = {"out": ((bags, dim), np.float32)}
     scale, argmax = {"scale": ((bags,), np.float32)}, {"argmax": ((bags, dim), np.int32)}
+    no_scale = {"scale": ((0,), np.float32)}
     return [
+        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, False), pooled | no_scale),
         ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, False), pooled | scale),
         ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, True), pooled | scale),
         ("pool_max", (*b.source, b.offsets, b.places, b.skip), pooled | argmax),
@@ -80,6 +83,7 @@ def backward_calls(b: Batch) -> list[Call]:
     kernels.reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
     return [
         ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
+        ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale[:0], b.skip), unique),
         ("pool_max_backward", (b.grads, b.bags, b.starts, b.order, argmax), unique),
         (
             "weight_grads",

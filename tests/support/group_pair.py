@@ -287,7 +287,8 @@ def _of_positions(features: list[Feature], parts: list[Any]) -> np.ndarray:
             found.append(np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0)))
         else:
             weights = np.ones(len(of_bag), np.float32) if feature.weights is None else feature.weights
-            found.append((weights * trace[of_bag])[:, None] * grads[of_bag])
+            factors = weights * trace[of_bag] if len(trace) else weights
+            found.append(factors[:, None] * grads[of_bag])
     return np.concatenate(found)
 
 

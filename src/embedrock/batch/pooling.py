@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from embedrock.batch.plan import Plan
 from embedrock.machine.buffers import buffers
 from embedrock.process import forks
 from embedrock.process.spans import spanned
+
+ONES = np.empty(0, np.float32)  # factors that are all 1, as the kernels want them
 
 
 class Places:
@@ -98,19 +101,21 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
         bags: what belongs together.
 
     Returns:
-        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, or the positions
-        of maxima.
+        The bags float32 (bags, dim), in their places, and what `unpool` needs: the factors of sums, `ONES` where there
+        are no means, or the positions of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
-    out, trace = pooled_like(count, dim, bags.mode)
+    out, trace = pooled_like(count, dim, {bags.mode})
     pool_into(Source.of(rows), weights, bags, out, trace)
     return out, trace
 
 
-def pooled_like(count: int, dim: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return arrays for what `pool` returns of so many bags, which are of one mode, or sums and means."""
+def pooled_like(count: int, dim: int, modes: Set[str | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return arrays for what `pool` returns of so many bags, which are maxima, or sums and means."""
     out = buffers.empty((count, dim), np.float32)
-    return out, np.empty((count, dim), np.int32) if mode == "max" else np.empty(count, np.float32)
+    if "max" in modes:
+        return out, np.empty((count, dim), np.int32)
+    return out, np.empty(count, np.float32) if "mean" in modes else ONES
 
 
 def pool_into(source: Source, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
@@ -155,7 +160,7 @@ def sum_bags(
 
 
 def _factors(weights: np.ndarray | None) -> np.ndarray:
-    return np.empty(0, np.float32) if weights is None else weights  # as the kernels want it: (0,) for ones
+    return ONES if weights is None else weights
 
 
 def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:

@@ -449,7 +449,7 @@ def unread(batch: GroupPlan) -> Reading:
     for share in batch.shares:
         is_summed = share.route.kind != "rows"
         reading.places.append(share.layout.in_order if is_summed else None)
-        reading.traces.append(np.ones(len(share.layout.offsets) - 1, np.float32) if is_summed else None)
+        reading.traces.append(pooling.ONES if is_summed else None)
     return reading
 
 
@@ -558,7 +558,8 @@ def _source(share: Share) -> Source:
 
 def _pooled(share: Share, source: Source, places: Places) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a share in their places, float32 (bags, dim), and their trace."""
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, share.route.kind)
+    modes = {mode for mode, _, _ in share.route.modes}
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.dim, modes)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()

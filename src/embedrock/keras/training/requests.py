@@ -10,7 +10,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan
-from embedrock.batch.pooling import Bags, pool, unpool, weight_grads
+from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
 from embedrock.keras.training.handle import Handle
@@ -149,7 +149,7 @@ class TableLookup:
         if not self.pools:
             return [Summed(self.handle, self.handle.table.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
-        trace = saved if self.is_max and saved is not None else np.ones(len(flat), np.float32)
+        trace = saved if self.is_max and saved is not None else ONES
         summed = [Summed(self.handle, unpool(flat, weights, bags, trace))]
         if weights is None or saved is None:
             return summed, []

@@ -12,18 +12,23 @@ from numba.extending import intrinsic
 CACHE_LINE = 64
 
 
-def _emit_prefetch(context: Any, builder: Any, kind: Any, args: Any, for_writing: int) -> Any:
-    array = context.make_array(kind)(context, builder, args[0])
+def emit_prefetch(builder: Any, start: Any, nbytes: Any, for_writing: int = 0) -> None:
+    """Write LLVM's code that asks for the lines of so many bytes from an address on."""
     word, i32 = ir.IntType(64), ir.IntType(32)
     pointer = ir.IntType(8).as_pointer()
-    stride = builder.extract_value(array.strides, 0)
-    start = builder.add(builder.ptrtoint(array.data, word), builder.mul(args[1], stride))
     function_type = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     line = ir.Constant(word, CACHE_LINE)
-    with cgutils.for_range_slice(builder, ir.Constant(word, 0), args[2], line, word) as (offset, _):
+    with cgutils.for_range_slice(builder, ir.Constant(word, 0), nbytes, line, word) as (offset, _):
         address = builder.inttoptr(builder.add(start, offset), pointer)
         builder.call(function, [address, i32(for_writing), i32(3), i32(1)])
+
+
+def _emit_row(context: Any, builder: Any, kind: Any, args: Any, for_writing: int) -> Any:
+    array = context.make_array(kind)(context, builder, args[0])
+    stride = builder.extract_value(array.strides, 0)
+    start = builder.add(builder.ptrtoint(array.data, ir.IntType(64)), builder.mul(args[1], stride))
+    emit_prefetch(builder, start, args[2], for_writing)
     return context.get_dummy_value()
 
 
@@ -32,7 +37,7 @@ def prefetch(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any:
     """Ask for the first `nbytes` of ``rows[index]`` (2-D, C-contiguous) to be brought into cache for reading."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit_prefetch(context, builder, signature.args[0], args, for_writing=0)
+        return _emit_row(context, builder, signature.args[0], args, for_writing=0)
 
     return types.void(rows, types.intp, types.intp), generate
 
@@ -42,6 +47,6 @@ def prefetch_to_write(typingctx: Any, rows: Any, index: Any, nbytes: Any) -> Any
     """Do the same for writing. What another core will write to next should not be asked for like this."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit_prefetch(context, builder, signature.args[0], args, for_writing=1)
+        return _emit_row(context, builder, signature.args[0], args, for_writing=1)
 
     return types.void(rows, types.intp, types.intp), generate

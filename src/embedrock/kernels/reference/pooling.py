@@ -46,7 +46,8 @@ def pool_sum(
         words, slots, fresh: where the rows are; slots int64 (unique,), fresh float32 (new, dim).
         mean: divide each sum by the number of positions in the bag.
         out: float32 (places, dim).
-        scale: float32 (places,) receives what a sum was multiplied by: 1, or one over the number of positions.
+        scale: float32 (places,) receives what a sum was multiplied by: 1, or one over the number of positions; (0,)
+            where that is 1 for all.
     """
     rows = _rows(words, slots, inverse, fresh, out.shape[1])
     for bag, place in enumerate(places):
@@ -55,8 +56,9 @@ def pool_sum(
         for position in members:
             weight = weights[position] if weights.size else np.float32(1)
             out[place] += weight * rows[position]
-        scale[place] = 1 / max(1, members.size) if mean else 1
-        out[place] *= scale[place]
+        if scale.size:
+            scale[place] = 1 / max(1, members.size) if mean else 1
+            out[place] *= scale[place]
 
 
 def pool_max(
@@ -110,7 +112,8 @@ def pool_sum_backward(
         for position in order[starts[k] : starts[k + 1]] if k != skip else []:
             bag = bags[position]
             weight = weights[position] if weights.size else np.float32(1)
-            values[k] += (weight * scale[bag]) * grads[bag]
+            factor = scale[bag] if scale.size else np.float32(1)
+            values[k] += (weight * factor) * grads[bag]
     row_squares(values, squares)
 
 
