@@ -48,6 +48,7 @@ def example_cache() -> None:
         cache.swap(*arrival, some, number, FAR, moves)
         counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
         plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
+        cache.forget(slots, some.long())
     plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):

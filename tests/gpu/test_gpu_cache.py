@@ -218,6 +218,16 @@ class World:
                 for side in self.sides:
                     side.records()[places[u]][:] = self._model[key]
 
+    def forget(self, keys: set[int]) -> None:
+        """Let rows leave that no batch uses, as they do where others get their far slots."""
+        while self._moves:
+            self.exchange()
+        keys = {key for key in keys if key in self._model and all(key not in batch.near for batch in self.batches)}
+        for side in self.sides:
+            side.flush()
+            side.kernels.forget(side.slots, side.put(np.array(sorted(keys), np.int64)))
+        assert set(self._near_slots(keys).values()) <= {-1}
+
     def _near_slots(self, keys: Any) -> dict[int, int]:
         where = to_array(self.sides[0].slots.where)
         return {key: max(-1, int(where[key])) for key in keys if 0 <= key < self._rows}
@@ -244,6 +254,7 @@ class World:
 
 ROWS = 12
 BEGIN = st.tuples(st.just("begin"), st.sets(st.integers(-2, ROWS + 1), max_size=8), st.integers(1, 9))
+FORGET = st.tuples(st.just("forget"), st.sets(st.integers(0, ROWS - 1), max_size=8))
 OTHER = st.sampled_from([("exchange",), ("look_up",), ("step", 1), ("step", 1), ("step", 0)])
 
 
@@ -252,7 +263,7 @@ OTHER = st.sampled_from([("exchange",), ("look_up",), ("step", 1), ("step", 1), 
     near=st.integers(1, 9),
     window=st.integers(1, 9),
     record_bytes=st.sampled_from([4, 8, 48]),
-    program=st.lists(BEGIN | OTHER, max_size=14),
+    program=st.lists(BEGIN | OTHER | FORGET, max_size=14),
 )
 def test_random_programs(near: int, window: int, record_bytes: int, program: list[Any]) -> None:
     world = World(near, ROWS, window, record_bytes)
@@ -270,6 +281,8 @@ def test_a_long_program(near: int) -> None:
         world.look_up()
         while len(world.batches) > rng.integers(0, 4):
             world.step(int(rng.random() < 0.4))
+        if rng.random() < 0.2:
+            world.forget(set(rng.integers(0, ROWS, 4).tolist()))
         world.check()
     world.finish()
     near_rows, far, absent, fetched, put_out, back = world.sides[0].slots.tallies.tolist()[:6]

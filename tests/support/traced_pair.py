@@ -450,10 +450,10 @@ def drawn_acts(seed: int, operations: int) -> list[Act]:
     return acts
 
 
-def play(case: Case, acts: list[Act], folder: Any) -> None:
+def play(case: Case, acts: list[Act], folder: Any, kind: type[TracedPair] = TracedPair) -> None:
     """Do a trace to a pair, and look at all commits after each."""
     with surroundings(case), yielding(case.seed):
-        pair, number = TracedPair(case, folder), 0
+        pair, number = kind(case, folder), 0
         try:
             pair.begin()
             for number, act in enumerate(acts):  # noqa: B007

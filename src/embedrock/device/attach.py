@@ -22,9 +22,10 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import slot_bytes
+from embedrock.tiers.device_placing import DevicePlacement, slot_bytes
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.side import PlacementWarning
+from embedrock.tiers.tier import Tier
 
 LEAST_CAPABILITY = (7, 0)  # what Triton compiles for
 MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
@@ -87,16 +88,29 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
             stacklevel=5,
         )
         return None
-    if given and table.is_on_disk:
-        warnings.warn(
-            f"{table.subject} is on disk: its rows are used where they are in its cache in RAM, and device_memory="
-            f"{given} is not used.",
-            PlacementWarning,
-            stacklevel=5,
-        )
+    near = _near(table, rows.tier, 0 if given is None else budget)
+    if given and not near.near_rows:
+        _warn_of_no_room(table, given, rows.tier)
+    return HostedSide(rows, rows.tier, device, near)
+
+
+def _near(table: Table, tier: Tier, budget: int) -> DevicePlacement:
+    """Return which records of a table that the host plans are in so many bytes of GPU memory."""
+    if table.is_on_disk:
+        return device_placing.over(table.spec, tier.used_slots, budget)
     # How many rows there will be nobody knows: there is a cache where its size was said.
-    near = 0 if table.is_on_disk or given is None else budget // slot_bytes(table.spec)
-    return HostedSide(rows, rows.tier, device, min(near, table.rows or near))
+    rows = budget // slot_bytes(table.spec)
+    return device_placing.cached(table.spec, min(rows, table.rows or rows))
+
+
+def _warn_of_no_room(table: Table, given: int | str, tier: Tier) -> None:
+    least = slot_bytes(table.spec) + (device_placing.MAP_BYTES * (tier.used_slots - 1) if table.is_on_disk else 0)
+    warnings.warn(
+        f"device_memory={given!r} of {table.subject} has room for no row: its rows stay in RAM, where the GPU reads "
+        f"and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
+        PlacementWarning,
+        stacklevel=6,
+    )
 
 
 def _budget(table: Table, given: int | str | None, device: torch.device) -> int:

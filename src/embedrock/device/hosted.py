@@ -24,7 +24,7 @@ from embedrock.kernels.gpu.homes import FAR
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.table.rows import Rows
-from embedrock.tiers.device_placing import cached
+from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.tier import Tier
 
 DROPPED = -2  # key of a row that is not stepped
@@ -34,31 +34,36 @@ FIRST_MAP = 1024  # slots
 class HostedSide(DeviceSide):
     """Rows in pinned RAM, read and stepped there by the GPU: of hashed tables, and of the cache of a table on disk.
 
-    Of tables in RAM, whose slots never move, there may be a cache in GPU memory, as of tables that the GPU plans. Its
-    map has 4 bytes for each record that there is, not for each that there could be.
+    There may be a cache of them in GPU memory, as of tables that the GPU plans. Its map has 4 bytes for each record
+    that is in RAM, not for each that there could be.
 
-    The host waits for the GPU: for ids that are there, and for the gradients of a step that makes records. A table on
-    disk moves records, so it also waits for the step before.
+    A row of a table on disk has a slot in RAM as long as it is near. Before it leaves that for the disk, the tier asks
+    (`leave`): the record comes back if it is newer here, and is near no longer.
+
+    The host waits for the GPU: for ids that are there, for the gradients of a step that makes records, and as rows
+    leave RAM for the disk.
 
     Args:
         rows: of the table.
         tier: of the rows.
         device: the GPU.
-        near_rows: records of the cache; 0 for a table on disk.
+        placement: how many of them are near, or none.
 
     Raises:
         PinningError: the system does not let the tier's RAM be pinned.
     """
 
-    def __init__(self, rows: Rows, tier: Tier, device: torch.device, near_rows: int) -> None:
+    def __init__(self, rows: Rows, tier: Tier, device: torch.device, placement: DevicePlacement) -> None:
         super().__init__(rows, tier, device)
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
-        tier.stay()
+        with rows.turn.lock:
+            tier.let_in(self)
         self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
-        self._host_waits = 0
-        where = self._map(FIRST_MAP if near_rows else 0)
-        self.near = Near(where, cached(self.spec, near_rows), self.form, self._pinned.address)
+        self._host_waits, self._is_at_work = 0, False
+        slots = tier.used_slots if tier.evicts else FIRST_MAP
+        where = self._map(slots if placement.near_rows else 0)
+        self.near = Near(where, placement, self.form, self._pinned.address)
         self._cover()
 
     def _map(self, slots: int) -> Tensor:
@@ -83,8 +88,20 @@ class HostedSide(DeviceSide):
         self.faults.look()
         self.near.write_back()
         self.timeline.finish()
+        self._is_at_work = False
+
+    def leave(self, slots: np.ndarray) -> None:
+        """See `Guest`. The caller has the table. Waits for the device, if it may be at work with the records."""
+        if self._is_at_work or self.near.is_cache:
+            self._host_waits += 1
+            with self.timeline.ordered():
+                self.timeline.wait_for_copies()
+                if self.near.is_cache:
+                    self.near.leave(self.uploaded(slots))
+                self.timeline.finish()
 
     def close(self) -> None:
+        self.tier.let_out(self)
         super().close()
         self._pinned.close()
 
@@ -97,10 +114,10 @@ class HostedSide(DeviceSide):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        turn = self.rows.turn
-        with turn.alone() if self.tier.evicts else turn.lock:
-            self.begin()
+        with self.rows.turn.beside_sides():
+            self.rows.check_open()
             self._cover()
+            self._is_at_work = True
             with self.timeline.ordered():
                 self.timeline.wait_for_copies()
                 self._follow()
@@ -120,11 +137,13 @@ class HostedSide(DeviceSide):
             assert known.host is not None  # it planned
             host = replace(known.host, shape=tuple(ids.shape))
         with self._turn():
+            located = self._located(host)
             if known is not None and known.plan is not None:
                 self.timeline.uses(known.plan.keys)  # all of it is one part of memory
-                return replace(known.plan, shape=tuple(ids.shape), host=host)
+                if not self.tier.evicts or np.array_equal(located.slots, host.slots):
+                    return replace(known.plan, shape=tuple(ids.shape), host=host)
             # Of a batch that was brought ahead it was counted then what was near.
-            return self._brought(self._located(host), trains, counts=ahead is None or ahead.plan is None)
+            return self._brought(located, trains, counts=ahead is None or ahead.plan is None)
 
     def _host_planned(self, ids: Tensor) -> Plan:
         with self.rows.turn.lock:
@@ -141,10 +160,10 @@ class HostedSide(DeviceSide):
         return plan
 
     def _plan_ahead(self, ids: Tensor) -> None:
-        """Plan the next batch while the device is at work; of a table in RAM, upload the plan and bring rows near, too.
+        """Plan the next batch while the device is at work; upload the plan, too, and bring rows near that are in RAM.
 
-        Rows that get a record until then are looked for when they are read. Slots of a table on disk are not known
-        before all of them are in its cache.
+        Rows that get a record until then are looked for when they are read. Of a table on disk, all is planned anew if
+        some of the rows come to RAM, or leave it, until then.
         """
         if ids.device.type != "cpu":
             return  # the host would wait for them, and for what the device does now
@@ -152,7 +171,7 @@ class HostedSide(DeviceSide):
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
             return  # it is one when they are looked up
-        if self.tier.evicts:
+        if self.tier.evicts and not self.near.is_cache:
             self._ahead = Ahead(ids, version_of(ids), None, host, None)
             return
         with self.timeline.aside():
@@ -183,6 +202,8 @@ class HostedSide(DeviceSide):
         host, keys, fresh = self._host(plan), plan.keys, out  # of which nothing is read where all have records
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
+            if host.epoch < 0:  # they are read wherever they are
+                self.rows.turn.settle()
             values_of = self.rows.first_values if host.epoch >= 0 else self.rows.weights_of
             fresh = self.uploaded(values_of(host.ids[absent]))
             slots = host.slots.copy()

@@ -159,14 +159,28 @@ class Near:
     # ------------------------------------------------------------ what is known
 
     def write_back(self) -> None:
-        """Bring the records in RAM up to date with those of the cache."""
-        changed = self.slots.dirty.nonzero()[:, 0]
-        if len(changed):
-            owners, order = self.slots.owner[changed].sort()
+        """Bring the records in RAM up to date with those of the cache. Waits for the device."""
+        self._write_back(self.slots.dirty.nonzero()[:, 0])
+
+    def leave(self, keys: Tensor) -> None:
+        """Bring the records of rows in RAM up to date, and forget that they are near. Waits for the device.
+
+        Args:
+            keys: int64 (n,), of rows, without repeats: others will have them.
+        """
+        words = self.slots.where[keys]
+        slots = words[words >= 0].long()
+        self._write_back(slots[self.slots.dirty[slots] != 0])
+        cache.forget(self.slots, keys)  # all at once, or where memory is lacking, nothing
+
+    def _write_back(self, slots: Tensor) -> None:
+        """Copy the records of near slots, which have changed, to RAM."""
+        if len(slots):
+            owners, order = self.slots.owner[slots].sort()
             size = self.memory.record_bytes
-            sources, targets = self.memory.near + changed[order] * size, self.memory.far + owners * size
+            sources, targets = self.memory.near + slots[order] * size, self.memory.far + owners * size
             cache.copy_records(sources, targets, size)
-            self.slots.dirty.zero_()
+            self.slots.dirty[slots] = 0
 
     def stats(self) -> dict[str, float]:
         """Return numbers about the cache. Waits for the device."""

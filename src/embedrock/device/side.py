@@ -30,7 +30,6 @@ from embedrock.rules import Rule
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
 from embedrock.tiers.tier import Tier
-from embedrock.tiers.turn import Sides
 
 
 def form_of(spec: Spec) -> Form:
@@ -182,10 +181,8 @@ class DeviceSide(ABC):
             ClosedTableError: it is not.
         """
         rows = self.rows
-        turn = rows.turn
-        # Sides of tables of the group are not in the way.
-        if turn.running is not self and not isinstance(turn.running, DeviceSide | Sides):
-            turn.settle()
+        if rows.turn.running is not self:  # sides of tables of the group are not in the way
+            rows.turn.settle_steps()
         rows.check_open()
 
     def working(self) -> Ordered:

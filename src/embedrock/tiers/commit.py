@@ -232,7 +232,7 @@ class Frozen:
         """Copy rows that are frozen still; from now on they may change."""
         tier, flags = self._tier, self._tier.cache.flags
         with tier.turn.ahead():
-            tier.turn.settle()
+            tier.turn.settle_steps()  # no side has newer records of rows that are frozen
             slots = slots[(flags[slots] & FROZEN) != 0]
             ids = tier.cache.ids_in(slots)
             sealed = tier.store.seal(tier.records.bytes, slots, ids)

@@ -69,6 +69,15 @@ def share(spec: Spec, others: Sequence[Spec], budget: int) -> int:
     return MAP_BYTES * (spec.rows or 0) + min(even, spec.table_bytes or 0)
 
 
+def over(spec: Spec, slots: int, budget: int) -> DevicePlacement:
+    """Return the placement of a table on disk, whose cache in RAM has so many slots, given bytes of GPU memory."""
+    mapping = slots * MAP_BYTES
+    near = min(max(0, budget - mapping) // (spec.record_bytes + SLOT_BYTES), MOST_SLOTS, slots)
+    if near < 1:
+        return DevicePlacement("host", 0, 0)
+    return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
+
+
 def slot_bytes(spec: Spec) -> int:
     """Return the bytes of a record in the cache of a table whose slots are not its ids, with its part of the map."""
     return spec.record_bytes + SLOT_BYTES + MAP_BYTES

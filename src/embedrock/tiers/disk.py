@@ -28,6 +28,7 @@ from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
+from embedrock.tiers.side import Guest
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
 from embedrock.tiers.watch import FULL, Counted, Watch
@@ -85,7 +86,7 @@ class Disk(Tier):
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
-        self._stays, self._is_pool = False, store.parts is not None
+        self._guests, self._is_pool = weakref.WeakSet[Guest](), store.parts is not None
         self.commit: CommitUnderWay | None = None
         self.brings = 0  # calls of bring_ahead under way
         self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
@@ -415,6 +416,7 @@ class Disk(Tier):
 
     @spanned("spill")
     def _evict(self, victims: np.ndarray) -> None:
+        self._ask_guests(victims)
         dirty = victims[(self.cache.flags[victims] & DIRTY) != 0]
         if dirty.size:
             dirty = dirty[np.argsort(self.cache.ids_in(dirty))]
@@ -422,6 +424,11 @@ class Disk(Tier):
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()
+
+    def _ask_guests(self, leaving: np.ndarray) -> None:
+        """Get what guests know of the records in slots whose rows are about to leave."""
+        for guest in list(self._guests):
+            guest.leave(leaving)
 
     # ---------------------------------------------------------------- its size
 
@@ -433,13 +440,16 @@ class Disk(Tier):
         self.store.buffer_bytes = self.placement.buffer_bytes
         self.batch_rows = max(1, self.placement.slots // 4)
 
-    def stay(self) -> None:
-        self._stays = True
+    def let_in(self, guest: Guest) -> None:
+        self._guests.add(guest)
+
+    def let_out(self, guest: Guest) -> None:
+        self._guests.discard(guest)
 
     @property
     def _may_move(self) -> bool:
         """Whether the cache may be made anew: those who know slots or addresses by heart keep it as it is."""
-        return not self._stays and (self.commit is None or self.commit.is_done)
+        return not self._guests and (self.commit is None or self.commit.is_done)
 
     def adapt(self) -> bool:
         """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
@@ -605,7 +615,7 @@ class Disk(Tier):
             found = self.store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
-        with self.turn.whole():
+        with held_back(), self.turn.beside_sides():
             self._misses += len(found.ids)  # rows without a record are counted when their batch comes
             if len(found.ids) > self.cache.free:
                 self.cache.release_current()  # it is done, or bound by its own ticket, or brought again

@@ -13,6 +13,7 @@ from embedrock.store.manifest import MAX_PARTS, PART_BITS
 from embedrock.store.runs import damaged
 from embedrock.store.store import keys_of_part
 from embedrock.tiers.records import Records
+from embedrock.tiers.side import Guest
 from embedrock.tiers.tier import Placement, Tier
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
@@ -187,8 +188,11 @@ class Part(Tier):
     def beneath(self, ids: np.ndarray) -> tuple[Tier, np.ndarray]:
         return self.pool.tier, self.keys(ids)
 
-    def stay(self) -> None:
-        self.pool.tier.stay()
+    def let_in(self, guest: Guest) -> None:
+        self.pool.tier.let_in(guest)
+
+    def let_out(self, guest: Guest) -> None:
+        self.pool.tier.let_out(guest)
 
     @property
     def resident_rows(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 
 class PlacementWarning(UserWarning):
     """Rows of a model on a GPU are used by the CPU, or where it was not asked for."""
@@ -35,4 +37,16 @@ class Side(Protocol):
 
     def close(self) -> None:
         """Give its memory back. The tier's records are up to date."""
+        ...
+
+
+class Guest(Protocol):
+    """Who uses the records of a tier where they are, without its turn, and may have newer ones of its own."""
+
+    def leave(self, slots: np.ndarray) -> None:
+        """Bring the records in `slots` up to date, and use them no more: other rows will be there.
+
+        Raises:
+            EmbedrockError: it cannot be done now. The rows have not left.
+        """
         ...

@@ -14,6 +14,7 @@ from embedrock.machine.arena import Arena
 from embedrock.rules import History
 from embedrock.spec import Spec
 from embedrock.tiers.records import Records
+from embedrock.tiers.side import Guest
 
 SCANNED_ROWS = 1 << 16  # looked through at a time for those of a range
 
@@ -83,8 +84,11 @@ class Tier(ABC):
         arena = Arena(nbytes, self.subject, scattered=placement.direct)
         return arena, Records(self.spec, arena.memory)
 
-    def stay(self) -> None:  # noqa: B027  # most tiers never move their records
-        """Keep `records` at their address from now on, as others know it."""
+    def let_in(self, guest: Guest) -> None:  # noqa: B027  # most tiers never move their records, as with the next verb
+        """Keep `records` at their address, which a guest knows, and ask it before a row leaves its slot."""
+
+    def let_out(self, guest: Guest) -> None:  # noqa: B027
+        """Ask a guest no more. It uses no record."""
 
     def new_epoch(self) -> None:
         """Make all slots that were found before invalid."""

@@ -76,6 +76,11 @@ class Turn:
                 raise
             self.running = None
 
+    def settle_steps(self) -> None:
+        """Return once no step of the CPU is running; what sides do goes on."""
+        if self.running is not None and not isinstance(self.running, Side | Sides):
+            self.settle()
+
     def use(self, side: Side) -> None:
         """Let whoever reads the records of the table, or of those that have this turn too, wait for a side as well.
 
@@ -113,6 +118,14 @@ class Turn:
     def whole(self) -> Iterator[None]:
         """Give the caller the table alone, with Ctrl-C held back: what it changes, it changes whole."""
         with held_back(), self.alone():
+            yield
+
+    @contextmanager
+    def beside_sides(self) -> Iterator[None]:
+        """Give the caller the table with no step of the CPU running. Sides may be at work with rows that stay."""
+        self.queue()
+        with self.lock:
+            self.settle_steps()
             yield
 
     def queue(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import AGES, BatchTime, Slots, fade, far_word, read_word, touch_rows
+from embedrock.kernels.gpu.homes import AGES, FAR, BatchTime, Slots, fade, far_word, read_word, touch_rows
 from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
@@ -20,6 +20,7 @@ _BINS = tl.constexpr(BINS)
 _LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be taken
 _NOBODY = tl.constexpr(NOBODY)
 _AGES = tl.constexpr(AGES)
+_FAR = tl.constexpr(FAR)
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
 _TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of worth
 _MIDDLE = tl.constexpr(33)  # the bin of worth 1
@@ -243,6 +244,22 @@ def swap(slots, search, time, keys, count, limit, moves):
     size = search.victims.shape[0]
     args = limit, *time.numbers(), search.counts, search.victims, moves, size
     launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *slots, *args, LANES=BLOCK)
+
+
+@kernel("size")
+def _forget(keys, where, owner, size, LANES: tl.constexpr):
+    u = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = u < size
+    key = tl.load(keys + u, mask=inside, other=0)
+    slot = tl.load(where + key, mask=inside, other=-1)
+    tl.store(owner + slot, tl.full([LANES], -1, tl.int64), mask=slot >= 0)
+    tl.store(where + key, tl.full([LANES], _FAR, tl.int32), mask=inside)
+
+
+def forget(slots, keys):
+    """Forget that rows are near, of which others will have the far slots `keys`, int64 (n,), without repeats."""
+    size = keys.shape[0]
+    launch(_forget, blocks(size), keys, slots.where, slots.owner, size, LANES=BLOCK)
 
 
 # ---------------------------------------------------------------- bytes

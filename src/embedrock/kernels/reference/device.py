@@ -199,6 +199,13 @@ def swap(
     slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
 
 
+def forget(slots: Slots, keys: Int64Array) -> None:
+    """Forget that rows are near, of which others will have the far slots `keys`, without repeats."""
+    words = slots.where[keys]
+    slots.owner[words[words >= 0]] = -1
+    slots.where[keys] = _word(0, 0, np.ones(len(keys), np.float32))
+
+
 # ---------------------------------------------------------------- records
 
 

@@ -1,0 +1,238 @@
+"""A cache in GPU memory over the cache in RAM of a table on disk: the bits, commits and files of one without."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import late_copies
+import numpy as np
+import over_disk_loop
+import pytest
+import torch
+from gpu_device import DEVICE
+from test_gpu_limits import until_it_fits
+from triton.runtime import interpreter
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device.timeline import Timeline
+from embedrock.store.store import Store
+from embedrock.table.table import rows_of
+from embedrock.tiers.device_placing import slot_bytes
+from slow import slow
+
+ROWS, DIM, BATCH = 400, 16, 24
+MEMORY = "16KiB"  # for the rows of some batches
+
+
+def ids_of(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return batches of ids, half of them of a few rows."""
+    rng = np.random.default_rng(seed)
+    hot, cold = rng.integers(0, 20, (count, BATCH // 2)), rng.integers(0, ROWS, (count, BATCH // 2))
+    return list(torch.from_numpy(np.concatenate([hot, cold], 1)))
+
+
+class Both:
+    """A table on disk with rows on the device, and one in RAM that the CPU uses."""
+
+    def __init__(self, folder: Path, near: int, device: str = DEVICE) -> None:
+        self.path = str(folder / "rows.rock")
+        options: dict[str, Any] = {"seed": 1, "init": er.Normal(std=0.5)}
+        self.other = ert.Embedding(ROWS, DIM, **options)
+        spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
+        memory = near and slot_bytes(spec) * near + 4 * 60
+        self.mine = ert.Embedding(ROWS, DIM, path=self.path, memory=MEMORY, device_memory=memory, **options)
+        self.optimizers = [ert.Adam(layer, lr=0.1) for layer in (self.mine, self.other)]
+        ert.place(self.mine, device)
+
+    def step(self, ids: torch.Tensor) -> None:
+        for layer, optimizer in zip((self.mine, self.other), self.optimizers, strict=True):
+            layer(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        every = np.arange(ROWS)
+        np.testing.assert_array_equal(self.mine.table.lookup(every), self.other.table.lookup(every))
+        for got, expected in zip(self.mine.table.export(), self.other.table.export(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.fixture
+def both(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Both]:
+    made = Both(tmp_path, getattr(request, "param", 12))
+    yield made
+    made.mine.table.commit()
+    made.mine.table.close()
+
+
+@pytest.mark.parametrize("both", [12, *slow(0, 1, 1000)], indirect=True)
+def test_it_trains_to_the_same_bits_and_commits_them(both: Both):
+    for k, ids in enumerate(ids_of(6)):
+        both.step(ids)
+        if k in (0, 4):
+            both.mine.table.commit(wait=k == 0)
+    told = both.mine.table.stats()
+    assert min(told["evictions"], told["spilled"]) > 0
+    both.check()
+    both.mine.table.commit()
+    with er.open(both.path, mode="r") as table:
+        np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), both.other.table.lookup(np.arange(ROWS)))
+
+
+@pytest.mark.parametrize("depth", [1, *slow(0, 2)])
+def test_no_depth_of_prefetch_changes_a_bit(both: Both, depth: int):
+    for ids in ert.prefetch(ids_of(4), {both.mine: lambda ids: ids}, depth=depth):
+        both.step(ids)
+    assert both.mine.table.stats()["evictions"] > 0
+    both.check()
+
+
+def test_rows_stay_near_while_others_leave_and_commits_come(both: Both):
+    """A commit, and rows that leave, cost the rows that they are about, not the cache."""
+    hot = torch.arange(8)
+    for ids in [hot, *(torch.cat([hot, torch.arange(30 + 20 * k, 50 + 20 * k)]) for k in range(3))]:
+        both.step(ids)
+        both.mine.table.commit()
+    told = both.mine.table.stats()
+    assert told["evictions"] > 0
+    assert told["device_hits"] >= 2 * len(hot)
+
+
+def test_a_batch_that_the_cache_in_ram_has_no_room_for_is_read_and_not_stepped(both: Both):
+    both.step(torch.arange(30))
+    every = torch.arange(ROWS)
+    found = both.mine(every)
+    assert torch.equal(found.detach().cpu(), both.other(every).detach())
+    with pytest.raises(er.CacheTooSmallError, match=r"memory=\d+ .* is enough: raise memory=, or use smaller batches"):
+        found.square().sum().backward()
+        both.optimizers[0].step()
+    both.optimizers[0].zero_grad()
+    both.check()
+
+
+def test_what_is_written_to_files_has_come_back_before(both: Both, monkeypatch: pytest.MonkeyPatch):
+    """Nothing that was launched is under way as rows are written that leave, or read into their slots."""
+    launched, finish, append = [0], Timeline.finish, Store.append
+    run = interpreter.GridExecutor.__call__
+
+    def noted(executor: Any, *args: Any, **options: Any) -> None:
+        launched[0] += 1
+        run(executor, *args, **options)
+
+    def waited(timeline: Timeline) -> None:
+        finish(timeline)
+        launched[0] = 0
+
+    appended: list[int] = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
+    monkeypatch.setattr(Timeline, "finish", waited)
+    monkeypatch.setattr(Store, "append", lambda *args: (appended.append(launched[0]), append(*args))[1])
+    for ids in ids_of(4):
+        both.step(ids)
+    assert appended
+    assert not any(appended)
+
+
+@pytest.mark.parametrize("seed", [None, *slow(0, 1, 2)])
+def test_copies_ahead_that_come_late_change_nothing(both: Both, seed: int | None, monkeypatch: pytest.MonkeyPatch):
+    copies, ids = late_copies.install(monkeypatch, seed), ids_of(4)
+    for now, later in itertools.zip_longest(ids, ids[1:]):
+        both.mine.handle.side().expect(later)
+        both.step(now)
+    both.check()
+    assert copies.late > 0
+
+
+def test_all_that_has_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with fake_cuda.install(monkeypatch) as gpu:
+        both, streams, ids = Both(tmp_path, 12, "cuda"), [gpu.new_stream() for _ in range(2)], ids_of(4)
+        for k, (now, later) in enumerate(itertools.zip_longest(ids, ids[1:])):
+            with gpu.on(streams[k % 2]):
+                streams[k % 2].wait_stream(streams[1 - k % 2])
+                both.mine.handle.side().expect(later)
+                both.step(now)
+        assert rows_of(both.mine.table).tier.stats()["evictions"] > 0
+        both.check()
+        both.mine.table.commit()
+        assert gpu.races == []
+        both.mine.table.close()
+
+
+@pytest.mark.slow
+def test_no_allocation_that_fails_loses_a_row(both: Both):
+    *before, last = ids_of(5)
+    for ids in before:
+        both.step(ids)
+    every = np.arange(ROWS)
+
+    def step() -> None:
+        both.mine(last).square().sum().backward()
+        both.optimizers[0].step()
+
+    def is_as_before() -> None:
+        both.optimizers[0].zero_grad()
+        np.testing.assert_array_equal(both.mine.table.lookup(every), both.other.table.lookup(every))
+
+    assert until_it_fits(step, is_as_before) > 20
+    both.optimizers[0].zero_grad()
+    both.other(last).square().sum().backward()
+    both.optimizers[1].step()
+    both.check()
+
+
+def test_too_little_memory_for_a_row_is_said(tmp_path: Path):
+    layer = ert.Embedding(ROWS, DIM, path=str(tmp_path / "rows.rock"), memory=MEMORY, device_memory=300)
+    ert.place(layer, DEVICE)
+    with pytest.warns(ert.PlacementWarning, match=r"device_memory=300 of .* has room for no row: .* [\d.]+ .* for one"):
+        layer(torch.arange(3))
+    assert "rows used in RAM" in repr(layer.table)
+    layer.table.close()
+
+
+def test_the_cache_in_ram_may_be_made_anew_once_the_rows_are_back(both: Both):
+    both.step(torch.arange(9))
+    tier = rows_of(both.mine.table).tier
+    assert not tier._may_move
+    both.mine.handle.move(torch.device("cpu"))
+    both.step(torch.arange(5, 14))
+    assert tier._may_move
+    both.check()
+
+
+LOOP = Path(over_disk_loop.__file__)
+KILLS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_what_was_committed_survives_kills(tmp_path: Path, seed: int):
+    """Each time it goes on from its last commit, which has all that was acknowledged, and the bits of the CPU."""
+    path, rng, acknowledged, before = str(tmp_path / "rows.rock"), random.Random(seed), 0, 0
+    other = ert.Embedding(over_disk_loop.ROWS, over_disk_loop.DIM, seed=1)
+    for _ in range(KILLS):
+        child = subprocess.Popen([sys.executable, LOOP, path], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _ in range(rng.randint(1, 3)):
+            acknowledged = int(child.stdout.readline())
+        time.sleep(rng.random() * 0.3)
+        child.kill()
+        told = child.stdout.read().split("\n")[:-1]  # what comes after the last newline may be half a number
+        child.wait()
+        acknowledged = max([acknowledged, *map(int, told)])
+        with er.open(path, mode="r") as table:
+            steps = table.last_step
+            assert steps >= acknowledged
+            over_disk_loop.train(other, range(before, steps))
+            before = steps
+            every = np.arange(over_disk_loop.ROWS)
+            np.testing.assert_array_equal(table.lookup(every), other.table.lookup(every))
+            assert table.verify().problems == []
