@@ -287,14 +287,6 @@ def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch):
         timeline.refuse_capture()
 
 
-def test_memory_that_a_table_on_disk_does_not_use_is_said(tmp_path: Path):
-    layer = ert.Embedding(ROWS, DIM, path=str(tmp_path / "rows.rock"), memory="1MiB", device_memory="1MiB")
-    on_device(layer)
-    with pytest.warns(ert.PlacementWarning, match=r"is on disk: .* device_memory=1048576 is not used"):
-        layer(batches(1)[0])
-    layer.table.close()
-
-
 def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPatch):
     layer = ert.Embedding(None, DIM)
     optimizer = ert.SGD(layer, lr=0.1)

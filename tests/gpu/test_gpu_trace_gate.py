@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ class DevicePair(TracedPair):
         plan = side.plan(torch.from_numpy(ids), trains=True)
         np.testing.assert_array_equal(side.read(plan).cpu().numpy(), self.ram.lookup(ids))
         summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), None, False)
-        step_all([DueStep(side, replace(self.ram.rule, lr=lr), summed)])
+        step_all([DueStep(side, replace(cast(Any, self.ram.rule), lr=lr), summed)])
         self.ram.update(ids, grads, lr=lr)
 
     def grow(self, to_open: bool = False) -> None:

@@ -675,7 +675,8 @@ def refuse_device_memory(subject: str, size: Size | None) -> None:
     if parse_device_memory(size):
         raise UnsupportedError(
             f"`device_memory` of {subject} must be None or 0: got {size!r}. Rows of a group on disk are used in RAM, "
-            "also by models on a GPU. Leave it out, or keep the rows in RAM (no path=)."
+            "also by models on a GPU. Leave it out, keep the rows in RAM (no path=), or make the table outside of the "
+            "group, with a path= of its own."
         )
 
 

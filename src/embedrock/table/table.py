@@ -56,7 +56,8 @@ class Table(Growing, Committing):
         mode: "w", or "r" for a snapshot of a table on disk, which moves when `refresh` is called only.
         system: does the I/O of a table on disk (for tests).
         device_memory: the most GPU memory for its rows once a model that has it is on a GPU, in bytes, "2GiB" or "25%":
-            all rows if they fit, else a cache of those in use. 0: rows are used in RAM. None: half of what is free.
+            all rows if they fit, else a cache of those in use. 0: rows are used in RAM. None: half of what is free; of
+            a table on disk 0.
         admission: which rows get a record, an `Admission`; None: those that are stepped.
         eviction: which rows lose it, an `Eviction`; None: none does.
 
