@@ -693,7 +693,7 @@ def test_a_commit_that_ends_lets_the_compaction_go_on(paused: tuple[Both, Clock,
 def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: pytest.MonkeyPatch):
     """The thread of the commit must not be the last that holds the table: it would close the files under itself."""
     system, inside, closed = FaultFS(), threading.Event(), list[str]()
-    settle, abandon = Turn.settle, Files.abandon
+    settle, abandon = Turn.settle_steps, Files.abandon
 
     def slow(turn: Turn) -> None:
         if threading.current_thread().name.startswith("embedrock-commit"):
@@ -705,7 +705,7 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
         closed.append(threading.current_thread().name)
         abandon(self, *args, **options)
 
-    monkeypatch.setattr(Turn, "settle", slow)
+    monkeypatch.setattr(Turn, "settle_steps", slow)
     monkeypatch.setattr(Files, "abandon", noted)
     table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
     table.update([1, 2], np.ones((2, DIM), np.float32))
