@@ -213,7 +213,7 @@ def test_planted_impressions_end_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     assert "a demo with other options (max_rows=300)" in capsys.readouterr().err
 
 
-def test_a_log_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_log_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     random = np.random.default_rng(0)
     ids = random.integers(0, 50, (300, 26)) * 80_000_000
     lines = ["\t".join([str(k % 2), *["5"] * 13, *(f"{each:08x}" for each in row)]) for k, row in enumerate(ids)]
@@ -229,9 +229,11 @@ def test_a_log_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert training["planted_auc"] is None
     assert training["tables"]["feature26"]["rows"] == 1 << 32
     assert training["group"]["pools"] == 1
-    data.write_text("\n".join([*lines[:100], "1\tx", *lines[101:]]))
-    assert main(["demo", *options[:-4], "--in-ram"]) == FAILED
-    assert f"{data}, line 101: expected 40 fields" in capsys.readouterr().err
+    data.write_text("\n".join([*lines[:9], "1\tx", *lines[10:]]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["demo", *options[:-2]]) == FAILED
+    assert f"{data}, line 10: expected 40 fields" in capsys.readouterr().err
+    assert list((tmp_path / "cache" / "embedrock").iterdir()) == []  # nothing was saved: nothing to go on with
 
 
 @pytest.mark.parametrize(

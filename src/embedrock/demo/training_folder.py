@@ -119,11 +119,19 @@ class TrainingFolder:
         self.claim(options)
         try:
             yield self
-        except KeyboardInterrupt:
-            text = f"the same command goes on from the last checkpoint; they stay in {self.folder}"
-            print("\n" + format_facts({"files": text}))
+        except (Exception, KeyboardInterrupt):
+            print(f"\n{self.stop()}")
             raise
         print(self.finish())
+
+    def stop(self) -> str:
+        """Remove a folder that nobody chose and to which nothing was saved; return one line about it."""
+        if self.is_kept or self.checkpoints.exists():
+            return format_facts(
+                {"files": f"the same command goes on from the last checkpoint; they stay in {self.folder}"}
+            )
+        shutil.rmtree(self.folder, ignore_errors=True)  # what went wrong is to be told, not this
+        return format_facts({"files": "removed, as nothing was saved yet"})
 
     def finish(self) -> str:
         """Remove the folder unless the user chose it; return one line about it."""

@@ -120,9 +120,14 @@ def _step(sums: Sums, optimizer: Any, workload: ManyTables) -> Step:
     return step
 
 
-def fbgemm(workload: ManyTables) -> Step:
-    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward."""
+def fbgemm(workload: ManyTables, threads: int | None = None) -> Step:
+    """Train FBGEMM's CPU table-batched embedding; its optimizer runs inside backward.
+
+    Small batches take it longer on two threads that sleep while they wait than on one, so it may have its own number.
+    """
     torch = import_torch()
+    if threads is not None:
+        torch.set_num_threads(threads)
     training, common, configs = import_fbgemm()
     place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
     tables = training.SplitTableBatchedEmbeddingBagsCodegen(
@@ -207,6 +212,7 @@ CONTENDERS = (
     _row("ours-layers-rowwise-adagrad", "ert.EmbeddingBag each, RowwiseAdagrad", our_layers, 1.1, **ROWWISE),
     _row("ours-layers-adam", "ert.EmbeddingBag each, Adam", our_layers, 3, optimizer="Adam"),
     _row("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", fbgemm, 1.1),
+    _row("fbgemm-one-thread", "the same, on one thread", fbgemm, 1.1, threads=1),
     _row("torchrec-fused", "TorchRec, fused EmbeddingBagCollection, rowwise Adagrad", torchrec, 2.2),
     _row("torch-sparse-adam", "nn.EmbeddingBag(sparse=True) each, SparseAdam", torch_layers, 3, optimizer="SparseAdam"),
     _row("torch-sparse-adagrad", "nn.EmbeddingBag(sparse=True) each, Adagrad", torch_layers, 2, optimizer="Adagrad"),
