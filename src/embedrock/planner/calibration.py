@@ -28,7 +28,7 @@ ROUNDS, SECONDS = 60, 0.25  # of a run, at most
 TRIES, PATIENCE_S = 3, 10  # of a run, while other programs use the machine; for so long in all
 TOGETHER_IDS = 30_000  # of a round, about
 BEGINNING = 16  # steps of new tables before those that count
-FILLING = 300  # steps until a cache is full, at most
+FILLING = 1000  # steps until a cache is full, at most
 FILL_BYTES = 8 << 20  # of records that are made at once
 CACHED_BYTES, LARGE_BYTES = 20 << 20, 48 << 20  # of tables whose files are in the page cache, and of larger ones
 LONG_BYTES = 48 << 20  # of a log that is not
@@ -126,6 +126,7 @@ RUNS = (
     Run("long", 64, 16_384, 1.1),
     Run("long", 128, 1024, 1.1),
     Run("long", 256, 1024, 1.0),
+    Run("long", 128, 16_384, 0.9),
     Run("cached", 64, 256, 1.2),
     Run("cached", 16, 256, 1.2),
     Run("cached", 16, 1024, 1.05),
@@ -195,7 +196,8 @@ def _measured(run: Run, folder: Path) -> Found:
             rounds = int(np.clip((CACHED_BYTES - logged) / max(rate * together, 1), 3, ROUNDS))
         timing = trial.timed(rounds, together, SECONDS)
         seen = float(np.mean([*before, *(table.stats()["rows"] for table in tables)]))
-        memory = int(tables[0].stats()["budget_bytes"]) if tables[0].is_on_disk else None
+        stats = tables[0].stats()
+        memory = int(stats["budget_bytes"]) if tables[0].is_on_disk else None
         for table in tables:
             if table.is_on_disk:
                 table.commit()
@@ -218,6 +220,7 @@ def _measured(run: Run, folder: Path) -> Found:
         grown_bytes=grown(spec, memory, seen, new, counts["spilled"]),
         tables=run.tables,
         batch_bytes=run.tables * run.batch * run.dim * 4,
+        slots=int(stats.get("cache_slots", 0)),
     )
     return Found(timing.others, work, Taken(*(part / run.tables for part in timing.taken)))
 

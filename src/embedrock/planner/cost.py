@@ -13,14 +13,17 @@ times a constant of the machine, which `embedrock machine` finds by running step
     new_call        1                 if there are new rows
     new             w                 directory, first state
     new_number      w * dim           first values
+    alone_number    of those          of so few rows that one thread draws them
     grown_byte      pages             memory that is written for the first time
     first_disk      as first          on disk: more Python, and what watches the cache
     next_disk       as next           on disk
     come            m + w, on disk    a slot of the cache, and what is remembered of the row
-    leave_call      1                 if rows leave the cache
+    trial           u, on disk        showing ids to small caches, by which a cache finds out how long to remember uses
+    trial_call      batches of those  that each of them is fed: few where a cache holds many batches
+    leave_call      2, 1 or 0         making room: for rows that are read, and for those that are new
     leave           s                 finding those that are worth least
     moved_byte      (m + s) * record  records that come and go
-    spill_call      1, if rows leave  appending them to a log
+    spill_call      as leave_call     appending rows that leave to a log
     spill           s                 its index
     spill_byte      s * record bytes  checksums, and writing
     read_call       1                 if there are reads
@@ -29,7 +32,8 @@ times a constant of the machine, which `embedrock machine` finds by running step
     reader          requests          of files so small that the system keeps them in its page cache: threads that wake
                                       up, no more than there are
     cached_request  requests          of these files
-    disk_read       seconds           of other files: that the disk needs, as it was measured
+    disk_read       seconds           that the disk needs, as it was measured: for other files, and for pages of a base
+                                      that nobody has read since it was written
     written_read    requests          of other files that are being written: what was written last has to get there
 
 where n are the ids of the batch, u the different ones, w those of them that have no record yet, m those that are read
@@ -54,6 +58,7 @@ from embedrock.machine.vfs import BLOCK, DIRECT_BYTES
 from embedrock.store.compaction import chunk_rows
 from embedrock.store.reading import CACHED_GAP, GAP
 from embedrock.store.runs import CRC_BYTES
+from embedrock.tiers.cache import tried
 
 REST: tuple[str, ...] = (
     "first",
@@ -66,10 +71,13 @@ REST: tuple[str, ...] = (
     "new_call",
     "new",
     "new_number",
+    "alone_number",
     "grown_byte",
     "first_disk",
     "next_disk",
     "come",
+    "trial",
+    "trial_call",
     "leave_call",
     "leave",
     "moved_byte",
@@ -77,7 +85,8 @@ REST: tuple[str, ...] = (
 SPILLING = "spill_call", "spill", "spill_byte"
 READING = "read_call", "read", "read_byte", "reader", "cached_request", "disk_read", "written_read"
 TERMS = (*REST, *SPILLING, *READING)
-UNSURE = 1.15  # a log so much smaller or larger than `DIRECT_BYTES` is surely there, or not: it grows meanwhile
+UNSURE = 1.02  # a log told so much smaller or larger than `DIRECT_BYTES` is so
+SHARED_ROWS = 512  # new ones that more than one thread draws first values for
 WARM_BYTES = 4 << 20  # of a batch, that a processor's caches hold from one phase of a step to the next
 
 
@@ -115,6 +124,8 @@ class Work(NamedTuple):
         batch_bytes: of the values of a batch, of all tables.
         log_reads: of `reads`, those from one log, where others are from the files of a base.
         log_bytes: of that log.
+        slots: of the cache.
+        cold: of the rows read from a base, the share that the page cache does not have yet.
     """
 
     positions: float
@@ -133,13 +144,15 @@ class Work(NamedTuple):
     batch_bytes: float = 0.0
     log_reads: float = 0.0
     log_bytes: float = 0.0
+    slots: int = 0
+    cold: float = 0.0
 
     @property
     def sources(self) -> tuple[Work, ...]:
         """The same with the reads of each kind of file: of a base, and of a log beside it."""
         if not self.log_reads:
             return (self,)
-        log = self._replace(reads=self.log_reads, file_bytes=self.log_bytes, run_bytes=self.log_bytes)
+        log = self._replace(reads=self.log_reads, file_bytes=self.log_bytes, run_bytes=self.log_bytes, cold=0.0)
         return self._replace(reads=self.reads - self.log_reads, is_written=False), log
 
     @property
@@ -218,7 +231,9 @@ NO_DISK = Disk((1,), (0.0,), float("inf"))
 def terms(work: Work, disk: Disk) -> dict[str, float]:
     """Return the amounts of work of a step."""
     record = work.record_bytes
-    values, is_new, leaves = work.positions * work.dim * 4, min(1.0, work.new), min(1.0, work.spilled)
+    values, is_new = work.positions * work.dim * 4, min(1.0, work.new)
+    reads, trials = min(1.0, work.reads), tried(work.slots, work.rows) if work.on_disk else 0.0
+    leaves = min(work.spilled, reads + is_new)
     first = 1 / work.tables
     return {
         "first": first,
@@ -231,17 +246,20 @@ def terms(work: Work, disk: Disk) -> dict[str, float]:
         "new_call": is_new,
         "new": work.new,
         "new_number": work.new * work.dim,
+        "alone_number": work.new * work.dim * (work.new < SHARED_ROWS),
         "grown_byte": work.grown_bytes,
         "first_disk": first * work.on_disk,
         "next_disk": (1 - first) * work.on_disk,
         "come": work.reads + work.new if work.on_disk else 0.0,
+        "trial": work.rows * (trials > 0),
+        "trial_call": trials,
         "leave_call": leaves,
         "leave": work.spilled,
         "moved_byte": (work.reads + work.spilled) * record,
         "spill_call": leaves,
         "spill": work.spilled,
         "spill_byte": work.spilled * record,
-        "read_call": min(1.0, work.reads),
+        "read_call": reads,
         "read": work.reads,
         "read_byte": work.reads * record,
         **_requests(work, disk),
@@ -255,6 +273,7 @@ def _requests(work: Work, disk: Disk) -> dict[str, float]:
         cached += (1 - direct) * part.requests(CACHED_GAP)
         written += direct * part.is_written * requests
         seconds += direct * max(disk.read_seconds(requests), part.bytes_read / disk.stream)
+        seconds += (1 - direct) * disk.read_seconds(part.cold * part.requests(CACHED_GAP))
     readers = float(min(THREADS, cached))
     return {"reader": readers, "cached_request": cached, "written_read": written, "disk_read": seconds}
 

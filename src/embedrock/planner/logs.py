@@ -29,11 +29,13 @@ class LogThen(NamedTuple):
         share: of the rows that a step reads, those that are read from it.
         steps: whose rows that left are in it.
         is_written: whether more are appended.
+        base_reads: rows read from the base since the first fold, which wrote it past the page cache.
     """
 
     share: float
     steps: int
     is_written: bool
+    base_reads: float = 0.0
 
 
 def log_then(seen: Seen, steps: int, slots: int, most_rows: float, reads: float) -> LogThen:
@@ -61,7 +63,7 @@ def log_then(seen: Seen, steps: int, slots: int, most_rows: float, reads: float)
     from_base = _new(seen, since + held) - _new(seen, first + since)
     folded = (steps - first - since) / first
     share = float(np.clip(1 - from_base / reads, 0, 1)) * max(0.0, 1 - folded)
-    return LogThen(share, since, folded == 0)
+    return LogThen(share, since, folded == 0, (steps - first) * min(from_base, reads))
 
 
 def _batches(seen: Seen, rows: float, most: int) -> int:

@@ -25,7 +25,7 @@ from embedrock.planner.sharing import Network
 from embedrock.process import platform
 from embedrock.store.reading import LONGEST_REQUEST
 
-FORMAT = 4
+FORMAT = 5
 FILE = f"machine-{FORMAT}.json"  # another version of Embedrock has another one
 READ_BYTES = 192 << 20  # of the file that is read at random
 AT_ONCE = (1, 4, 16, 64, 256, 1024, 4096)

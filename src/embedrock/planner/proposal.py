@@ -13,6 +13,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.machine.sizes import Size, format_bytes, parse_bytes
+from embedrock.machine.vfs import BLOCK
 from embedrock.planner import cost, peak
 from embedrock.planner.cost import Work
 from embedrock.planner.demand import (
@@ -560,6 +561,7 @@ class _Ways:
             run_bytes=cost.run_bytes(self._rows, spec.record_bytes) if is_compacted else max(stored * stride, 1.0),
             is_written=not is_compacted,
             grown_bytes=peak.grown(spec, memory, self._rows, work.new, left),
+            slots=room,
         )
         if self.steps is not None and fold:
             work = self._with_log(work, self.steps, room, memory)
@@ -577,10 +579,12 @@ class _Ways:
     def _with_log(self, work: Work, steps: int, room: int, memory: int) -> Work:
         """Return the work of a table whose logs are folded, with what it reads from the log that is left."""
         placement = place(self.demand.spec, memory, "the table", is_pool=bool(self.demand.members))
-        log = log_then(self._seen, steps, room, peak.indexed_rows(placement), work.reads)
+        folded, stride = peak.indexed_rows(placement), work.record_bytes + CRC_BYTES
+        log = log_then(self._seen, steps, room, folded, work.reads)
+        work = work._replace(cold=max(0.0, 1 - log.base_reads * BLOCK / (folded * stride)))  # each read brings a page
         if not log.share:
             return work
-        nbytes = log.steps * work.spilled * (work.record_bytes + CRC_BYTES)
+        nbytes = log.steps * work.spilled * stride
         return work._replace(log_reads=log.share * work.reads, log_bytes=nbytes, is_written=log.is_written)
 
     def _seen(self, batches: float) -> float:

@@ -27,7 +27,7 @@ SLOT_BYTES = ID_BYTES + 1 + 2 + 1  # id, flags, pins, score
 SCORES = 256
 BUCKET_BYTES = 64  # of ghosts, see the kernels
 SCAN_SLOTS = 1 << 20  # looked through at a time
-TRIAL_SLOTS = 1 << 14  # of the caches that try a policy's epochs
+TRIAL_SLOTS, TRIED = 1 << 14, 8  # of the caches that try a policy's epochs; over the ids that they are fed at a time
 NO_SLOTS = np.empty(0, np.int64)
 DOUBT = 0.08  # by so much an epoch must miss less than the one before it: what it forgets, only time brings back
 
@@ -323,8 +323,8 @@ class _Trials:
         self.caches = [Cache(*trial) for trial in _trials(capacity, policy)]
         if self.caches:
             slots = self.caches[0].capacity
-            self._share, self._misses = -(-capacity // slots), np.zeros(len(self.caches))
-            self._ids, self._waiting, self._seen = np.empty(slots // 8, np.int64), 0, 0
+            self._share, self._misses = _share(capacity, slots), np.zeros(len(self.caches))
+            self._ids, self._waiting, self._seen = np.empty(slots // TRIED, np.int64), 0, 0
 
     def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
         """Take a sample of the ids in slots that are used now."""
@@ -362,6 +362,17 @@ def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
     if len(policy.epochs) < 2 or slots < 64:
         return []
     return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
+
+
+def _share(capacity: int, slots: int) -> int:
+    """Return of how many ids one is tried in small caches of `slots`."""
+    return -(-capacity // slots)
+
+
+def tried(capacity: int, uses: float, policy: str | Policy = "lfu") -> float:
+    """Return how often small caches are fed, on average, while a cache of `capacity` is used so often."""
+    trials = _trials(capacity, policy_of(policy))
+    return len(trials) * uses / (_share(capacity, trials[0][0]) * (trials[0][0] // TRIED)) if trials else 0.0
 
 
 class Whole:

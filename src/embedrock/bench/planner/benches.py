@@ -24,9 +24,9 @@ from embedrock.bench.planner.splits import split_over_best
 from embedrock.errors import ArgumentError
 from embedrock.machine.sizes import format_bytes
 from embedrock.planner import machine as machines
+from embedrock.planner.cost import Taken
 from embedrock.planner.machine import Machine
-from embedrock.planner.proposal import Proposal
-from embedrock.planner.trial import QUIET, touch_memory
+from embedrock.planner.trial import QUIET, quarter, touch_memory
 from embedrock.terminal.arguments import count
 from embedrock.terminal.progress import say
 from embedrock.terminal.tables import Field, format_lines, format_number, format_whole
@@ -152,9 +152,7 @@ def best_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return found
     for line in found:
         if "step_s" in line:
-            setting = Setting.of_line(line)
-            told = er.plan(setting.demands(), setting.batch, steps=setting.middle, machine=known)
-            line |= compared(told, line)
+            line |= compared(Setting.of_line(line), known, line)
     return [{"name": MACHINE, "status": "ok", "machine": known.to_json()}, *found]
 
 
@@ -187,9 +185,17 @@ def _quietest(setting: Setting, folder: Path, effort: PlanEffort) -> dict[str, f
     return min(tries, key=lambda one: one["others"])
 
 
-def compared(told: Proposal, found: dict[str, float]) -> dict[str, Any]:
-    """Return what a plan tells of a setting, and how far it is off."""
-    misses, step = sum(one.misses for one in told.tables), told.alone_s
+def compared(setting: Setting, machine: Machine, found: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a plan tells of a setting, and how far it is off.
+
+    What counts of the steps is the same of both: the round that took longer than a quarter of them, as what a step does
+    may change while they are timed. Misses and RAM are those of the step in the middle.
+    """
+    demands = setting.demands()
+    told, *rounds = (
+        er.plan(demands, setting.batch, steps=steps, machine=machine) for steps in (setting.middle, *setting.middles)
+    )
+    misses, step = sum(one.misses for one in told.tables), quarter([Taken(one.alone_s) for one in rounds]).total
     return {
         "told_step_s": step,
         "told_misses": misses,

@@ -59,6 +59,11 @@ class Setting:
         return self.steps + ROUNDS * self.together // 2
 
     @property
+    def middles(self) -> list[int]:
+        """Steps up to the one in the middle of each round."""
+        return [self.steps + number * self.together + (self.together + 1) // 2 for number in range(ROUNDS)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables in RAM, and about those of the logs of rows that leave caches."""
         record = 3 * 4 * self.dim
