@@ -41,10 +41,12 @@ def test_settings_are_those_of_their_seed_and_go_over_the_whole_range():
 
 def test_what_a_setting_is_compared_with():
     found = {"step_s": 1.0, "misses": 0.0, "peak_bytes": 1 << 28}
-    told = er.plan(SMALL.demands(), SMALL.batch, steps=SMALL.middle, machine=EXAMPLE)
-    line = compared(told, found)
-    assert line["told_step_s"] == told.alone_s
-    assert line["step_off"] == told.alone_s - 1
+    told, *rounds = (
+        er.plan(SMALL.demands(), SMALL.batch, steps=steps, machine=EXAMPLE) for steps in (18, 13, 15, 17, 19, 21, 23)
+    )
+    line = compared(SMALL, EXAMPLE, found)
+    assert line["told_step_s"] == sorted(one.alone_s for one in rounds)[1]  # longer than a quarter of the rounds
+    assert line["step_off"] == line["told_step_s"] - 1
     assert line["misses_off"] is None
     assert line["peak_off"] == told.peak_then / (1 << 28) - 1
 
@@ -121,8 +123,7 @@ def test_runs_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 def test_misses_of_tables_are_those_that_a_plan_tells(tmp_path: Path):
     setting = replace(SMALL, steps=60, together=1)
     found = Trainer(setting, tmp_path, seed=3).run()
-    told = er.plan(setting.demands(), setting.batch, steps=setting.middle, machine=EXAMPLE)
-    assert abs(compared(told, found)["misses_off"]) < 0.06
+    assert abs(compared(setting, EXAMPLE, found)["misses_off"]) < 0.06
     assert found["misses"] > found["reads"] > 0 < found["spilled"]
 
 

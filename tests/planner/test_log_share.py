@@ -41,6 +41,7 @@ def test_rows_that_left_since_the_fold_are_read_from_the_log(steps: int):
     assert (found.steps, found.is_written) == (steps - FIRST, True)
     assert found.share == pytest.approx(logged / reads, abs=0.05)
     assert 0.2 < logged / reads < 0.9
+    assert found.base_reads == pytest.approx((steps - FIRST) * (reads - logged) / 10, rel=0.2)
 
 
 def test_there_is_no_such_log_before_the_fold_and_long_after():

@@ -52,6 +52,7 @@ def works() -> list[Work]:
         )
         tables, grown = int(random.integers(1, 30)), float(new * random.random() * 4096)
         work = Work(n, u, dim, 12 * dim, new * random.random(), on_disk, reads, spilled, nbytes, nbytes, k % 2 > 0)
+        work = work._replace(slots=int(u * (1 + 20 * random.random())), cold=random.random())
         made.append(work._replace(grown_bytes=grown, tables=tables, batch_bytes=tables * n * dim * 4.0))
     return made
 
@@ -102,6 +103,34 @@ def test_terms_of_a_step():
     chunks = run_bytes(10**6, 772)
     assert chunks < DIRECT_BYTES < run_bytes(10**8, 772)  # a compacted table has files of many sizes
     assert terms(work._replace(on_disk=True, reads=100, file_bytes=1e9, run_bytes=chunks), DISK)["disk_read"] == 0
+
+
+def test_room_is_made_for_rows_that_are_read_and_for_those_that_are_new():
+    both = Work(100, 60, 8, 96, new=20, on_disk=True, reads=30, spilled=50)
+    for work, calls in (
+        (both, 2),
+        (both._replace(new=0.0), 1),
+        (both._replace(reads=0.5), 1.5),
+        (both._replace(spilled=0.1), 0.1),
+    ):
+        told = terms(work, DISK)
+        assert told["leave_call"] == told["spill_call"] == calls
+
+
+def test_a_small_cache_is_tried_often_and_few_new_rows_have_one_thread():
+    work = Work(100, 1000, 8, 96, new=20, on_disk=True, slots=6400)
+    assert [terms(work._replace(slots=slots), DISK)["trial_call"] for slots in (6400, 12_800, 100)] == [3.75, 1.875, 0]
+    assert terms(work._replace(on_disk=False), DISK)["trial_call"] == 0
+    assert [terms(work._replace(new=new), DISK)["alone_number"] for new in (20, 2000)] == [160, 0]
+
+
+def test_a_base_that_was_just_written_is_read_from_the_disk():
+    work = Work(1, 1, 8, 96, on_disk=True, reads=100, file_bytes=1e12, run_bytes=6e6, cold=0.5)
+    told = terms(work, DISK)
+    assert told["disk_read"] == pytest.approx(DISK.read_seconds(50), rel=1e-3)
+    assert told["cached_request"] == pytest.approx(100, rel=1e-3)
+    log = work._replace(log_reads=40, log_bytes=6e7)
+    assert [part.cold for part in log.sources] == [0.5, 0.0]
 
 
 def test_values_that_the_processors_cache_does_not_hold():
