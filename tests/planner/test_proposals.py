@@ -280,7 +280,8 @@ def test_a_folder_of_tables_and_a_log(known: Path, capsys: pytest.CaptureFixture
         ("item\n1\n", "900", r"a column 'user' of ids; got item \(int64\)\. Name it: .* column = .NAME. of the table"),
         ("user\nann\n", "900", r"ids of 'user' from 0 to 899; got strings\. Make ids of them by er\.hash_ids, or say"),
         ("user\nann\n", '"open"', "the log of 'user' has fewer ids than one batch, 2. Give a longer one"),
-        ("user\n", '"open"', "the log of 'user' has fewer ids than one batch, 2"),
+        ("user\n", '"open"', r"log\.csv: expected ids; got none\. Check that it is the right file\."),
+        ("user\n", "900", r"log\.csv: expected ids; got none\."),
         ("user\n7\n", "900", "the log of 'user' has fewer ids than one batch, 2"),
     ],
 )

@@ -71,9 +71,7 @@ def _share(text: str) -> float:
 def _run(arguments: Namespace) -> int:
     began = time.perf_counter()
     columns = [Column(path, arguments.column, IDS) for path in arguments.files]
-    ids = sum(column.rows for column in columns)
-    if not ids:
-        fail(arguments.files[0], "ids", "none", "Check that it is the right file.")
+    ids = ids_in(columns)
     if arguments.rows != OPEN:
         refuse_strings(
             columns, arguments.rows, arguments.column, f"Make ids of them by er.hash_ids, or pass --rows {OPEN}"
@@ -101,6 +99,14 @@ def _memories(arguments: Namespace, spec: Spec, ids: int) -> Sequence[int]:
     least = 1 << (memory_for(spec, 2 * arguments.batch_size) - 1).bit_length()
     most = min(most_for(spec), memory_for(spec, ids)) * 2
     return [*takewhile(lambda memory: memory < most, accumulate(repeat(2), int.__mul__, initial=least))] or [least]
+
+
+def ids_in(columns: Sequence[Column]) -> int:
+    """Return how many ids columns have, and refuse those that have none, of which nobody knows what they are."""
+    ids = sum(column.rows for column in columns)
+    if not ids:
+        fail(columns[0].path, "ids", "none", "Check that it is the right file.")
+    return ids
 
 
 def refuse_strings(columns: Sequence[Column], rows: int, name: str, remedy: str) -> None:

@@ -221,6 +221,7 @@ def _logs(files: list[Path], tables: Mapping[str, Any]) -> dict[str, Iterator[np
         own = told if isinstance(told, Mapping) else {}
         rows = told.rows if isinstance(told, Spec) else own.get("rows")
         columns = [Column(path, own.get("column", name), WANTED) for path in files]
+        curves.ids_in(columns)
         if rows is not None and rows != OPEN:
             remedy = f'Make ids of them by er.hash_ids, or say rows = "{OPEN}" for the table'
             curves.refuse_strings(columns, rows, name, remedy)
