@@ -24,6 +24,7 @@ from embedrock.bench.harness.processes import child_environment
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.workers.cluster import distribute, has_several_workers
+from embedrock.kernels.reference.codec import decode, encode_nearest
 from embedrock.shards.owners import owners
 from embedrock.shards.resharding import reshard
 
@@ -281,6 +282,47 @@ def test_a_table_of_four_workers_is_opened_by_three_ranks_of_pytorch(tmp_path: P
         np.testing.assert_array_equal(found["own"], stepped[owners(stepped, ranks) == rank])
 
 
+def in_16_bits() -> dict[str, np.ndarray]:
+    """Look rows up and step them by gradients that are known, both sent as bfloat16."""
+    strategy = strategy_here()
+    rank, draw = rank_of(strategy), np.random.default_rng(rank_of(strategy))
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        layer: Any = erk.Embedding(twins.ROWS, twins.DIM, er.Normal(std=0.1), seed=5, sharded=True, wire="bfloat16")
+        layer.build()
+        optimizer = erk.optimizer(keras.optimizers.SGD(1.0))
+        optimizer.build(layer.trainable_variables)
+    assert layer.get_config()["wire"] == "bfloat16"
+    ids, grads = np.arange(20) + 5 * rank, draw.normal(size=(20, twins.DIM)).astype(np.float32)
+
+    def replica_step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            rows = layer(tf.constant(ids), training=True)
+            loss = tf.reduce_sum(rows * grads)
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return rows
+
+    seen = np.asarray(strategy.run(tf.function(replica_step)))
+    return {"ids": ids, "grads": grads, "seen": seen, "rows": twins.every_row(layer.table)}
+
+
+@pytest.mark.slow
+def test_rows_and_gradients_are_sent_in_16_bits_where_it_is_said() -> None:
+    results = run(in_16_bits, workers=WORKERS)
+    expected = er.Table(twins.ROWS, twins.DIM, init=er.Normal(std=0.1), seed=5).lookup(np.arange(twins.ROWS))
+    first = in_bfloat16(expected)
+    for one in results:
+        np.testing.assert_array_equal(one["seen"], first[one["ids"]])
+    total = np.zeros_like(expected)
+    for one in results:
+        total[one["ids"]] += in_bfloat16(one["grads"])
+    np.testing.assert_array_equal(merged(results), expected - total)  # owners keep float32, and add up in it
+
+
+def in_bfloat16(values: np.ndarray) -> np.ndarray:
+    return decode(encode_nearest(values, np.uint16))
+
+
 # ---------------------------------------------------------------- who has which rows
 
 
@@ -308,6 +350,19 @@ def test_one_process_does_not_open_a_table_of_two(tmp_path: Path) -> None:
     (tmp_path / "items.rock" / "shard-1-of-2").mkdir(parents=True)
     with pytest.raises(ArgumentError, match="must be opened by as many processes as its parts, 2: got 1"):
         erk.Embedding(10, 2, path=tmp_path / "items.rock", sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"wire": "float16", "sharded": True}, r"`wire` of erk.Embedding must be one of 'float32', 'bfloat16': got"),
+        ({"wire": "bfloat16"}, r"`wire` of erk.Embedding is of rows that are shared out: got .*sharded=False"),
+        ({"wire": "bfloat16", "sharded": True, "dtype": "float16"}, r"`wire` .*rows of float16, .*as they are"),
+    ],
+)
+def test_what_wire_may_be_is_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        erk.Embedding(10, 2, **options)
 
 
 def test_a_ready_made_table_cannot_be_sharded() -> None:

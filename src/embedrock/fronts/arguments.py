@@ -19,7 +19,9 @@ from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, make_rows
 from embedrock.table.options import TableOptions, declared, table_options
 from embedrock.table.table import Table, rows_of
-from embedrock.wording import did_you_mean
+from embedrock.wording import did_you_mean, not_one_of
+
+WIRES = ("float32", "bfloat16")  # what float32 numbers are sent as between processes
 
 _told: weakref.WeakSet[Group] = weakref.WeakSet()  # groups on disk that layers go on with, which was told
 
@@ -109,6 +111,24 @@ def _member(
         _told.add(group)
         tell_resumed(group.path, group.last_step, f" (commit {group.last_commit})")
     return table
+
+
+def check_wire(layer: str, wire: str, are_shared_out: bool, dtype: str) -> None:
+    """Raise `ArgumentError` unless rows of `dtype` can be sent between processes as `wire`."""
+    if wire not in WIRES:
+        raise not_one_of(f"`wire` of {layer}", wire, map(repr, WIRES))
+    if wire == "float32":
+        return
+    if not are_shared_out:
+        raise ArgumentError(
+            f"`wire` of {layer} is of rows that are shared out: got wire={wire!r} and sharded=False, with which each "
+            "process has all rows. Pass sharded=True, or leave wire= out."
+        )
+    if dtype != "float32":
+        raise ArgumentError(
+            f"`wire` of {layer} is of float32 rows: got wire={wire!r} and rows of {dtype}, which are sent in 16 bits "
+            "as they are. Leave wire= out."
+        )
 
 
 def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: FirstValues | None = None) -> Table:

@@ -40,7 +40,7 @@ class EmbeddingBag(LookupLayer):
         mode: what a bag's rows become: their "sum", multiplied by the weights where there are any; the "mean", which is
             that sum over the sum of the weights; "sqrtn", over the square root of the sum of their squares; or "max",
             the largest value of each column, of equal ones the first.
-        group, sharded, options: as in `Embedding`.
+        group, sharded, wire, options: as in `Embedding`.
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such; and for each, if not for none,
     `weights`: floats of the same shape. (Gradients reach them.)
@@ -73,6 +73,7 @@ class EmbeddingBag(LookupLayer):
         *,
         group: Group | None = None,
         sharded: bool = False,
+        wire: str = "float32",
         **options: Unpack[RowLayerOptions],
     ) -> None:
         mode = _checked_mode(self, mode)
@@ -80,6 +81,7 @@ class EmbeddingBag(LookupLayer):
             *(input_dim, output_dim, embeddings_initializer, embeddings_regularizer, embeddings_constraint, mask_zero),
             group=group,
             sharded=sharded,
+            wire=wire,
             **options,
         )
         self._config["mode"] = mode

@@ -26,7 +26,15 @@ from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
 # What a layer on a ready-made table leaves to it. The rule is the layer's.
-OF_TABLE = {"input_dim", "output_dim", "embeddings_initializer", "group", "sharded", *declared(LayerOptions)} - {"rule"}
+OF_TABLE = {
+    "input_dim",
+    "output_dim",
+    "embeddings_initializer",
+    "group",
+    "sharded",
+    "wire",
+    *declared(LayerOptions),
+} - {"rule"}
 
 
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

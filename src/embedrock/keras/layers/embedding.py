@@ -47,6 +47,8 @@ class Embedding(LookupLayer):
         sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, have each worker keep its part of the rows, in
             RAM or in a folder of its own inside of `path`, ``shard-<rank>-of-<workers>``. Rows are looked up by all
             workers at once; `layer.table` is the worker's part. In one process it changes nothing.
+        wire: what float32 rows that are shared out, and their gradients, are sent to other workers as: "float32",
+            exactly, or "bfloat16", rounded to 16 bits, which is no longer exact.
         name, dtype, trainable: as for all layers of Keras. Rows are kept in the dtype of variables: float32,
             or half of it with "bfloat16" or "float16".
 

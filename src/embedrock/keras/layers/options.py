@@ -40,7 +40,7 @@ OF_KERAS = RowLayerOptions.__annotations__.keys() - LayerOptions.__annotations__
 # That are not the table's, in their order.
 OWN = (
     *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
-    *("mask_zero", "mode", "group", "sharded"),
+    *("mask_zero", "mode", "group", "sharded", "wire"),
 )
 KNOWN = (*OWN, *declared(LayerOptions), *OF_KERAS)
 

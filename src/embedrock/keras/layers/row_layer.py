@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Unpack
 import keras
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import open_table, refuse
+from embedrock.fronts.arguments import check_wire, open_table, refuse
 from embedrock.initializers import FromArray
 from embedrock.keras.layers.attributes import Argument
 from embedrock.keras.layers.config import config_of, layer_of
@@ -50,6 +50,7 @@ class RowLayer(keras.layers.Layer):
         *,
         group: Group | None = None,
         sharded: bool = False,
+        wire: str = "float32",
         **options: Unpack[RowLayerOptions],
     ) -> None:
         kind = self.kind
@@ -68,12 +69,13 @@ class RowLayer(keras.layers.Layer):
             "mask_zero": mask_zero,
             "group": group,
             "sharded": sharded,
+            "wire": wire,
             **of_table,
         }
         self.shares_open_table = False  # with another model: which `layer_of` sets
         self._table = self._open(kind)
         if sharded:
-            shards.note(self._table)
+            shards.note(self._table, wire)
         loading.remember(self._table)
         self._row_state = RowState(self)  # which tf.train.Checkpoint finds among the attributes
         self._handle: Handle | None = None
@@ -88,6 +90,7 @@ class RowLayer(keras.layers.Layer):
         group = config["group"]
         if group is not None and config["sharded"]:
             raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")
+        check_wire(kind, config["wire"], config["sharded"], self.variable_dtype)
         if isinstance(rows, Table):
             if config["embeddings_initializer"] is not None:
                 options["init"] = config["embeddings_initializer"]  # which is refused, as all that is the table's
@@ -115,7 +118,7 @@ class RowLayer(keras.layers.Layer):
     embeddings_constraint = Argument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
     mask_zero = Argument(lambda layer, given: given)
     embeddings_initializer = Argument()
-    rule, seed, memory, directory, on_nonfinite, group, sharded = (Argument() for _ in range(7))
+    rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (Argument() for _ in range(8))
     policy, keep, device_memory, admission, eviction = (Argument() for _ in range(5))
 
     # ------------------------------------------------------------ rows

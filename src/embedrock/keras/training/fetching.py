@@ -12,7 +12,7 @@ from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import keeper_of
 from embedrock.keras.training.requests import Request, TableLookup
 from embedrock.keras.workers.exchange import gather
-from embedrock.keras.workers.shards import shard_of
+from embedrock.keras.workers.shards import shard_of, wire_of
 from embedrock.shards import stages
 from embedrock.shards.owners import Shard, Split
 from embedrock.shards.transport import addressed, taken
@@ -60,7 +60,7 @@ class Fetching:
         return stages.receive(self._taken(served), self._splits(plans), self._sources())
 
     def _sources(self) -> list[stages.Source]:
-        return [stages.Source(one.handle.table) for one in self._lookups]
+        return [stages.Source(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]

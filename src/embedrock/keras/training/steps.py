@@ -20,10 +20,10 @@ from embedrock.fronts.references import keep_rule
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.regularization import constraint_on
-from embedrock.keras.workers.shards import own_part
+from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.process.spans import span
 from embedrock.rules import Rule
-from embedrock.shards.messages import MessageReader, pack
+from embedrock.shards.messages import MessageReader, as_sent, pack
 from embedrock.shards.stages import Block, fold
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import Due, step_all
@@ -69,8 +69,9 @@ def message_to_workers(known: Any, received: Received, *arrays: np.ndarray) -> n
     """Return a message to all workers: the gradients of this worker's handles."""
     _checked_owner(known, received.handles)
     message = []
-    for grads in received.gradients(arrays):
-        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, grads.values]
+    for handle, grads in zip(received.handles, received.gradients(arrays), strict=True):
+        sent = as_sent(grads.values, wire_of(handle.table))
+        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, sent]
     return pack(message)
 
 
@@ -82,8 +83,8 @@ def step_of_workers(
     blocks: dict[Handle, list[Block]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
         for handle in handles:
-            count = int(reader.ints(1)[0])
-            blocks[handle].append(Block(reader.ints(count), reader.rows(count, handle.table.dim)))
+            count, table = int(reader.ints(1)[0]), handle.table
+            blocks[handle].append(Block(reader.ints(count), reader.sent(count, table.dim, wire_of(table))))
     summed = [fold(blocks[handle]) for handle in handles]
     return _step_by(known(), handles, Now(float(lr), int(steps)), summed)
 

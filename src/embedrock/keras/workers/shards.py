@@ -21,12 +21,18 @@ from embedrock.table.table import Table
 
 # Of tables that layers with ``sharded=True`` opened; of one process, too.
 _shards: weakref.WeakKeyDictionary[Table, Shard] = weakref.WeakKeyDictionary()
+_wires: weakref.WeakKeyDictionary[Table, str] = weakref.WeakKeyDictionary()
 
 
 def shard_of(table: Table) -> Shard | None:
     """Return which part of a sharded table this one is; None for a table that has all of its rows."""
     shard = _shards.get(table)
     return shard if shard is not None and shard.ranks > 1 else None
+
+
+def wire_of(table: Table) -> str:
+    """Return the dtype that float32 rows of a table, and their gradients, are sent to other workers as."""
+    return _wires.get(table, "float32")
 
 
 def current_shard() -> Shard:
@@ -68,9 +74,9 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
     return part_to_open(path, shard.rank, shard.ranks, label)
 
 
-def note(table: Table) -> None:
-    """Note that a table is this worker's part."""
-    _shards[table] = current_shard()
+def note(table: Table, wire: str) -> None:
+    """Note that a table is this worker's part, whose rows are sent as `wire`."""
+    _shards[table], _wires[table] = current_shard(), wire
 
 
 def check_strategy(table: Table, label: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.fronts.arguments import is_number, make_table, open_table, refuse, resolve_padding
+from embedrock.fronts.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
 from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
 from embedrock.machine.paths import local_path
 from embedrock.shards.commits import KEEP
@@ -40,7 +40,6 @@ REFUSED = {
 # Arguments of layers that are not the table's.
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
 OF_RANKS = {"sharded", "reshard", "wire", "positions"}
-WIRES = ("float32", "bfloat16")
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
@@ -123,24 +122,6 @@ def path_here(layer: str, sharded: Sharded, path: Any, how: str = "error") -> An
     return part_here(path, group, label, how)
 
 
-def check_wire(layer: str, wire: str, sharded: Sharded, dtype: str) -> None:
-    """Raise `ArgumentError` unless rows of `dtype` can be sent between processes as `wire`."""
-    if wire not in WIRES:
-        raise not_one_of(f"`wire` of {layer}", wire, map(repr, WIRES))
-    if wire == "float32":
-        return
-    if sharded is False:
-        raise ArgumentError(
-            f"`wire` of {layer} is of rows that are shared out: got wire={wire!r} and sharded=False, with which each "
-            "process has all rows. Pass sharded=True or 'rank 0', or leave wire= out."
-        )
-    if dtype != "float32":
-        raise ArgumentError(
-            f"`wire` of {layer} is of float32 rows: got wire={wire!r} and rows of {dtype}, which are sent in 16 bits "
-            "as they are. Leave wire= out."
-        )
-
-
 def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOptions) -> None:
     """Raise an error unless gradients can be summed by position, where a layer is to do so."""
     positions, wire = options.get("positions", False), options.get("wire", "float32")
@@ -200,7 +181,7 @@ def table_of(
     group, sharded, path = given.pop("group"), given.pop("sharded"), given["path"]
     dtype = rows.spec.dtype if isinstance(rows, Table) else dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
-    check_wire(layer, given.pop("wire"), sharded, dtype)
+    check_wire(layer, given.pop("wire"), sharded is not False, dtype)
     of_group = group if group is not None or not isinstance(rows, Table) else rows.group
     check_group(layer, of_group, sharded, given.pop("positions"))
     given["path"] = path_here(layer, sharded, path, given.pop("reshard"))
@@ -265,7 +246,7 @@ def pretrained_table(
         )
     rows, dim = weights.shape
     made_of = {"init": init, "dtype": native if dtype is None else dtype_name(layer, dtype)}
-    check_wire(layer, options.get("wire", "float32"), sharded, made_of["dtype"])
+    check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     path = path_here(layer, sharded, options.get("path"), options.get("reshard", "error"))
     of_table = {**{name: value for name, value in options.items() if name not in OF_RANKS}, "path": path}
     first = first_values(options.get("seed"))
