@@ -549,6 +549,34 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_which_says_what_each_was_at
     assert re.search(r"rank 0 was at a lookup in .*; rank 1 was at a lookup in", pair.result_of(1))
 
 
+def crosses(rank: int) -> list[tuple[str, str]]:
+    """Look up in tables of two groups, on each rank in another order; then in a third."""
+    layers, said = [one_layer(dist.new_group(), seed=seed) for seed in (7, 8)], list[tuple[str, str]]()
+    for layer in layers:
+        layer(torch.tensor([1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embedrock.shards.near.PATIENCE_S", 0.1)
+        for _ in range(2):
+            try:
+                layers[rank](torch.tensor([2]))
+            except er.EmbedrockError as error:
+                said.append((type(error).__name__, str(error)))
+    one_layer(dist.new_group())(torch.tensor([1]))
+    return said
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_hear_of_it(pair: Ranks) -> None:
+    told = r"is at a lookup in .*, and another one.* waits for it in another group, after a lookup in .*by empty ids"
+    for rank, said in enumerate(pair.run(crosses)):
+        assert said[0] == said[1]
+        kind, text = said[0]
+        if kind == "WorkerLostError":  # the other one heard of it before
+            assert "the process has closed the connection" in text
+        else:
+            assert re.search(rf"rank {rank} {told}", text)
+    assert "OtherRankError" in {said[0][0] for said in pair.run(crosses)}
+
+
 def has_no_room_to_say_so(rank: int) -> str:
     layer = one_layer(dist.new_group())
     layer(torch.tensor([1]))
@@ -675,12 +703,12 @@ def test_one_process_alone_trains_as_ever(sharded: Any) -> None:
 # ---------------------------------------------------------------- on disk
 
 
-def on_disk(folder: str) -> tuple[Any, Any]:
+def on_disk(folder: str, **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     paths = [str(Path(folder) / name) for name in ("parts.rock", "whole.rock")]
     options: dict[str, Any] = {"init": er.Normal(std=0.1), "memory": "2MiB"}
     layers = [
-        ert.Embedding(None, DIM, seed=1, path=paths[0], sharded=True, **options),
+        ert.Embedding(None, DIM, seed=1, path=paths[0], sharded=True, **options, **more),
         ert.Embedding(None, DIM, seed=2, path=paths[1], sharded="rank 1", **options),
         ert.Embedding(None, DIM, seed=3, init=er.Normal(std=0.1)),
     ]
@@ -1036,6 +1064,43 @@ def test_torch_distributed_checkpoint_saves_and_loads_tables_on_disk_that_are_sh
         (name,) = {name for name in names if name is not None}
         assert re.fullmatch(r"dcp-[0-9a-f]{8}", name)
     assert len({name for _, _, names in first for name in names if name is not None}) == 1
+
+
+def loads_disks_by_dcp(rank: int, folder: str, ranks: int) -> list[torch.Tensor]:
+    """Load on any number of ranks, and make two steps more, of the blocks that two ranks have."""
+    model, optimizer = on_disk(folder, reshard="auto")
+    state = {"model": ert_dcp.state_dict(model)}
+    dcp.load(state, checkpoint_id=f"{folder}/dcp", planner=ert_dcp.LoadPlanner(), no_dist=ranks == 1)
+    model.load_state_dict(state["model"])
+    seen = [torch.stack([layer(torch.arange(60)).detach() for layer in model])]
+    for step in range(2, 4):
+        for block in [0, 1] if ranks == 1 else [rank]:
+            ids = ids_of(step, block) if block < 2 else torch.empty((0, 3), dtype=torch.int64)
+            losses = [layer(ids[:, column]).square().sum() for column, layer in enumerate(model)]
+            (torch.stack(losses).sum() * (ranks / 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(torch.stack([layer(torch.arange(60)).detach() for layer in model]))
+    close(model)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_torch_distributed_checkpoint_loads_tables_on_disk_on_another_number_of_ranks(
+    pair: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    seen, after, _ = pair.run(shares_disks_by_dcp, str(tmp_path), False)[0]
+    others = Ranks(ranks, timeout=120)
+    try:
+        found = others.run(loads_disks_by_dcp, str(tmp_path), ranks)
+    finally:
+        others.close()
+    for seen_there, after_there in found:
+        torch.testing.assert_close(seen_there, seen, rtol=0, atol=0)
+        rounding: dict[str, float] = {"rtol": 0, "atol": 0} if ranks == 1 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(after_there, after, **rounding)  # 3 / 2 is rounded where it is divided by 3 again
 
 
 # ---------------------------------------------------------------- what travels

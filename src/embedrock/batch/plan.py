@@ -140,11 +140,28 @@ def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
         >>> plan.ids.tolist(), plan.inverse.tolist()
         ([4, 5, 1], [0, 2, 1, 2])
     """
-    flat, cpu = _flat(ids), kernels.cpu.plan
+    flat = _flat(ids)
     unique, inverse = _deduped(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)[:2]
-    moved, places = np.empty_like(unique), _scratch.take("places", unique.size, np.int32)
-    cpu.by_owner(unique, inverse, ranks, places, moved, np.empty(ranks + 1, np.int64))
+    _, moved, _ = by_owner(unique, inverse, ranks)
     return Plan(ids.shape, moved, inverse, *_segmented(inverse, moved.size))
+
+
+def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Array, Int64Array, Int64Array]:
+    """Return where ids, int64 (n,), go if those of each owner are together, in their order; the ids then; and bounds.
+
+    Args:
+        ids: int64 (n,).
+        inverse: int32, indices of ids, which follow them.
+        ranks: how many processes: `embedrock.shards.owners`.
+
+    Example:
+        >>> [found.tolist() for found in by_owner(np.array([4, 1, 5]), np.empty(0, np.int32), ranks=2)]
+        [[0, 2, 1], [4, 5, 1], [0, 2, 3]]
+    """
+    places, moved = _scratch.take("places", ids.size, np.int32), np.empty(ids.size, np.int64)
+    bounds = np.empty(ranks + 1, np.int64)
+    kernels.cpu.plan.by_owner(np.require(ids, np.int64, ("C", "A", "W")), inverse, ranks, places, moved, bounds)
+    return places, moved, bounds
 
 
 def _flat(ids: Int64Array) -> Int64Array:

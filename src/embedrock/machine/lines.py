@@ -23,6 +23,7 @@ class Line:
 
     Attributes:
         address: where the other process finds its end: the number of this process, and of the open file.
+        process: the number of the other one, once it is connected.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Line:
         os.set_blocking(self._reads, False)
         self.address = os.getpid(), far
         self._open = [self._reads, far]
-        self._writes = -1
+        self._writes = self.process = -1
         self._wakes = select.poll()
         self._wakes.register(self._reads, select.POLLIN)
         weakref.finalize(self, _close_all, self._open)
@@ -46,6 +47,7 @@ class Line:
         self._open.append(self._writes)
         if not os.readlink(f"/proc/self/fd/{self._writes}").startswith("pipe:"):
             raise OSError("the file is another one")
+        self.process = process
         lives = platform.watch_process(process)
         self._open.append(lives)
         self._wakes.register(lives, select.POLLIN)
@@ -81,6 +83,11 @@ class Line:
             if len(message) != nbytes:
                 raise ConnectionResetError("the process has closed the connection")
             return message
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message is there that was not read."""
+        return bool(self._open) and self._reads in (fd for fd, _ in self._wakes.poll(0))
 
     def close(self) -> None:
         """Close the line: the other process hears of it as it sends or waits."""

@@ -169,15 +169,19 @@ class Exchange:
         counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
         come = [stages.served_words(of_rank, sources) for of_rank in counts]
         go = [stages.asked_words(one, sources) for one in ask.asked]
+        own, found = self.transport.rank, list[np.ndarray]()
+        come[own] = go[own] = 0  # rows that are here go into no message
 
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            return [stages.serve(one, sources) for one in ask.asked]
+            found[:] = stages.rows_here(ask.asked[own], own, ask.splits, sources)
+            return [[] if to == own else stages.serve(one, sources) for to, one in enumerate(ask.asked)]
 
         served = self._swap(what, serve, Sizes(come, go))
         self._expected = ask.gradients if self.expects else None
-        return stages.receive(served, ask.splits, sources)
+        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, ask.splits, sources, found)
+        return found
 
     def refuse(self, members: Sequence[Member], error: Exception, trains: bool = True) -> NoReturn:
         """Refuse a lookup on all ranks, because of an error, which is raised: see `rows`."""

@@ -12,6 +12,7 @@ from embedrock.machine.segments import Segment, Window
 from embedrock.shards.messages import WORD, pack_all
 
 Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
+PATIENCE_S = 5.0  # until it is looked into what a rank does that is waited for
 NOTE = 2  # int64: where a message begins in its segment, and how many bytes it has
 
 
@@ -64,8 +65,13 @@ class NearRanks:
             line.connected()
         return NearRanks(rank, segments, windows, lines)
 
-    def swapped(self, numbers: np.ndarray, timeout_s: float) -> np.ndarray:
+    def swapped(self, numbers: np.ndarray, timeout_s: float, while_waiting: Callable[[int], None]) -> np.ndarray:
         """Give each rank its row of int64 (ranks, n), of `MOST` bytes at most; return those from each.
+
+        Args:
+            numbers: the rows.
+            timeout_s: for how long a rank is waited for, in seconds.
+            while_waiting: is called now and then with the number of the process that is waited for.
 
         Raises:
             OSError: a rank has closed its line, is gone, or did not answer in time.
@@ -74,8 +80,13 @@ class NearRanks:
         for to, line in self._lines.items():
             line.send(numbers[to].tobytes())
         for sender, line in self._lines.items():
-            theirs[sender] = np.frombuffer(line.receive(theirs[sender].nbytes, until), np.int64)
+            message = _received(line, theirs[sender].nbytes, until, while_waiting)
+            theirs[sender] = np.frombuffer(message, np.int64)
         return theirs
+
+    def is_waited_for_by(self, process: int) -> bool:
+        """Return whether a process has sent what this one has not read: it waits for the answer."""
+        return any(line.process == process and line.has_message for line in self._lines.values())
 
     def close(self) -> None:
         """Close the lines: the others hear of it at once."""
@@ -99,6 +110,17 @@ class NearRanks:
         turn = 1 - self._turn
         found = zip(self._windows, notes.tolist(), strict=True)
         return [windows[turn].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
+
+
+def _received(line: Line, nbytes: int, until: float, while_waiting: Callable[[int], None]) -> bytes:
+    while True:
+        begin = time.monotonic()
+        try:
+            return line.receive(nbytes, min(until, begin + PATIENCE_S))
+        except TimeoutError:
+            if begin + PATIENCE_S >= until:
+                raise
+            while_waiting(line.process)
 
 
 def _window(told: np.ndarray) -> Window:

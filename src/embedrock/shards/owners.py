@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import Plan, make_plan, plan_by_owner
-from embedrock.machine.buffers import buffers
+from embedrock.batch.plan import Plan, by_owner, make_plan, plan_by_owner
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -57,16 +56,6 @@ class Split(NamedTuple):
         """Return the values of the positions, (n, ...), as those of each rank."""
         return [values[places] for places in self.places]
 
-    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return values (n, ...) by position, of what `parts` returned, or came back for it."""
-        if self.order is None:
-            whole = buffers.empty((int(self.bounds[-1]), *parts[0].shape[1:]), parts[0].dtype)
-            return np.concatenate(parts, out=whole)
-        out = np.empty((len(self.order), *parts[0].shape[1:]), parts[0].dtype)
-        for place, part in zip(self.places, parts, strict=True):
-            out[place] = part
-        return out
-
 
 class Shard(NamedTuple):
     """The part of a table that one rank has.
@@ -87,6 +76,9 @@ class Shard(NamedTuple):
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         """Return of ids, int64 (n,), which rows are here."""
+        bounds = self.split(ids).bounds
+        if bounds[self.rank + 1] - bounds[self.rank] == len(ids):
+            return np.ones(len(ids), bool)
         return self.owners(ids) == self.rank
 
     def destinations(self, ids: np.ndarray) -> Sequence[Any]:
@@ -99,11 +91,12 @@ class Shard(NamedTuple):
 
     def split(self, ids: np.ndarray) -> Split:
         """Return the positions of ids, int64 (n,), by owner."""
-        of = self.owners(ids)
-        bounds = np.zeros(self.ranks + 1, np.int64)
-        np.cumsum(np.bincount(of, minlength=self.ranks), out=bounds[1:])
-        is_by_owner = bool((of[1:] >= of[:-1]).all())  # as `plan_by_owner` leaves them
-        return Split(None if is_by_owner else np.argsort(of, kind="stable"), bounds)
+        if self.holder is not None:
+            return Split(None, len(ids) * (np.arange(self.ranks + 1) > self.holder))
+        places, moved, bounds = by_owner(ids, np.empty(0, np.int32), self.ranks)
+        if np.array_equal(moved, ids):  # as `plan_by_owner` leaves them
+            return Split(None, bounds)
+        return Split(np.argsort(places), bounds)
 
     def plan(self, ids: np.ndarray) -> Plan:
         """Decide what a batch of ids needs, those of one owner together."""

@@ -8,7 +8,7 @@ backwards and ranks. So the same sequence of blocks gives the same bits on any n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -97,15 +97,35 @@ def asked_words(message: np.ndarray, sources: Sequence[Source]) -> int:
     return served_words(MessageReader(message).ints(len(sources)).tolist(), sources)
 
 
-def receive(messages: Sequence[np.ndarray], splits: Sequence[Split], sources: Sequence[Source]) -> list[np.ndarray]:
-    """Return the rows that were wanted, float32 (n, dim) by table, of what each rank has served."""
-    readers = [MessageReader(message) for message in messages]
+def rows_here(message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[Source]) -> list[np.ndarray]:
+    """Return room for all rows that are wanted, float32 (n, dim) by table, with those that this rank has.
+
+    Args:
+        message: what it has asked itself for.
+        rank: this one.
+        splits: of what is wanted, by owner.
+        sources: the tables.
+    """
     found = []
-    for split, source in zip(splits, sources, strict=True):
-        counts = np.diff(split.bounds).tolist()
-        parts = [r.sent(count, source.table.dim, source.sent_as) for r, count in zip(readers, counts, strict=True)]
-        found.append(split.joined(parts))
+    for ids, split, source in zip(asked(message, len(sources)), splits, sources, strict=True):
+        rows = buffers.empty((int(split.bounds[-1]), source.table.dim), np.float32)
+        if split.order is None and source.wire == "float32":
+            source.table.lookup(ids, rows[split.places[rank]])
+        else:
+            rows[split.places[rank]] = Block(ids, source.table.lookup(ids)).as_received(source.wire).values
+        found.append(rows)
     return found
+
+
+def receive(
+    messages: Mapping[int, np.ndarray], splits: Sequence[Split], sources: Sequence[Source], found: Sequence[np.ndarray]
+) -> None:
+    """Write rows that were wanted, float32 (n, dim) by table, to `found`, of what each rank has served."""
+    readers = {rank: MessageReader(message) for rank, message in messages.items()}
+    for split, source, rows in zip(splits, sources, found, strict=True):
+        places, counts = split.places, np.diff(split.bounds).tolist()
+        for rank, reader in readers.items():
+            rows[places[rank]] = reader.sent(counts[rank], source.table.dim, source.sent_as)
 
 
 # ---------------------------------------------------------------- gradients

@@ -57,7 +57,12 @@ class Fetching:
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup, of the messages of all workers."""
-        return stages.receive(self._taken(served), self._splits(plans), self._sources())
+        found = [np.empty((len(plan.ids), one.handle.table.dim), np.float32) for one, plan in self._with(plans)]
+        stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
+        return found
+
+    def _with(self, plans: Sequence[Plan]) -> list[tuple[TableLookup, Plan]]:
+        return list(zip(self._lookups, plans, strict=True))
 
     def _sources(self) -> list[stages.Source]:
         return [stages.Source(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]

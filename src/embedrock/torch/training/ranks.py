@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from embedrock.errors import WorkerLostError
+from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
 from embedrock.machine.buffers import buffers
 from embedrock.machine.lines import MOST
 from embedrock.shards.messages import WORD, joined
@@ -22,6 +23,7 @@ from embedrock.shards.near import NearRanks
 
 PATIENCE_S = 1.0  # for what other ranks were at, once one is lost
 
+_near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
 
@@ -46,12 +48,13 @@ class Ranks:
         self.sent = self.rounds = 0
         self.waited_s = 0.0
         self.at = "the first message"
-        self._lost: WorkerLostError | None = None
+        self._lost: EmbedrockError | None = None
         self._group: Any = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
         self._near: NearRanks | None = None
         if is_near:
             self._near = NearRanks.of(self.rank, self.ranks, self.gather)
+            _near_ones.add(self)
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for messages that `swap` will carry: see `Transport.room`."""
@@ -89,11 +92,23 @@ class Ranks:
         self.rounds += 1
         near = self._near
         if near is not None and numbers[0].nbytes <= MOST:
-            return self._do(lambda: near.swapped(numbers, self._timeout.total_seconds()))
+            wait_s = self._timeout.total_seconds()
+            return self._do(lambda: near.swapped(numbers, wait_s, self._check_not_crossed))
         theirs = np.empty_like(numbers)
         ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
         self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
         return theirs
+
+    def _check_not_crossed(self, process: int) -> None:
+        """Raise `OtherRankError` where a rank that is waited for here waits for this one, in another group."""
+        for other in _near_ones:
+            if other is not self and other._near is not None and other._near.is_waited_for_by(process):
+                raise OtherRankError(
+                    f"rank {self.rank} is at {self.at}, and another one, which should be, too, waits for it in another "
+                    f"group, after {other.at}: so both would wait for ever. All ranks must do the same in the same "
+                    "order, in all groups that they are in: a table that a batch does not use is looked up by empty "
+                    "ids. Start all again."
+                )
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
         """Give all ranks an array; return that of each: see `Transport.gather`."""
@@ -133,6 +148,10 @@ class Ranks:
             done = operation()
             self.waited_s += time.perf_counter() - began
             return done
+        except OtherRankError as error:
+            self._close()
+            self._lost = error
+            raise
         except (RuntimeError, OSError) as error:
             self._close()
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
