@@ -62,8 +62,11 @@ class Uses:
         """Note that a step uses rows, without repeats; those that have no record yet get one in it, in their order."""
         numbers = self._numbers_of(ids)
         new = numbers < 0
-        self._touch(numbers[~new], step)
-        self._add(ids[new], step)
+        if new.any():
+            self._touch(numbers[~new], step)
+            self._add(ids[new], step)
+        else:
+            self._touch(numbers, step)
         self._tick(step)
 
     def _touch(self, numbers: np.ndarray, step: int) -> None:

@@ -57,10 +57,13 @@ def see(sketch, changed, bits, key, ids):
 def touch(last, marks, numbers, step, half_life, one, most, lo, hi):
     now = step // half_life
     for i in range(lo, hi):
-        row = numbers[i]
-        halvings = min(now - last[row] // half_life, 62)
-        marks[row] = min((marks[row] >> halvings) + one, most)
-        last[row] = step
+        if i + AHEAD < hi:
+            prefetch_to_write(last, numbers[i + AHEAD], 8)
+            prefetch_to_write(marks, numbers[i + AHEAD], 8)
+        row, uses = numbers[i], marks[numbers[i]]
+        if last[row] < now * half_life:  # most rows in use were used since: a division takes as long as a miss
+            uses >>= min(now - last[row] // half_life, 62)
+        marks[row], last[row] = min(uses + one, most), step
 
 
 @kernel(reads=("ids", "values"))
