@@ -86,15 +86,16 @@ class Kept:
         self._calls: list[tuple[Any, ...]] = []
         gpu.launcher_cls = lambda *_: lambda *call: self._calls.append(call)
 
-    def launch(self, kernel: Any, grid_size: int, args: Any, num_warps: int, constexprs: dict[str, Any]) -> None:
+    def launch(self, ready: runtime.Ready, grid_size: int, args: Any) -> None:
+        kernel = ready.kernel
         if not compiled(kernel):
             return
         del self._calls[:]
-        if kernel[(grid_size,)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs) is None:
+        if kernel[(grid_size,)](*runtime.plain(args), enable_fp_fusion=False, **ready.options) is None:
             return  # it is one of those that were left out
-        known = len(runtime._compiled)
-        self.as_before(kernel, grid_size, args, num_warps, constexprs)
-        assert len(runtime._compiled) == known, f"{kernel.__name__} was not kept"
+        known = len(ready.compiled)
+        self.as_before(ready, grid_size, args)
+        assert len(ready.compiled) == known, f"{kernel.__name__} was not kept"
         one, two = self._calls
         assert (one[:3], one[4:6]) == (two[:3], two[4:6]), f"another kernel or grid of {kernel.__name__}"
         assert plain(one[9:]) == plain(two[9:]), f"other arguments of {kernel.__name__}"

@@ -21,7 +21,7 @@ def _locate(keys, count, where, dirty, limit, near, far, places, KIND: tl.conste
 
 def locate(keys: Any, count: Any, homes: Homes, places: Any) -> None:
     """Write the address of each record, or ``-1 - u`` where there is none."""
-    args = keys, count, *homes.arguments(keys), places
+    args = keys, count, homes.arguments, places
     launch(_locate, len(keys), *args, KIND=homes.kind, BYTES=homes.memory.record_bytes)
 
 
@@ -39,5 +39,5 @@ def _settle(keys, count, live, where, dirty, limit, near, far, places, new, KIND
 
 def settle_rows(keys: Any, count: Any, live: Any, homes: Homes, places: Any, new: Any) -> None:
     """Do what a step does before it steps: write the addresses of what it steps, -1: nothing, and what is new."""
-    args = keys, count, live, *homes.arguments(keys), places, new
+    args = keys, count, live, homes.arguments, places, new
     launch(_settle, len(keys), *args, KIND=homes.kind_to_step, BYTES=homes.memory.record_bytes)

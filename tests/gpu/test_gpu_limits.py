@@ -418,7 +418,11 @@ def test_a_device_side_that_is_closed_holds_no_memory():
         model = train(make(way), batches(1))
         side = model.table.side
         assert isinstance(side, DeviceSide)
+        side.expect(batches(1)[0])
+        model.rows(batches(1)[0])
+        assert side._ahead is not None
         rows_of(model.table).leave_side()
+        assert side._ahead is None
         tensors = [side.near.records, *side.near.slots]
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
 

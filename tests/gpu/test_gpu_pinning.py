@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_runtime import GPU, FakeLibrary, use
+from gpu_device import INTERPRETED
 
+import embedrock.torch as ert
 from embedrock.device import cuda_runtime, pinned
 from embedrock.device.pinned import Pinned, PinningError
+from embedrock.errors import UnsupportedError
 from embedrock.machine.arena import Arena
 from embedrock.process import platform
 from forked import in_child
@@ -124,3 +129,23 @@ def test_a_forked_child_gets_no_pinned_page(monkeypatch: pytest.MonkeyPatch):
     in_child(has_none)
     held.close()
     in_child(has_all)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="CUDA itself fails in a forked child")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_is_told_that_its_rows_are_with_its_parent():
+    layer, ids = ert.Embedding(20, 4, seed=0, device_memory=0), torch.arange(3)
+    ert.place(layer, "cpu")
+    before = layer(ids).detach().clone()
+
+    def is_refused() -> None:
+        said = (
+            rf"on a GPU, in process {parent}, and this is its child {os.getpid()}: no GPU is of use after a fork\. Look"
+        )
+        for look_up in (lambda: layer(ids), lambda: layer.table.lookup([0])):
+            with pytest.raises(UnsupportedError, match=said):
+                look_up()
+
+    parent = os.getpid()
+    in_child(is_refused)
+    torch.testing.assert_close(layer(ids).detach(), before, rtol=0, atol=0)

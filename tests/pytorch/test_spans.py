@@ -37,6 +37,7 @@ def test_spans(kind: Any):
     wanted = {"plan": plans, "read": 4, "sum": 3, "step": 3}
     assert {name: phases[name] for name in wanted} == wanted
     assert set(phases) - set(wanted) <= {"gather", "rule", "wait"}
+    assert sum(event.name == "Optimizer.step#Adam.step" for event in profile.events() or ()) == 3  # PyTorch's own
     assert torch.equal(profiled, train(kind))
 
 

@@ -191,7 +191,7 @@ class DirectSide(DeviceSide):
             self._ahead = Ahead(ids, version_of(ids), self._brought(placed, fault, True, True), None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
-        which = (plan.keys, plan.count) if positions is None else (positions, len(positions))
+        which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
 
     def prepare(self, grads: DeviceGradients) -> None:

@@ -28,7 +28,7 @@ class Sums(NamedTuple):
     values: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, which would take four times as long to make
 class DeviceGradients:
     """One gradient for each row of a plan, on a device.
 
@@ -147,11 +147,21 @@ def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceGradients:
     return DeviceGradients.of(plan, values, norms)
 
 
-def room_for_sums(plan: DevicePlan, dim: int, norms: int = 3) -> tuple[Tensor, Tensor, sums.Scratch]:
-    """Return room for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch."""
-    n, later = len(plan.order), sums.partial_rows(len(plan.order))
-    sizes = 2 * sums.square_sums(n, dim), n * dim, later * dim
-    squares, values, partial = carved(torch.float32, plan.order.device, sizes)
+def room_for_sums(
+    plan: DevicePlan, dim: int, squares: int | None = None, norms: int = 3
+) -> tuple[Tensor, Tensor, sums.Scratch]:
+    """Return room for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
+
+    Args:
+        plan: of the positions.
+        dim: of the rows.
+        squares: sums of squares in the scratch; None: as many as one norm is made of.
+        norms: see above.
+    """
+    n = plan.order.shape[0]
+    later = sums.partial_rows(n)
+    sizes = 2 * (sums.square_sums(n, dim) if squares is None else squares), n * dim, later * dim
+    of_rows, values, partial = carved(torch.float32, plan.order.device, sizes)
     room = torch.empty(norms, dtype=torch.float32, device=plan.order.device)  # handles may keep it, and nothing else
-    scratch = sums.Scratch(partial.view(later, dim), squares.view(torch.float64), plan.tickets)
+    scratch = sums.Scratch(partial.view(later, dim), of_rows.view(torch.float64), plan.tickets)
     return values.view(n, dim), room, scratch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
-from embedrock.device.plan import DevicePlan, carved, make_plan
+from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
@@ -207,13 +208,14 @@ class JointReading:
         positions = [0] * (len(sides) + 1)
         for table, size in zip(of, self._sizes, strict=True):
             positions[table + 1] += size
-        cuts = tuple(np.cumsum(positions).tolist())
+        cuts = tuple(itertools.accumulate(positions))
         stamps = tuple(side.stamp for side in sides)
         return JointPlan(sides, tables, firsts, plan, bounds, cuts, tuple(paddings), stamps)
 
     def _joined_ids(self, side: DirectSide) -> Tensor:
         """Return the ids of all features on the device, int64 or int32."""
-        parts = [self._features[k].ids.reshape(-1) for k in self._order]
+        given = [self._features[k].ids for k in self._order]
+        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
         if len({(part.device, part.dtype) for part in parts}) > 1:
             parts = [side.on_device(part).to(torch.int64) for part in parts]
         return side.on_device(torch.cat(parts))
@@ -230,7 +232,10 @@ class JointReading:
             for side in plan.sides:
                 side.note_use()
         found = dict(zip(self._order, out.split(self._sizes), strict=True))
-        return [found[k].view(*feature.ids.shape, dim) for k, feature in enumerate(self._features)]
+        return [
+            found[k] if feature.ids.dim() == 1 else found[k].view(*feature.ids.shape, dim)
+            for k, feature in enumerate(self._features)
+        ]
 
     @spanned("sum")
     def sum(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
@@ -238,27 +243,26 @@ class JointReading:
         plan = self.plan
         if not self._are_alike:
             return self._summed_alone(grads)
-        came = [{k for k, table in enumerate(self._table_of) if table == t} for t in range(len(plan.sides))]
-        for t, features in enumerate(came):
-            missing = {k for k in features if grads[k] is None}
-            if missing and missing != features:
-                return self._summed_alone(grads)
-            came[t] = features - missing
+        came, missing = set[int](), set[int]()  # tables
+        for table, given in zip(self._table_of, grads, strict=True):
+            (missing if given is None else came).add(table)
+        if came & missing:
+            return self._summed_alone(grads)
         with _working(plan.sides):
             joined = self._joined_grads(grads)
-            n, k, dim = len(joined), len(plan.sides), joined.shape[1]
-            values, numbers, scratch = room_for_sums(plan.plan, dim, 3 * k)
-            squares, parts = carved(torch.float32, joined.device, (2 * n, 2 * k * kernels.PROGRAMS))
-            scratch = scratch._replace(squares=squares.view(torch.float64))
+            k, dim = len(plan.sides), joined.shape[1]
+            of_tables = k * kernels.PROGRAMS
+            values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + joined.shape[0], 3 * k)
+            parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
             sums.sum_segments(joined, *arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
             tickets = plan.plan.tickets[-k:]
-            args = plan.plan.keys, plan.bounds, scratch.squares, parts.view(torch.float64), tickets, numbers
+            args = plan.plan.keys, plan.bounds, scratch.squares, parts, tickets, numbers
             kernels.norms(plan.tables, *args)
         whole, numbers = JointSums(plan, values), numbers.unbind()
         found = {}
         for t, side in enumerate(plan.sides):
-            if came[t]:
+            if t in came:
                 shown = numbers[t]
                 found[side] = DeviceGradients(JointPart(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t]))
         return found
@@ -270,7 +274,9 @@ class JointReading:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         device = self.plan.bounds.device
         return torch.cat([
-            torch.zeros(size, dim, dtype=dtype, device=device) if part is None else part.reshape(size, dim).to(dtype)
+            torch.zeros(size, dim, dtype=dtype, device=device) if part is None
+            else part if part.dim() == 2 and part.dtype is dtype
+            else part.reshape(size, dim).to(dtype)
             for part, size in zip(given, self._sizes, strict=True)
         ])  # fmt: skip
 

@@ -15,7 +15,7 @@ from embedrock.kernels.gpu.cache import Arrival
 from embedrock.kernels.gpu.sums import partial_rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, which would take four times as long to make
 class DevicePlan:
     """What one batch needs, on a device. How many rows it has is known only there: arrays have room for n.
 
@@ -78,7 +78,7 @@ def make_plan(
     n, device = keys.numel(), keys.device
     sizes = 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n) + tickets
     unique, starts, inverse, count, counts, drawn = carved(torch.int32, device, sizes)
-    unique, positions = unique.view(torch.int64), keys.reshape(-1)
+    unique, positions = unique.view(torch.int64), keys if keys.dim() == 1 else keys.reshape(-1)
     if positions.dtype == torch.int64:  # half of the bytes to sort by; what does not fit is outside, and stays there
         positions = positions.clamp(LEAST_ID, MOST_ID).to(torch.int32)
     ordered, order = torch.sort(positions, stable=True)
@@ -90,5 +90,9 @@ def make_plan(
 
 def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:
     """Return tensors of so many elements of 4 bytes, in one allocation: each begins at a multiple of 16 bytes."""
-    parts = [part for size in sizes for part in (size, -size % 4)]
-    return list(torch.empty(sum(parts), dtype=dtype, device=device).split(parts)[::2])
+    parts, places = [], []  # with room between them where there has to be
+    for size in sizes:
+        places.append(len(parts))
+        parts += (size, -size % 4) if size % 4 else (size,)
+    made = torch.split_with_sizes(torch.empty(sum(parts), dtype=dtype, device=device), parts)
+    return [made[place] for place in places]

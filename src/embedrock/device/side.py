@@ -172,6 +172,7 @@ class DeviceSide(ABC):
         """Give its memory back, though handles may go on knowing it."""
         self.timeline.finish()
         self.near.let_go()
+        self._ahead = self._expected = None
         self._histories = _Histories(self.device, self.timeline)
 
     def begin(self) -> None:
@@ -234,7 +235,7 @@ class DeviceSide(ABC):
             out = self._read(plan, plan.positions)  # near rows go straight to where they are wanted
         else:
             out = self.read_rows(plan).index_select(0, plan.inverse)
-        return out.reshape(*plan.shape, self.spec.dim)
+        return out if len(plan.shape) == 1 else out.reshape(*plan.shape, self.spec.dim)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
@@ -244,7 +245,7 @@ class DeviceSide(ABC):
         """Return the weights of a plan's rows, or those of the keys of positions: float32 (n, dim)."""
         with self.working():
             self.timeline.wait_for_copies()
-            count = len(plan.keys if positions is None else positions)
+            count = (plan.keys if positions is None else positions).shape[0]
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
             if self.rows.lags:
@@ -298,7 +299,7 @@ class DeviceSide(ABC):
         """
         with self.working():
             skip, plan = self._without(plan, padding)
-            grads = grads.reshape(-1, self.spec.dim)
+            grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
             if grads.stride(1) != 1:  # expanded, as that of a sum is, or transposed: kernels want whole rows
                 grads = grads.contiguous()
             summed = sum_rows(grads, plan, skip)

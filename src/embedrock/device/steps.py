@@ -64,7 +64,7 @@ class DeviceStep(NamedTuple):
                 joint.step(part, self.verdicts, self.number)
                 k += len(part.due)
             else:
-                part.side.step(part.rule, part.grads, Judged(self.verdicts[k], self.number))
+                part.side.step(part.rule, part.grads, Judged(self.verdicts.select(0, k), self.number))
                 k += 1
 
 
@@ -90,13 +90,13 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     for part in due:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
+    steps = []
+    for group in groups.values():
+        with Ordered([part.side.timeline for part in group], ()):  # each may have been used on a stream of its own
+            steps.append(_judge(group))
+    if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
+        return steps
     with enough_memory("a step"), torch.inference_mode(False):
-        steps = []
-        for group in groups.values():
-            with Ordered([part.side.timeline for part in group], ()):  # each may have been used on a stream of its own
-                steps.append(_judge(group))
-        if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
-            return steps
         known = [(step, step.verdicts[:, gate.FINITE].tolist()) for step in steps]
         for step, finite in known:
             _raise_what_was_refused(step, finite)
@@ -107,10 +107,14 @@ def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
     for part in due:
         part.side.prepare(part.grads)
     device, count, number = due[0].side.device, len(due), next(step_numbers)
-    numbers = torch.stack([*(part.grads.number for part in due), *(part.grads.shown for part in due)])
+    numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
+    if count == 1:
+        numbers, shown = numbers[0], shown[0]
+    else:
+        numbers, shown = torch.stack([*numbers, *shown]).split(count)
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
-    gate.judge(numbers, faults, verdicts, number)
+    gate.judge(numbers, shown, faults, verdicts, number)
     return DeviceStep(due, verdicts, number)
 
 

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
@@ -112,6 +114,19 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
         self._resets_state = False  # of tables that come later, in a param group or a copy
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `step`, as PyTorch does for profilers and hooks; where there are none, that takes a 20th of a step."""
+        seen = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: RowOptimizer, *args: Any, **kwargs: Any) -> Any:
+            is_seen = profiler._is_profiler_enabled or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+            is_seen = is_seen or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            return (seen if is_seen else func)(self, *args, **kwargs)
+
+        return step
+
     # ------------------------------------------------------------ param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,7 +203,6 @@ class RowOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------ steps
 
     @as_it_is
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the rows that got gradients since the last `zero_grad`.
 
@@ -216,13 +230,14 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            due = [part for group in self.param_groups for part in self._due(group)]
-            announce_steps(due)
-            step_all([part.step for part in due])
-        except (MemoryError, OSError) as error:  # all else all ranks refuse alike
-            fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
-            raise
+        with torch.no_grad():
+            try:
+                due = [part for group in self.param_groups for part in self._due(group)]
+                announce_steps(due)
+                step_all([part.step for part in due])
+            except (MemoryError, OSError) as error:  # all else all ranks refuse alike
+                fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
+                raise
         for group in self.param_groups:
             for handle in group["params"]:
                 handle.stepped()
@@ -309,7 +324,7 @@ def _make_rule(rule_type: type[Rule], hyperparameters: tuple[tuple[str, Any], ..
 
 def _plain(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with tensors, which PyTorch allows for lr, as numbers, and lists as tuples."""
-    return {name: _plain_value(value) for name, value in hyperparameters.items()}
+    return {name: value if type(value) is float else _plain_value(value) for name, value in hyperparameters.items()}
 
 
 def _plain_value(value: Any) -> Any:

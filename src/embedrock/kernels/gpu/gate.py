@@ -12,12 +12,12 @@ LIVE, FACTOR, FINITE = 0, 1, 2
 _LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
 
 
-@kernel("count", "number")
-def _judge(numbers, faults, verdicts, count, number, LANES: tl.constexpr):
+@kernel("count", "number", anywhere=("numbers", "shown"))
+def _judge(numbers, shown, faults, verdicts, count, number, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     here = lane < count
     grad = tl.load(numbers + lane, mask=here, other=1.0)
-    shown = tl.load(numbers + count + lane, mask=here, other=1.0)
+    shown = tl.load(shown + lane, mask=here, other=1.0)
     # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
     untouched = tl.where(grad == 0.0, 1.0, grad)
     factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
@@ -37,11 +37,12 @@ def _judge(numbers, faults, verdicts, count, number, LANES: tl.constexpr):
     tl.store(fault + 3, tl.zeros_like(first) + number, mask=refused & (first == 0))
 
 
-def judge(numbers, faults, verdicts, number):
+def judge(numbers, shown, faults, verdicts, number):
     """Decide for all tables of a step whether it is made: all of them step, or none.
 
     Args:
-        numbers: float32 (2, k): what stands for the gradients of each table now, and what was shown for them.
+        numbers: float32 (k,), or () for one table: what stands for the gradients of each table now.
+        shown: the same: what was shown for them.
         faults: int64 (k,), addresses of each table's fault, int64 (4,): code, what it is of, a value, and the number of
             the first step that was refused. Written where a step is refused.
         verdicts: int32 (k, LINE) receives, for each table: at `LIVE`, 1 where its rows are stepped, as all tables can
@@ -52,4 +53,4 @@ def judge(numbers, faults, verdicts, number):
     count, lanes = verdicts.shape[0], 1
     while lanes < count:
         lanes *= 2
-    launch(_judge, 1, numbers, faults, verdicts, count, number, num_warps=1, LANES=lanes)
+    launch(_judge, 1, numbers, shown, faults, verdicts, count, number, num_warps=1, LANES=lanes)

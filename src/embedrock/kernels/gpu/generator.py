@@ -4,10 +4,12 @@ Every operation is exact or rounded once as IEEE 754 says, so the results are th
 are (rows, BLOCK): one row of a table each, BLOCK columns, a power of two and at least 4.
 """
 
+import functools
+
 import triton.language as tl
 from triton.language.random import philox_impl
 
-from embedrock.kernels.gpu.runtime import inlined, single
+from embedrock.kernels.gpu.runtime import Fixed, inlined
 from embedrock.kernels.reference import generator as reference
 
 FIRST_VALUES = tl.constexpr(reference.FIRST_VALUES)
@@ -111,14 +113,15 @@ def truncated_normal(ids, seed, mean, std, beyond, BLOCK: tl.constexpr):
 DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": truncated_normal}
 
 
+@functools.lru_cache(maxsize=1024)  # of tables
 def draw_args(seed, drawn):
-    """Return what kernels take of ``seed`` and ``drawn``, and the constexpr that says which function draws.
+    """Return what kernels take of ``seed`` and ``drawn``.
 
     Args:
         seed: 64 bits.
         drawn: how first values are drawn: ("constant", value), ("uniform", low, high), ("normal", mean, std) or
             ("truncated_normal", mean, std, beyond).
     """
-    kind, *numbers = drawn
-    a, b, c, *_ = *map(single, numbers), *[single(0.0)] * 3
-    return (seed % 2**64, a, b, c), {"DRAW": DRAWS[kind]}
+    _, *numbers = drawn
+    a, b, c, *_ = *map(float, numbers), 0.0, 0.0, 0.0
+    return Fixed(seed % 2**64, a, b, c)

@@ -3,11 +3,13 @@
 A row has a word in `Slots.where`: its near slot, or when and how often it was used when it is far.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import inlined
+from embedrock.kernels.gpu.runtime import Fixed, inlined
 
 CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
 ABSENT, FAR = -2, -1  # words of `where` for rows that no batch has used: without a record, and with one
@@ -122,7 +124,8 @@ def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
 # ---------------------------------------------------------------- a row's record
 
 
-class Homes(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Homes:
     """Where the records of a table are, for kernels that read or step them.
 
     Attributes:
@@ -139,17 +142,17 @@ class Homes(NamedTuple):
     limit: int
     memory: RecordMemory
 
-    def arguments(self, keys):
-        """Return what kernels take of it: `keys` for what it has not."""
-        known = (keys if array is None else array for array in self[:2])
-        return *known, self.limit, *self.memory[:2]
+    @functools.cached_property
+    def arguments(self):
+        """What kernels take of it."""
+        return Fixed(self.where, self.dirty, self.limit, *self.memory[:2])
 
-    @property
+    @functools.cached_property
     def kind(self):
         """How records are found, for kernels that read them."""
         return Kind(self.where is not None, self.is_identity, False)
 
-    @property
+    @functools.cached_property
     def kind_to_step(self):
         """How records are found and noted, for kernels that write them."""
         return Kind(self.where is not None, self.is_identity, self.dirty is not None)

@@ -6,7 +6,7 @@ the keys of a batch are sorted, and planned, as if they were of one table; and w
 has the rows of a table together: nearly all programs have to do with one table only.
 """
 
-from math import gcd
+import functools
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -14,8 +14,8 @@ import triton.language as tl
 from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.generator import DRAWS
 from embedrock.kernels.gpu.plan import NUMBER
-from embedrock.kernels.gpu.rows import ALIGNMENT, apart, most_rows, read_rows, rows_of_program, step_rows
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
+from embedrock.kernels.gpu.rows import apart, most_rows, prepared, read_rows, rows_of_program, step_rows
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 WORDS = 12
@@ -225,8 +225,8 @@ def _read_tables(
 
 def read(keys, tables, out):
     """Copy the weights of the rows of keys int32 (n,), table by table, to `out` float32 (n, dim): see `rows.read`."""
-    args = keys, keys.shape[0], tables.entries, tables.entries.shape[0], out
-    _launch(_read_tables, keys, args, tables, KIND=tables.kind, DRAW=DRAWS[tables.draw])
+    n, (programs, ready) = keys.shape[0], _to_read(tables.form, tables.kind, tables.draw)
+    ready.launch(programs(n), keys, n, tables.entries, tables.entries.shape[0], out)
 
 
 @kernel("tables")
@@ -322,14 +322,17 @@ def step(keys, count, tables, which, values, verdicts, clip, step, numbers):
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.
         clip, step, numbers: as for `rows.step`; the same for all.
     """
-    clips = clip is not None
+    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), clip is not None)
     args = keys, count, tables.entries, tables.entries.shape[0], *which, values, verdicts
-    args = *args, single(clip) if clips else 0.0, step % 2**32, *apart(numbers)
-    constexprs = {"DRAW": DRAWS[tables.draw], "UPDATE": rules.UPDATES[type(numbers)], "CLIPS": clips}
-    _launch(_step_tables, keys, args, tables, most_rows(numbers), KIND=tables.kind, **constexprs)
+    ready.launch(programs(keys.shape[0]), *args, clip or 0.0, step % 2**32, *apart(numbers))
 
 
-def _launch(kernel, keys, args, tables, rows=None, **constexprs):
-    part = tile(tables.form.dim, rows)
-    align = gcd(tables.form.record_bytes, ALIGNMENT)
-    launch(kernel, part.programs(keys.shape[0]), *args, FORM=tables.form, ALIGN=align, **part.options, **constexprs)
+@functools.cache
+def _to_read(form, kind, draw):
+    return prepared(_read_tables, form, KIND=kind, DRAW=DRAWS[draw])
+
+
+@functools.cache
+def _to_step(form, kind, draw, rule, clips):
+    constexprs = {"DRAW": DRAWS[draw], "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "KIND": kind}
+    return prepared(_step_tables, form, most_rows(rule), **constexprs)

@@ -5,6 +5,7 @@ how many of the n rows there are: nothing beyond is read or written. `form` desc
 asynchronous, and nothing is allocated.
 """
 
+import functools
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
-from embedrock.kernels.gpu.generator import draw_args, rounding_words
+from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
 from embedrock.kernels.gpu.homes import find, settle
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch, single, tile
+from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, tile
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 ALIGNMENT = 16  # of the first record of any memory: GPUs read and write 16 bytes at a time
@@ -309,20 +310,20 @@ def read(keys, count, homes, seed, drawn, form, out):
         form: of the records.
         out: see above.
     """
-    args, constexprs = draw_args(seed, drawn)
-    args = keys, count, *homes.arguments(keys), out, *args, out
-    _launch(_read, keys, args, form, KIND=homes.kind, **constexprs)
+    programs, ready = _to_read(form, homes.kind, drawn[0])
+    ready.launch(programs(keys.shape[0]), keys, count, homes.arguments, out, draw_args(seed, drawn), out)
 
 
 def gather(keys, fresh, count, homes, form, out):
     """Copy the weights of records to `out` float32 (n, dim): as `read` does, but key ``-1 - k`` is of ``fresh[k]``."""
-    args = keys, count, *homes.arguments(keys), fresh, 0, *[single(0.0)] * 3, out
-    _launch(_read, keys, args, form, KIND=homes.kind, DRAW=None)
+    programs, ready = _to_read(form, homes.kind, None)
+    ready.launch(programs(keys.shape[0]), keys, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
 
 
 def scatter(keys, values, count, homes, form):
     """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
-    _launch(_scatter, keys, (keys, values, count, *homes.arguments(keys)), form, KIND=homes.kind)
+    programs, ready = prepared(_scatter, form, KIND=homes.kind)
+    ready.launch(programs(keys.shape[0]), keys, values, count, homes.arguments)
 
 
 class First(NamedTuple):
@@ -351,13 +352,11 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         numbers: a tuple of `embedrock.kernels.arguments`, whose type says which rule it is. Its arrays are tensors.
         form: of the records.
     """
-    clips = clip is not None
-    draws, drawn = draw_args(seed, ("constant", 0.0) if first is None else first.drawn)
-    args = keys, ids, values, verdict, single(clip) if clips else 0.0, count, *homes.arguments(keys), *draws
-    args = *args, values if first is None else first.state, step % 2**32, *apart(numbers)
-    constexprs = {"DRAW": None if first is None else drawn["DRAW"], "UPDATE": rules.UPDATES[type(numbers)]}
-    constexprs |= {"CLIPS": clips, "KIND": homes.kind_to_step}
-    _launch(_step, keys, args, form, most_rows(numbers), **constexprs)
+    drawn, state = (NOT_DRAWN, values) if first is None else first
+    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), clip is not None)
+    gradients = keys, ids, values, verdict, clip or 0.0, count
+    made = draw_args(seed, drawn), state
+    ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, step % 2**32, *apart(numbers))
 
 
 def refresh(rows, keys, count, homes, numbers, form):
@@ -365,24 +364,45 @@ def refresh(rows, keys, count, homes, numbers, form):
 
     Rows without a record were never stepped: their state is 0.
     """
-    refresh = rules.REFRESHES[type(numbers)]
-    args = rows, keys, count, *homes.arguments(keys), *apart(numbers)
-    _launch(_refresh, keys, args, form, most_rows(numbers), REFRESH=refresh, KIND=homes.kind)
+    rule = type(numbers)
+    programs, ready = prepared(_refresh, form, most_rows(rule), REFRESH=rules.REFRESHES[rule], KIND=homes.kind)
+    ready.launch(programs(keys.shape[0]), rows, keys, count, homes.arguments, *apart(numbers))
 
 
-def _launch(kernel, keys, args, form, rows=None, **constexprs):
-    part = tile(form.dim, rows)
-    options = {**part.options, **constexprs}
-    align = gcd(form.record_bytes, ALIGNMENT)
-    launch(kernel, part.programs(keys.shape[0]), *args, FORM=form, ALIGN=align, **options)
+NOT_DRAWN = (None,)  # how first values are drawn that are not drawn here
 
 
-def most_rows(numbers):
-    return 1 if type(numbers) in rules.ONE_ROW else None
+@functools.cache  # of `prepared`, too, where to find it would take longer than to launch what it returns
+def _to_read(form, kind, draw):
+    return prepared(_read, form, KIND=kind, DRAW=DRAWS.get(draw))
+
+
+@functools.cache
+def _to_step(form, kind, draw, rule, clips):
+    constexprs = {"DRAW": DRAWS.get(draw), "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "KIND": kind}
+    return prepared(_step, form, most_rows(rule), **constexprs)
+
+
+@functools.cache
+def prepared(kernel, form, rows=None, **constexprs):
+    """Return how many programs so many keys take, a function, and a kernel for records that is ready to be launched.
+
+    Args:
+        kernel: that takes `FORM` and what goes with it.
+        form: of the records.
+        rows: that a program handles at most; None: as many as it can.
+        constexprs: the others that the kernel takes.
+    """
+    part, align = tile(form.dim, rows), gcd(form.record_bytes, ALIGNMENT)
+    return part.programs, Ready(kernel, FORM=form, ALIGN=align, **part.options, **constexprs)
+
+
+def most_rows(rule):
+    """Return how many rows a program handles at most that steps by numbers of a type; None: as many as it can."""
+    return 1 if rule in rules.ONE_ROW else None
 
 
 def apart(numbers):
-    """Return a rule's numbers as float32 and tensors, and its only integer, which varies from step to step."""
+    """Return a rule's numbers as floats and tensors, and its only integer, which varies from step to step."""
     steps = getattr(numbers, "steps", 0)
-    plain = [value if hasattr(value, "data_ptr") else single(value) for value in numbers]
-    return type(numbers)(*plain), steps
+    return type(numbers)(*(value if hasattr(value, "data_ptr") else float(value) for value in numbers)), steps

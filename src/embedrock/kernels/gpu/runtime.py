@@ -6,7 +6,7 @@ same results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,16 +64,17 @@ KERNELS: list[Any] = []  # all that can be launched: tests compile each of them
 inlined: Any = triton.jit
 
 
-def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+def kernel(*varying: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Make a kernel that can be launched: ``@kernel("count", "step")``.
 
     Args:
         varying: integer parameters that differ from call to call. Triton compiles a kernel anew for integers that
             are 1 or divisible by 16, unless it is told of them.
+        anywhere: parameters that are addresses and need not be multiples of 16, for which it would do so, too.
     """
 
     def make(function: Callable[..., Any]) -> Any:
-        made = triton.jit(do_not_specialize=varying)(function)
+        made = triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=anywhere)(function)
         KERNELS.append(made)
         return made
 
@@ -102,64 +103,119 @@ def launch(kernel: Any, grid_size: int, *args: Any, num_warps: int = 4, **conste
 
     Without fused multiply-add, so that results are those of the CPU wherever they can be.
     """
-    if grid_size == 0:
-        return
-    on_launch(kernel)
-    if isinstance(kernel, JITFunction):
-        _launch_compiled(kernel, grid_size, args, num_warps, constexprs)
-    else:
-        with np.errstate(all="ignore"):  # GPUs do not warn
-            kernel[(grid_size,)](*args, num_warps=num_warps, **constexprs)
+    key = id(kernel), num_warps, *constexprs.values()
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _ready[key] = Ready(kernel, num_warps=num_warps, **constexprs)
+    ready.launch(grid_size, *args)
 
 
-# Triton finds out anew at each launch which compiled kernel the arguments want, in 8 to 23 microseconds, where 10
-# launches make a step. So each is kept, by what Triton would look at.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+class Fixed:
+    """Arguments that are the same in many launches: what of them kernels are compiled for is found out once."""
+
+    __slots__ = "args", "kinds", "values"
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        kinds, self.values = _kinds_and_values(args)
+        self.kinds = tuple(kinds)
 
 
-def _launch_compiled(
-    kernel: Any, grid_size: int, args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]
-) -> None:
-    device = driver.active.get_current_device()
+class Ready:
+    """A kernel with its constexprs.
+
+    Triton finds out anew at each launch which compiled kernel the arguments want, in 8 to 23 microseconds, where 6
+    launches make a step. So each is kept, by what Triton would look at.
+
+    Args:
+        kernel: that is launched.
+        num_warps: of a program.
+        constexprs: by name.
+
+    Attributes:
+        compiled: what was compiled of it, with the constexprs as its launcher takes them.
+    """
+
+    def __init__(self, kernel: Any, *, num_warps: int, **constexprs: Any) -> None:
+        self.kernel, self.options = kernel, {"num_warps": num_warps, **constexprs}
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._is_compiled, self._constexprs = isinstance(kernel, JITFunction), constexprs
+
+    def launch(self, grid_size: int, *args: Any) -> None:
+        """Run so many programs by arguments, some of which may be `Fixed` together: see `launch`."""
+        if grid_size == 0:
+            return
+        on_launch(self.kernel)
+        if self._is_compiled:
+            _launch_compiled(self, grid_size, args)
+        else:
+            with np.errstate(all="ignore"):  # GPUs do not warn
+                self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
+
+    def keep(self, key: tuple[Any, ...], compiled: Any, args: Sequence[Any]) -> None:
+        """Keep what Triton has compiled for such arguments."""
+        names = self.kernel.arg_names[len(args) :]
+        self.compiled[key] = compiled, tuple(self._constexprs[name] for name in names)
+
+
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
+def plain(args: Sequence[Any]) -> list[Any]:
+    """Return arguments one by one."""
+    return [one for arg in args for one in (arg.args if type(arg) is Fixed else (arg,))]
+
+
+def _rounded(args: Sequence[Any]) -> list[Any]:
+    """Return arguments as they reach a compiled kernel: the interpreter would calculate in float64."""
+    return [
+        single(arg) if type(arg) is float else type(arg)(*_rounded(arg)) if isinstance(arg, tuple) else arg
+        for arg in args
+    ]
+
+
+def _launch_compiled(ready: Ready, grid_size: int, args: tuple[Any, ...]) -> None:
+    gpu = driver.active
+    device = gpu.get_current_device()
     kinds, values = _kinds_and_values(args)
-    key = id(kernel), device, num_warps, *kinds, *map(_constant, constexprs.values())
-    known = _compiled.get(key)
+    key = device, *kinds
+    known = ready.compiled.get(key)
     if known is None or _is_watched():
-        compiled = kernel[(grid_size,)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs)
+        one_by_one = plain(args)
+        compiled = ready.kernel[(grid_size,)](*one_by_one, enable_fp_fusion=False, **ready.options)
         if compiled is not None:  # one of Triton's hooks may have stood in its way
-            _compiled[key] = compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+            ready.keep(key, compiled, one_by_one)
         return
     compiled, constants = known
-    stream = driver.active.get_current_stream(device)
-    handles = stream, compiled.function, compiled.packed_metadata
+    handles = gpu.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(grid_size, 1, 1, *handles, None, None, None, *values, *constants)
 
 
-def _kinds_and_values(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return what of arguments Triton compiles kernels for, and the arguments, tensors by their addresses."""
     kinds: list[Any] = []
     values: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is int:
-            kinds += arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+            fits = 0 if -(2**31) <= arg < 2**31 else 4 if arg < 2**63 else 8
+            kinds.append(fits + (1 if arg == 1 else 2 if arg & 15 == 0 else 0))
             values.append(arg)
         elif kind is float or arg is None:
             kinds.append(kind)
             values.append(arg)
+        elif kind is Fixed:
+            kinds.append(arg.kinds)
+            values += arg.values
         elif isinstance(arg, tuple):
             its_kinds, its_values = _kinds_and_values(arg)
             kinds += kind, *its_kinds
             values.append(kind(*its_values))
         else:
             address = arg.data_ptr()
-            kinds += arg.dtype, address % 16 == 0
+            kinds.append(arg.dtype if address & 15 == 0 else (arg.dtype,))
             values.append(address)
     return kinds, values
-
-
-def _constant(value: Any) -> Any:
-    return id(value) if isinstance(value, JITFunction) else value
 
 
 def _is_watched() -> bool:

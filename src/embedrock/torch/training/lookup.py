@@ -129,7 +129,8 @@ class Reading(NamedTuple):
     def read(self) -> Tensor:
         """Return the rows: ``plan.shape + (dim,)``. Nothing waits for a GPU."""
         with span("read"):
-            return self.side.read(self.plan).to(self.handle.device, self.options.dtype)
+            rows, device, dtype = self.side.read(self.plan), self.handle.device, self.options.dtype
+            return rows if rows.dtype is dtype and rows.device == device else rows.to(device, dtype)
 
     def receive(self, grads: Tensor, node: Any) -> Tensor:
         """Sum the gradients of the rows that were read by row, for the handle: see `Handle.receive`."""
