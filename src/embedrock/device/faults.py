@@ -153,7 +153,9 @@ def ask(faults: Sequence[Faults]) -> None:
     if not asking:
         return
     first, count = asking[0], len(asking)
-    answer = first._own if count == 1 else _Answer(count, first._is_cuda)
+    answer = first._own if count == 1 else first._answer
+    if count > 1 and (len(answer.lines) != count or any(each._answer is not answer for each in asking)):
+        answer = _Answer(count, first._is_cuda)  # else it was theirs, and all of them have seen it
     answer.come(first.tensor if count == 1 else torch.stack([each.tensor for each in asking]))
     for each, told in zip(asking, answer.lines, strict=True):
         each._answer, each._told, each._is_asked = answer, told, True

@@ -49,13 +49,15 @@ class Kind(NamedTuple):
 
     def shares(self, features: Sequence[Feature]) -> list[list[int]]:
         """Return which of the features are looked up together: as many as there are keys for, in order."""
-        keys: dict[DirectSide, int] = {}
-        shares: list[list[int]] = [[]]
+        sides: set[DirectSide] = set()
+        keys, shares = 0, list[list[int]]([[]])
         for number, feature in enumerate(features):
-            keys[feature.side] = feature.side.known.rows + 2
-            if sum(keys.values()) > MOST_KEYS:
-                keys = {feature.side: keys[feature.side]}
+            own = feature.side.known.rows + 2
+            keys += 0 if feature.side in sides else own
+            if keys > MOST_KEYS:
+                sides, keys = set(), own
                 shares.append([])
+            sides.add(feature.side)
             shares[-1].append(number)
         return [share for share in shares if share]
 
@@ -227,11 +229,11 @@ class JointReading:
             for side in plan.sides:
                 side.timeline.wait_for_copies()
             assert plan.plan.positions is not None  # the device planned
-            out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
+            out = torch.empty(plan.plan.positions.shape[0], dim, dtype=torch.float32, device=plan.bounds.device)
             kernels.read(plan.plan.positions, plan.tables, out)
             for side in plan.sides:
                 side.note_use()
-        found = dict(zip(self._order, out.split(self._sizes), strict=True))
+        found = dict(zip(self._order, torch.split_with_sizes(out, self._sizes), strict=True))
         return [
             found[k] if feature.ids.dim() == 1 else found[k].view(*feature.ids.shape, dim)
             for k, feature in enumerate(self._features)

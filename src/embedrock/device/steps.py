@@ -111,7 +111,8 @@ def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
     if count == 1:
         numbers, shown = numbers[0], shown[0]
     else:
-        numbers, shown = torch.stack([*numbers, *shown]).split(count)
+        numbers = torch.stack([*numbers, *shown])
+        shown = numbers[count:]
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)

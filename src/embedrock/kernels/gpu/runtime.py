@@ -133,12 +133,12 @@ class Ready:
         constexprs: by name.
 
     Attributes:
-        compiled: what was compiled of it, with the constexprs as its launcher takes them.
+        compiled: what was compiled of it: its launcher, what that takes first, and last, the constexprs.
     """
 
     def __init__(self, kernel: Any, *, num_warps: int, **constexprs: Any) -> None:
         self.kernel, self.options = kernel, {"num_warps": num_warps, **constexprs}
-        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._is_compiled, self._constexprs = isinstance(kernel, JITFunction), constexprs
 
     def launch(self, grid_size: int, *args: Any) -> None:
@@ -155,7 +155,8 @@ class Ready:
     def keep(self, key: tuple[Any, ...], compiled: Any, args: Sequence[Any]) -> None:
         """Keep what Triton has compiled for such arguments."""
         names = self.kernel.arg_names[len(args) :]
-        self.compiled[key] = compiled, tuple(self._constexprs[name] for name in names)
+        handles = compiled.function, compiled.packed_metadata
+        self.compiled[key] = compiled.run, handles, tuple(self._constexprs[name] for name in names)
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -186,9 +187,8 @@ def _launch_compiled(ready: Ready, grid_size: int, args: tuple[Any, ...]) -> Non
         if compiled is not None:  # one of Triton's hooks may have stood in its way
             ready.keep(key, compiled, one_by_one)
         return
-    compiled, constants = known
-    handles = gpu.get_current_stream(device), compiled.function, compiled.packed_metadata
-    compiled.run(grid_size, 1, 1, *handles, None, None, None, *values, *constants)
+    run, handles, constants = known
+    run(grid_size, 1, 1, gpu.get_current_stream(device), *handles, None, None, None, *values, *constants)
 
 
 def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:

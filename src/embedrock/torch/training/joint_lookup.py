@@ -175,7 +175,10 @@ class DeviceReading:
         """Return the output of each feature."""
         with span("read"):
             found = self._reading.read()
-        return [out.to(one.handle.device, one.dtype) for one, out in zip(self.asked, found, strict=True)]
+        return [
+            out if out.dtype is one.dtype and out.device == one.handle.device else out.to(one.handle.device, one.dtype)
+            for one, out in zip(self.asked, found, strict=True)
+        ]
 
     def trains(self) -> list[bool]:
         """Return for each output whether gradients come back to it."""
