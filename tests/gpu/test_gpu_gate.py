@@ -25,7 +25,7 @@ def test_judge(tables: list[tuple[float, float, int]]):
     mine = tensor(faults)
     addresses = mine.data_ptr() + 32 * torch.arange(count)
     got = Poisoned((count, gate.LINE), torch.int32)
-    gate.judge(*tensor(numbers), tensor(addresses.numpy()), got.inside, 9)
+    gate.judge(tensor(numbers[0]), tensor(numbers[1]), tensor(addresses.numpy()), got.inside, 9)
     reference.device.judge(numbers, faults, expected[0], expected[1], expected[2], 9)
     verdicts = got.check(count)
     np.testing.assert_array_equal(verdicts[:, gate.FACTOR].copy().view(np.float32), expected[0])

@@ -227,7 +227,7 @@ def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) ->
 
 def locate(keys: Int64Array, count: Int32Array, homes: Homes, places: Int64Array) -> None:
     """Write the address of each record, or ``-1 - u`` where there is none: `find` of ``kernels/gpu/cache.py``."""
-    where, _, _, limit, (near, far, size) = homes
+    where, limit, (near, far, size) = homes.where, homes.limit, homes.memory
     places[: count[0]] = -1 - np.arange(count[0])
     for u in _rows(keys, count, limit):
         word = -1 if where is None else int(where[keys[u]])
