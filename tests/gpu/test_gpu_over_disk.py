@@ -23,16 +23,16 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device import memory_for
 from embedrock.device.hosted import HostedSide
 from embedrock.device.timeline import Timeline
 from embedrock.store.store import Store
 from embedrock.table.table import rows_of
-from embedrock.tiers.device_placing import slot_bytes
 from embedrock.tiers.disk import Disk
 from slow import slow
 
 ROWS, DIM, BATCH = 400, 16, 24
-MEMORY = "16KiB"  # for the rows of some batches
+MEMORY, SLOTS = "16KiB", 51  # for the rows of some batches
 
 
 def ids_of(count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -46,11 +46,11 @@ class Both:
     """A table on disk with rows on the device, and one in RAM that the CPU uses."""
 
     def __init__(self, folder: Path, near: int, device: str = DEVICE) -> None:
-        self.path = str(folder / "rows.rock")
+        self.path, self.near = str(folder / "rows.rock"), near
         options: dict[str, Any] = {"seed": 1, "init": er.Normal(std=0.5)}
         self.other = ert.Embedding(ROWS, DIM, **options)
         spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
-        memory = near and slot_bytes(spec) * near + 4 * 60
+        memory = near and memory_for(spec, near, SLOTS)
         self.mine = ert.Embedding(ROWS, DIM, path=self.path, memory=MEMORY, device_memory=memory, **options)
         self.optimizers = [ert.Adam(layer, lr=0.1) for layer in (self.mine, self.other)]
         ert.place(self.mine, device)
@@ -89,6 +89,7 @@ def test_it_trains_to_the_same_bits_and_commits_them(both: Both):
             both.mine.table.commit(wait=k == 0)
     told = both.mine.table.stats()
     assert min(told["evictions"], told["spilled"]) > 0
+    assert (told["cache_slots"], told["device_slots"]) == (SLOTS, min(SLOTS, both.near))
     both.check()
     both.mine.table.commit()
     with er.open(both.path, mode="r", memory=MEMORY, device_memory="3KiB") as table:

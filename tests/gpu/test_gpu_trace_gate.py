@@ -17,7 +17,7 @@ from gpu_device import DEVICE
 
 import embedrock as er
 from disk_pair import BATCH, TOTAL, Case
-from embedrock.device import attach
+from embedrock.device import attach, memory_for
 from embedrock.device.side import DeviceSide
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
@@ -37,8 +37,8 @@ class DevicePair(TracedPair):
         self._near = random.Random(case.seed).choice((0, 1, BATCH // 2, 2 * BATCH, TOTAL))
 
     def _side(self) -> DeviceSide:
-        map_bytes, record = 4 * rows_of(self.table).tier.used_slots, attach.slot_bytes(self.table.spec)
-        self.table.device_memory = self._near and map_bytes + self._near * record
+        slots = rows_of(self.table).tier.used_slots
+        self.table.device_memory = self._near and memory_for(self.table.spec, self._near, slots)
         side = attach.side_of(self.table, torch.device(DEVICE))
         assert side is not None
         return side

@@ -104,7 +104,7 @@ def _near(table: Table, tier: Tier, budget: int) -> DevicePlacement:
 
 
 def _warn_of_no_room(table: Table, given: int | str, tier: Tier) -> None:
-    least = slot_bytes(table.spec) + (device_placing.MAP_BYTES * (tier.used_slots - 1) if table.is_on_disk else 0)
+    least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
     warnings.warn(
         f"device_memory={given!r} of {table.subject} has room for no row: its rows stay in RAM, where the GPU reads "
         f"and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",

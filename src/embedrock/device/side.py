@@ -182,8 +182,7 @@ class DeviceSide(ABC):
             ClosedTableError: it is not.
         """
         rows = self.rows
-        if rows.turn.running is not self:  # sides of tables of the group are not in the way
-            rows.turn.settle_steps()
+        rows.turn.settle_steps()
         rows.check_open()
 
     def working(self) -> Ordered:

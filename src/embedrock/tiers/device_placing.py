@@ -90,12 +90,17 @@ def cached(spec: Spec, near_rows: int) -> DevicePlacement:
     return DevicePlacement("cached", near_rows, near_rows * (spec.record_bytes + SLOT_BYTES))
 
 
-def memory_for(spec: Spec, near_rows: int) -> int:
+def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:
     """Return a `device_memory` in bytes with which a table of `spec` keeps so many records near.
+
+    Args:
+        spec: of the table.
+        near_rows: how many.
+        slots: of a table on disk, how many rows its cache in RAM has room for: ``stats()["cache_slots"]``.
 
     Example:
         >>> import embedrock as er
         >>> memory_for(er.Table(rows=1000, dim=16, rule=er.Adam()).spec, 100)
         24900
     """
-    return (spec.rows or 0) * MAP_BYTES + near_rows * (spec.record_bytes + SLOT_BYTES)
+    return ((spec.rows or 0) if slots is None else slots) * MAP_BYTES + near_rows * (spec.record_bytes + SLOT_BYTES)

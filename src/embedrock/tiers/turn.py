@@ -78,7 +78,7 @@ class Turn:
 
     def settle_steps(self) -> None:
         """Return once no step of the CPU is running; what sides do goes on."""
-        if self.running is not None and not isinstance(self.running, Side | Sides):
+        if self.running is not None and isinstance(self.running, kernels.cpu.threads.Call):
             self.settle()
 
     def use(self, side: Side) -> None:
