@@ -45,7 +45,10 @@ def test_messages_come_whole_and_in_order(ends: tuple[Line, Line]) -> None:
 def test_one_that_closes_is_heard_of_by_who_waits_and_by_who_sends(ends: tuple[Line, Line]) -> None:
     one, other = ends
     one.send(b"the last")
+    assert other.has_message
+    assert not one.has_message
     one.close()
+    assert not other.has_message  # of one that waits for an answer
     assert other.receive(8, soon()) == b"the last"
     with pytest.raises(ConnectionResetError, match="the process has closed the connection"):
         other.receive(8, soon())

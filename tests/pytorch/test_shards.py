@@ -551,7 +551,7 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_which_says_what_each_was_at
 
 def crosses(rank: int) -> list[tuple[str, str]]:
     """Look up in tables of two groups, on each rank in another order; then in a third."""
-    layers, said = [one_layer(dist.new_group(), seed=seed) for seed in (7, 8)], list[tuple[str, str]]()
+    layers, said = [one_layer(dist.new_group()) for _ in range(2)], list[tuple[str, str]]()
     for layer in layers:
         layer(torch.tensor([1]))
     with pytest.MonkeyPatch.context() as patch:
@@ -561,20 +561,21 @@ def crosses(rank: int) -> list[tuple[str, str]]:
                 layers[rank](torch.tensor([2]))
             except er.EmbedrockError as error:
                 said.append((type(error).__name__, str(error)))
-    one_layer(dist.new_group())(torch.tensor([1]))
+        one_layer(dist.new_group())(torch.tensor([1]))
     return said
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_hear_of_it(pair: Ranks) -> None:
+    found = pair.run(crosses)
     told = r"is at a lookup in .*, and another one.* waits for it in another group, after a lookup in .*by empty ids"
-    for rank, said in enumerate(pair.run(crosses)):
+    assert "OtherRankError" in {said[0][0] for said in found}
+    for rank, said in enumerate(found):
         assert said[0] == said[1]
         kind, text = said[0]
-        if kind == "WorkerLostError":  # the other one heard of it before
-            assert "the process has closed the connection" in text
+        if kind == "WorkerLostError":  # the other one has found out, and closed its lines
+            assert re.search("closed the connection|Broken pipe", text)
         else:
             assert re.search(rf"rank {rank} {told}", text)
-    assert "OtherRankError" in {said[0][0] for said in pair.run(crosses)}
 
 
 def has_no_room_to_say_so(rank: int) -> str:

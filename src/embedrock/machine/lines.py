@@ -86,8 +86,8 @@ class Line:
 
     @property
     def has_message(self) -> bool:
-        """Whether a message is there that was not read."""
-        return bool(self._open) and self._reads in (fd for fd, _ in self._wakes.poll(0))
+        """Whether a message is there that was not read, from a process that has not closed the line."""
+        return bool(self._open) and (self._reads, select.POLLIN) in self._wakes.poll(0)
 
     def close(self) -> None:
         """Close the line: the other process hears of it as it sends or waits."""

@@ -102,13 +102,15 @@ class Ranks:
     def _check_not_crossed(self, process: int) -> None:
         """Raise `OtherRankError` where a rank that is waited for here waits for this one, in another group."""
         for other in _near_ones:
-            if other is not self and other._near is not None and other._near.is_waited_for_by(process):
-                raise OtherRankError(
+            if other._lost is None and other._near is not None and other._near.is_waited_for_by(process):
+                other._lost = OtherRankError(
                     f"rank {self.rank} is at {self.at}, and another one, which should be, too, waits for it in another "
                     f"group, after {other.at}: so both would wait for ever. All ranks must do the same in the same "
                     "order, in all groups that they are in: a table that a batch does not use is looked up by empty "
                     "ids. Start all again."
                 )
+                other._close()
+                raise other._lost
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
         """Give all ranks an array; return that of each: see `Transport.gather`."""
