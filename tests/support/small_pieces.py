@@ -45,14 +45,6 @@ def cut_small() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def files_replaced() -> Iterator[None]:
-    """Let commits write all rows, where these are in RAM, however little has changed and is gained."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "replaces_files", lambda tier: tier.resident_rows >= tier.count)
-        yield
-
-
 def some_goal(of: store.Store, draw: float) -> Goal | None:
     """Return a goal of a compaction, by a number in [0, 1): all, or some of the pieces, for their rows or their age."""
     if draw < 0.3:

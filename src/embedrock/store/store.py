@@ -17,7 +17,7 @@ from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Run, damaged, piece_rows
+from embedrock.store.runs import CRC_BYTES, Log, Run, damaged, piece_rows
 
 if TYPE_CHECKING:
     from embedrock.store.volume import Volume
@@ -33,14 +33,12 @@ class Freeze:
         store: whose.
         base, delta: the runs of earlier commits.
         logs: those in the making, of which the last one takes the rows that are still in RAM.
-        is_whole: these are all rows, so that it needs no run of earlier commits.
         parts, dropped: see `Content`.
     """
 
-    def __init__(self, store: Store, logs: Sequence[Log], is_whole: bool = False) -> None:
-        self.store, self.logs, self.is_whole = store, list(logs), is_whole
-        self.base = () if is_whole else tuple(store.base_runs)
-        self.delta = () if is_whole else tuple(store.delta)
+    def __init__(self, store: Store, logs: Sequence[Log]) -> None:
+        self.store, self.logs = store, list(logs)
+        self.base, self.delta = tuple(store.base_runs), tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
 
     @property
@@ -101,7 +99,6 @@ class Store:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
-        self._is_kept_unfolded = False
         self._overlay_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
@@ -294,11 +291,6 @@ class Store:
         with self.lock:
             return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
 
-    def excess_bytes(self, rows: int, written: int = 0) -> int:
-        """Return how much larger its files are than those of so many rows alone, were `written` more rows in a log."""
-        with self.lock:
-            return self.disk_bytes + (written - rows) * (self.content.record_bytes + CRC_BYTES + ID_BYTES)
-
     @property
     def base_is_published(self) -> bool:
         """Whether the last commit has the base that is read from, and not one before it."""
@@ -327,26 +319,8 @@ class Store:
 
     # ---------------------------------------------------------------- commits
 
-    def keep_unfolded(self) -> bool:
-        """Keep others from folding until the commit to come has ended, unless they are at it; return whether."""
-        if not self.compacting.acquire(blocking=False):
-            return False
-        if not self.folding.acquire(blocking=False):
-            self.compacting.release()
-            return False
-        self._is_kept_unfolded = True
-        return True
-
-    def _let_fold(self) -> None:
-        if self._is_kept_unfolded:
-            self._is_kept_unfolded = False
-            self.folding.release()
-            self.compacting.release()
-
     def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> Freeze:
         """Begin a commit: records that are appended from now on belong to the one after it.
-
-        Where others were kept from folding for it (`keep_unfolded`), it is going to write all rows.
 
         Args:
             have_newer: tells which ids have records that this commit is going to write, bool (n,).
@@ -356,7 +330,7 @@ class Store:
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._frozen_as(Freeze(self, self.logs, self._is_kept_unfolded))
+            return self._frozen_as(Freeze(self, self.logs))
 
     def as_committed(self) -> Freeze:
         """Return a freeze without what no commit has yet."""
@@ -377,35 +351,14 @@ class Store:
 
     def take_published(self, freeze: Freeze, content: Content) -> None:
         """Take note that a freeze is a commit now. The caller has the lock."""
-        if freeze.is_whole:
-            self.drop([*self.base_runs, *self.delta])
-            self.base, self.base_runs, self.delta = Base([]), [], []
         self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
         self.logs = [log for log in self.logs if log not in freeze.logs]
         self.content, self._frozen = content, set()
         self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
 
-    def clear_up(self, freeze: Freeze) -> None:
-        """Remove what a freeze that is a commit now has no use for: logs without records, and, of all rows, traces."""
+    def remove_empty(self, freeze: Freeze) -> None:
+        """Remove the logs of a freeze that got no records."""
         self._remove([log for log in freeze.logs if log.is_empty])
-        if freeze.is_whole:
-            self._forget_gone_before(freeze.logs[0].number)
-        self._let_fold()
-
-    def _forget_gone_before(self, number: int) -> None:
-        """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
-        last = None
-        while True:
-            with self.lock:
-                ids, locations = self.overlay.behind(last, SCAN_ROWS)
-                if not len(ids):
-                    break
-                old = locations >> INDEX_BITS < number
-                self.overlay.remove(ids[old], locations[old])
-            last = int(ids[-1])
-        with self.lock:
-            self.overlay.fit()
-            self.look_for_gone()
 
     def take_back(self) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes."""
@@ -415,7 +368,6 @@ class Store:
             if self._active is None and self.logs and self._can_grow(self.logs[-1]):
                 self._active = self.logs[-1]
             spared, self._frozen = self._frozen - self.needed(), set()
-            self._let_fold()
             self.drop(empty)
             for log in empty:  # nobody reads it, and an error's traceback would keep it open
                 log.close()

@@ -81,13 +81,13 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 class Frozen:
-    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
+    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then.
 
     They are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself (`save`),
     so that the commit has the value of the moment that it began, and needs no memory but a piece.
 
     Attributes:
-        rows: that it writes.
+        rows: that were dirty in the cache.
 
     Args:
         commit: the whole.
@@ -98,7 +98,7 @@ class Frozen:
     def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
         self._commit, self._tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
-        self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
+        self.rows = sum(self._freeze_rows(part) for _, part in self._parts())
 
     @property
     def is_done(self) -> bool:
@@ -123,12 +123,6 @@ class Frozen:
         size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self._tier.store.buffer_bytes // PART_SLOT_BYTES))
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
-
-    def _freeze_all(self) -> int:
-        cache = self._tier.cache
-        for _, slots in cache.batches(LEAST_PART_SLOTS):
-            cache.flags[slots] = FROZEN
-        return cache.count
 
     def _freeze_rows(self, flags: np.ndarray) -> int:
         is_dirty = (flags & DIRTY) != 0
