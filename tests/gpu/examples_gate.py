@@ -9,4 +9,5 @@ from embedrock.kernels.gpu import gate
 
 def example_judge() -> None:
     faults = torch.zeros(1, dtype=torch.int64)
-    gate.judge(*torch.empty(2, 1), faults, torch.empty(1, gate.LINE, dtype=torch.int32), 3)
+    numbers, shown = torch.empty(2, 1)
+    gate.judge(numbers, shown, faults, torch.empty(1, gate.LINE, dtype=torch.int32), 3)

@@ -247,3 +247,19 @@ def test_what_was_committed_survives_kills(tmp_path: Path):
             every = np.arange(over_disk_loop.ROWS)
             np.testing.assert_array_equal(table.lookup(every), other.table.lookup(every))
             assert table.verify().problems == []
+
+
+def test_a_snapshot_that_moves_shows_the_newest_commit(tmp_path: Path):
+    ids = torch.arange(BATCH)
+    with er.Table(ROWS, DIM, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros()) as table:
+        table.commit()
+        with er.open(tmp_path / "t", mode="r", memory=MEMORY, device_memory="3KiB") as snapshot:
+            layer = ert.Embedding(snapshot).requires_grad_(False)
+            ert.place(layer, DEVICE)
+            for step in range(3):
+                assert (layer(ids) == step).all()
+                table.update(ids.numpy(), -np.ones((BATCH, DIM), np.float32))
+                table.commit()
+                assert (layer(ids) == step).all()
+                assert snapshot.refresh()
+            assert isinstance(layer.handle.side(), HostedSide)

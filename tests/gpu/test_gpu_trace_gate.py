@@ -84,6 +84,6 @@ def case_of(seed: int) -> Case:
     return replace(drawn_case(seed), rule=rule, in_group=False, admission=None, eviction=None)
 
 
-@pytest.mark.parametrize(("seed", "operations"), [(0, 12), *slow(*((seed, 100) for seed in range(1, 41)))])
+@pytest.mark.parametrize(("seed", "operations"), [(0, 6), *slow(*((seed, 100) for seed in range(1, 41)))])
 def test_a_trace_on_a_device(seed: int, operations: int, tmp_path: Path):
     play(case_of(seed), drawn_acts(seed, operations), tmp_path / "table", DevicePair)
