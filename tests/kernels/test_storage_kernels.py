@@ -244,8 +244,8 @@ class Pair:
         self.rebuild(total)
 
     def rebuild(self, total: int) -> None:
-        self.homes = REFERENCE.rebuild_overlay(self.expected, total)
-        assert CPU.rebuild_overlay(self.got.inside, total) == self.homes
+        self.homes = REFERENCE.rebuild_overlay(self.expected, total, self.count)
+        assert CPU.rebuild_overlay(self.got.inside, total, self.count) == self.homes
         self.compare(total)
 
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> int:

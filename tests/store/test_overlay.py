@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from embedrock.errors import MemoryBudgetError
+from embedrock.errors import CorruptTableError, MemoryBudgetError
 from embedrock.kernels.reference.storage import unmix
 from embedrock.store.overlay import Overlay
 
@@ -151,6 +151,23 @@ def test_many_ids_that_are_there_already():
         overlay.insert(np.tile(ids, 20), np.arange(200_000))
         check_size(overlay)
     assert overlay.find(ids).tolist() == list(range(190_000, 200_000))
+
+
+@pytest.mark.parametrize("damage", ["order", "count"])
+def test_entries_that_are_damaged_are_noticed(damage: str):
+    overlay = Overlay()
+    overlay.insert(np.arange(100), np.arange(100))
+    used = np.flatnonzero(overlay._entries[:, 1])
+    if damage == "order":
+        overlay._entries[used[[3, 90]], 0] = overlay._entries[used[[90, 3]], 0]
+    else:
+        overlay._entries[used[7], 1] = 0
+    more, told = np.arange(100, 1000), r"the index in RAM of \d+ rows that are .* is damaged: .* open it again"
+    with pytest.raises(CorruptTableError, match=told):
+        overlay.insert(more, more)
+    for call in (lambda: overlay.find(more), lambda: overlay.insert(more, more), lambda: overlay.behind(None, 9)):
+        with pytest.raises(CorruptTableError, match=told):
+            call()
 
 
 def test_order_is_no_other_overlays():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import MemoryBudgetError
+from embedrock.errors import CorruptTableError, MemoryBudgetError
 from embedrock.machine.sizes import format_bytes
 from embedrock.process import platform
 
@@ -58,7 +58,19 @@ class Overlay:
         self._total = len(self._entries)
 
     def _rebuild(self, total: int) -> int:
-        return kernels.cpu.storage.rebuild_overlay(self._entries, total)
+        homes = kernels.cpu.storage.rebuild_overlay(self._entries, total, self.count)
+        self._is_damaged = homes < 0
+        self._check()
+        return homes
+
+    def _check(self) -> None:
+        """Raise `CorruptTableError` once a rebuild has found entries that are not those that were made."""
+        if self._is_damaged:
+            raise CorruptTableError(
+                f"the index in RAM of {self.count} rows that are not compacted yet is damaged: so many entries that "
+                "ascend were expected. The files are as they were: close the table without a commit, and open it "
+                "again. Please report this."
+            )
 
     def _resize(self, total: int) -> None:
         del self._entries  # memory with a view of it cannot be resized
@@ -90,12 +102,14 @@ class Overlay:
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64; -1 where it has none. Ids may repeat."""
+        self._check()
         cpu, locations = kernels.cpu, np.empty(len(ids), np.int64)
         cpu.launch(cpu.storage.find_overlay, self._entries, self._homes, self._salt, ids, locations)
         return locations
 
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Set the locations of ids, in place of those they had; of equal ids, the last one's counts."""
+        self._check()
         done = self._insert(ids, locations, 0)
         while done < len(ids):
             if self.count == _most(len(self._entries)):
@@ -113,6 +127,7 @@ class Overlay:
 
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Forget ids whose locations are still these. Its memory stays; see `fit`."""
+        self._check()
         storage, place = kernels.cpu.storage, (self._entries, self._homes, self._salt)
         self.count -= kernels.cpu.launch(storage.remove_overlay, *place, ids, locations)
 
@@ -129,6 +144,7 @@ class Overlay:
 
         It may change between two calls: what is there all the while is returned once. Nothing: that was all.
         """
+        self._check()
         storage, ids, locations = kernels.cpu.storage, np.empty(batch, np.int64), np.empty(batch, np.int64)
         start = 0 if row is None else storage.behind_overlay(self._entries, self._homes, self._salt, row)
         _, count = storage.list_overlay(self._entries, self._salt, start, ids, locations)
@@ -139,6 +155,7 @@ class Overlay:
 
         It must not change meanwhile.
         """
+        self._check()
         position = 0
         while position < len(self._entries):
             ids, locations = np.empty(batch, np.int64), np.empty(batch, np.int64)

@@ -151,16 +151,18 @@ def behind_overlay(entries, homes, salt, row):
 
 @inlined
 def _squeeze(entries, homes):
-    # Move what is kept to the front; also return where its last entry would stand. Without branches, of which every
-    # fourth would be mispredicted.
-    count, last = 0, -1
+    # Move what is kept to the front; also return where its last entry would stand, and whether keys ascend. Without
+    # branches, of which every fourth would be mispredicted.
+    count, last, newest, in_order = 0, -1, np.uint64(0), True
     for position in range(entries.shape[0]):
         key, value = entries[position, 0], entries[position, 1]
         kept = value != 0
         entries[count, 0], entries[count, 1] = key, value
+        in_order &= (key >= newest) | (not kept)
+        newest = key if kept else newest
         last = max(_home(key, homes), last + 1) if kept else last
         count += 1 if kept else 0
-    return count, last
+    return count, last, in_order
 
 
 @inlined
@@ -172,12 +174,14 @@ def _last_place(entries, count, homes):
 
 
 @kernel()
-def rebuild_overlay(entries, total):
+def rebuild_overlay(entries, total, expected):
     tail = max(min(total // 16, 4096), 4)
     homes = total - tail
-    count, last = _squeeze(entries, homes)
+    count, last, in_order = _squeeze(entries, homes)
+    if count != expected or not in_order:
+        return -1
     while last + tail // 2 >= total:
-        homes -= homes // 8 + 1
+        homes = max(homes - tail, 1)  # with far fewer homes than entries, each would lie far from its own
         last = _last_place(entries, count, homes)
     ahead = total - count
     for k in range(count - 1, -1, -1):

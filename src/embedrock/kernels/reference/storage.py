@@ -161,17 +161,24 @@ def _places(keys: list[int], homes: int) -> list[int]:
     return places
 
 
-def rebuild_overlay(entries: np.ndarray, total: int) -> int:
-    """Spread the entries over ``entries[:total]``, and return the new number of homes.
+def rebuild_overlay(entries: np.ndarray, total: int, expected: int) -> int:
+    """Spread the entries over ``entries[:total]``, and return the new number of homes; -1 where they are damaged.
 
-    Homes are fewer than entries, so that those of the last homes have room behind them: much fewer where hashes are
+    Homes are fewer than entries, so that those of the last homes have room behind them: fewer still where hashes are
     not spread evenly.
+
+    Args:
+        entries: uint64 (n, 2), of which those in use are `expected`, and ascend.
+        total: how many there are to be.
+        expected: how many are in use.
     """
     kept = entries[entries[:, 1] != 0]
+    if len(kept) != expected or (kept[1:, 0] < kept[:-1, 0]).any():
+        return -1
     tail = max(min(total // 16, 4096), 4)
     homes = total - tail
     while (places := _places(kept[:, 0].tolist(), homes)) and places[-1] + tail // 2 >= total:
-        homes -= homes // 8 + 1
+        homes = max(homes - tail, 1)
     entries[:, 1] = 0
     entries[places] = kept
     return homes
