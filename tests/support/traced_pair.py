@@ -338,12 +338,14 @@ class TracedPair(Pair):
             number = int(self.rng.choice([commit["commit"] for commit in self.table.commits()]))
             self._readers.append((self._reader(number), self.saved[number]))
         else:
-            reader, expected = self._readers.pop(0)
-            with reader:
-                check_same(table_in(reader), expected)
-                at = reader.last_commit
-                assert reader.refresh() == (at != self.table.last_commit)
-                check_same(table_in(reader), self.saved[self.table.last_commit])
+            self._look_at(*self._readers.pop(0))
+
+    def _look_at(self, reader: er.Table | er.Group, expected: er.Table) -> None:
+        with reader:
+            check_same(table_in(reader), expected)
+            at = reader.last_commit
+            assert reader.refresh() == (at != self.table.last_commit)
+            check_same(table_in(reader), self.saved[self.table.last_commit])
 
     # ---- others
 
@@ -368,10 +370,9 @@ class TracedPair(Pair):
 
     def end(self) -> None:
         self.leave()
+        self.settle()
         while self._readers:
-            reader, expected = self._readers.pop()
-            with reader:
-                check_same(table_in(reader), expected)
+            self._look_at(*self._readers.pop())
         if self._ticket is not None:
             self.bring()
         self.check_commits()

@@ -26,6 +26,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import volume as volumes
 from embedrock.store.pieces import Goal
 from embedrock.store.store import Store
+from embedrock.table.committing import Committing
 from embedrock.table.facts import Facts
 from embedrock.table.files import Files
 from embedrock.table.growing import Growing
@@ -97,7 +98,7 @@ def test_many_traces_in_memory_that_comes_and_goes(tmp_path: Path, monkeypatch: 
 def test_all_public_methods_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     public: dict[str, tuple[type, Any]] = {
         name: (kind, value)
-        for kind in (Facts, Growing, er.Table)
+        for kind in (Facts, Growing, Committing, er.Table)
         for name, value in vars(kind).items()
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
     }
