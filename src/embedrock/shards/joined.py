@@ -216,22 +216,12 @@ class Joined(Keeper, Home):
         rows.install(spec, tier, history, first.steps, first.skipped_steps, residents=first.residents)
         rows.version.commit()
 
-    def refresh(self, rows: Rows | None) -> bool:
-        assert rows is not None
-        newer = self._newer(self._parts)  # opened before others wait
-        if newer is None:
-            return False
-        with rows.turn.whole():
-            before, self._parts = self._parts, newer
-            try:
-                self._go_on(rows)
-            except BaseException:
-                self._parts = before
-                newer.close()
-                raise
-            self.volume = _volume_of(newer)
-            before.close()
-        return True
+    def _newest(self) -> Parts | None:
+        return self._newer(self._parts)
+
+    def _exchange(self, opened: Any) -> Parts:
+        before, self._parts, self.volume = self._parts, opened, _volume_of(opened)
+        return before
 
     def stats(self) -> dict[str, float]:
         """Return who comes and goes in all parts, each of which decides that by itself."""

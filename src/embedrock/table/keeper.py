@@ -9,7 +9,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
@@ -106,6 +106,14 @@ class Opening(NamedTuple):
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
         return self._replace(path=path)
+
+
+class Closable(Protocol):
+    """Files that are open."""
+
+    def close(self) -> None:
+        """Close them."""
+        ...
 
 
 class Keeper(ABC):
@@ -442,21 +450,30 @@ class Keeper(ABC):
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
-        newest = self.volume.newest()  # opened before others wait
+        newest = self._newest()  # opened before others wait
         if newest is None:
             return False
         with self.turn(rows).whole():
             self.wait_for_quiet(rows)
-            before, self.volume = self.volume, newest
+            before = self._exchange(newest)
             try:
                 self._go_on(rows)
             except BaseException:
-                self.volume = before
+                self._exchange(before)
                 self._go_on(rows)
                 newest.close()
                 raise
             before.close()
         return True
+
+    def _newest(self) -> Closable | None:
+        """Open what a snapshot is as of the newest commit; return None where it is that already."""
+        return self.volume.newest()
+
+    def _exchange(self, opened: Any) -> Closable:
+        """Take what `_newest` returned in place of what there is, and return that."""
+        before, self.volume = self.volume, opened
+        return before
 
     # ---------------------------------------------------------------- compaction
 
