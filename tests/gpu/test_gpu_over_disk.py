@@ -6,8 +6,9 @@ import itertools
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.batch.plan import Plan
 from embedrock.device import memory_for
 from embedrock.device.hosted import HostedSide
+from embedrock.device.near import Near
 from embedrock.device.timeline import Timeline
 from embedrock.store.store import Store
+from embedrock.table.rows import Rows
 from embedrock.table.table import rows_of
 from embedrock.tiers.disk import Disk
 from slow import slow
@@ -177,6 +181,70 @@ def test_all_that_has_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
         both.mine.table.commit()
         assert gpu.races == []
         both.mine.table.close()
+
+
+class Elsewhere:
+    """Lets another thread have the table, and do something, wherever rows are brought for the `number`th time."""
+
+    def __init__(self, rows: Rows, number: int, work: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+        self._rows, self._number, self._work, self._located = rows, number, work, rows.located
+        self.calls, self._done = 0, threading.Event()
+        patch.setattr(rows, "located", self)
+
+    def __call__(self, plan: Plan) -> Plan:
+        self.calls += 1
+        if self.calls == self._number:
+            threading.Thread(target=self._do).start()
+            self._rows.turn.wait_for(self._done.is_set)  # which lets the lock go, as to wait for room does
+        return self._located(plan)
+
+    def _do(self) -> None:
+        self._work()
+        self._done.set()
+        self._rows.turn.notify()
+
+
+@pytest.mark.parametrize("number", [2, *slow(1, 3)])  # as it is read; planned; stepped
+def test_a_step_elsewhere_while_rows_are_brought_is_seen(both: Both, number: int, monkeypatch: pytest.MonkeyPatch):
+    ids, grads = torch.arange(12), np.ones((12, DIM), np.float32)
+    both.step(ids)  # they are near now
+    with monkeypatch.context() as patch:
+        seam = Elsewhere(rows_of(both.mine.table), number, lambda: both.mine.table.update(ids.numpy(), grads), patch)
+        found = both.mine(ids)
+        if number < 3:
+            both.other.table.update(ids.numpy(), grads)
+        expected = both.other(ids)
+        assert torch.equal(found.cpu(), expected)
+        found.square().sum().backward()
+        both.optimizers[0].step()
+    assert seam.calls >= number
+    if number == 3:
+        both.other.table.update(ids.numpy(), grads)
+    expected.square().sum().backward()
+    both.optimizers[1].step()
+    both.check()
+
+
+def test_nobody_asks_a_side_for_rows_before_it_is_whole(both: Both, monkeypatch: pytest.MonkeyPatch):
+    """Others leave RAM for the rows that another thread brings there, while a side is made."""
+    made, (others, ids) = Near.__init__, (np.arange(100, 112), torch.arange(12))
+    grads, tables = np.ones((12, DIM), np.float32), [both.mine.table, both.other.table]
+    for first in range(0, 48, 12):
+        for table in tables:
+            table.update(np.arange(first, first + 12), grads)
+    leaving = threading.Thread(target=lambda: both.mine.table.update(others, grads))
+
+    def waits(near: Near, *args: Any) -> None:
+        leaving.start()
+        leaving.join(0.05)
+        made(near, *args)
+
+    monkeypatch.setattr(Near, "__init__", waits)
+    assert torch.equal(both.mine(ids).cpu(), both.other(ids))
+    leaving.join()
+    both.other.table.update(others, grads)
+    assert both.mine.table.stats()["evictions"] > 0
+    both.check()
 
 
 @pytest.mark.slow

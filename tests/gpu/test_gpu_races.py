@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpu_models import (
     train,
 )
 from triton import jit
+from triton.runtime.interpreter import interpreter_builder
 
 import embedrock.torch as ert
 from embedrock.kernels.gpu.runtime import launch
@@ -137,6 +139,26 @@ def test_races_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(kernel, programs, torch.zeros(128, dtype=torch.int32), **options)
     assert {what for _, what in detector.found} >= wanted
     assert bool(detector.found) == bool(wanted)
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_a_thread_that_launches_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has one interpreter, which would be told of the programs, and of the end, of both."""
+    builder, out, other = type(interpreter_builder), *torch.zeros(2, 128, dtype=torch.int32).unbind()
+    begin, second = builder.set_grid_idx, threading.Thread(target=lambda: launch(_own, 3, other))
+
+    def begin_beside(self: Any, x: int, y: int, z: int) -> None:
+        begin(self, x, y, z)
+        if second.ident is None:
+            second.start()
+            second.join(0.05)
+
+    monkeypatch.setattr(builder, "set_grid_idx", begin_beside)
+    launch(_own, 3, out)
+    second.join()
+    assert out[:12].tolist() == other[:12].tolist() == [1] * 12
 
 
 # ---------------------------------------------------------------- memory that has anything in it

@@ -57,14 +57,14 @@ class HostedSide(DeviceSide):
         super().__init__(rows, tier, device)
         if tier.is_direct:  # all of it is pinned
             tier.arena.expect_all()
-        with rows.turn.lock:
-            tier.let_in(self)
-        self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
         self._host_waits, self._is_at_work = 0, False
-        slots = tier.used_slots if tier.evicts else FIRST_MAP
-        where = self._map(slots if placement.near_rows else 0)
-        self.near = Near(where, placement, self.form, self._pinned.address)
-        self._cover()
+        with rows.turn.lock:  # so that no record moves until it is let in, and nobody asks it before it is whole
+            self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
+            slots = tier.used_slots if tier.evicts else FIRST_MAP
+            where = self._map(slots if placement.near_rows else 0)
+            self.near = Near(where, placement, self.form, self._pinned.address)
+            self._cover()
+            tier.let_in(self)
 
     def _map(self, slots: int) -> Tensor:
         return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
@@ -116,12 +116,32 @@ class HostedSide(DeviceSide):
     def _turn(self) -> Iterator[None]:
         with self.rows.turn.beside_sides():
             self.rows.check_open()
+            yield
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Do work on the device with records in RAM, in the table's order. The caller has the table."""
+        with self.timeline.ordered():
             self._cover()
             self._is_at_work = True
-            with self.timeline.ordered():
-                self.timeline.wait_for_copies()
-                self._follow()
-                yield
+            self.timeline.wait_for_copies()
+            self._follow()
+            yield
+
+    @contextmanager
+    def _located(self, host: Plan) -> Iterator[Plan]:
+        """Bring the rows of a plan to RAM, and do work with them: see `_at_work`.
+
+        Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
+        """
+        with self._turn():
+            try:
+                located = self.rows.located(host)
+            except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
+                none = np.full(len(host.ids), -1, np.int64)
+                located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
+            with self._at_work():
+                yield located
 
     # ------------------------------------------------------------ lookups and steps
 
@@ -136,8 +156,7 @@ class HostedSide(DeviceSide):
         else:
             assert known.host is not None  # it planned
             host = replace(known.host, shape=tuple(ids.shape))
-        with self._turn():
-            located = self._located(host)
+        with self._located(host) as located:
             if known is not None and known.plan is not None:
                 self.timeline.uses(known.plan.keys)  # all of it is one part of memory
                 if not self.tier.evicts or np.array_equal(located.slots, host.slots):
@@ -178,17 +197,10 @@ class HostedSide(DeviceSide):
             self._ahead = Ahead(ids, version_of(ids), self._brought(host, True, True), host, None)
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
-        with self._turn():
-            host = self._located(self._host(plan))
+        with self._located(self._host(plan)) as host:
             if host is not plan.host:  # records of it have been made since, or moved
                 plan = replace(plan, host=host, keys=self.uploaded(host.slots))
             return super().read_rows(plan)
-
-    def _located(self, host: Plan) -> Plan:
-        try:
-            return self.rows.located(host)
-        except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
-            return replace(host, slots=np.full(len(host.ids), -1, np.int64), missing=len(host.ids), epoch=-1)
 
     def _planned(self, host: Plan) -> DevicePlan:
         self._stamp += 1
@@ -216,7 +228,8 @@ class HostedSide(DeviceSide):
         with self._turn():
             self.rows.check_commit()
             self.rows.prepare(host)
-            self._cover(len(host.ids))
+            with self.timeline.ordered():
+                self._cover(len(host.ids))
 
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
         host = self._host(plan)
@@ -224,10 +237,10 @@ class HostedSide(DeviceSide):
             return plan  # nothing will be stepped
         with self._turn():
             slots = self.rows.admit(host)
-            self._follow()
-            if slots is host.slots:
-                return plan
-            return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))
+            with self._at_work():
+                if slots is host.slots:
+                    return plan
+                return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))
 
     @staticmethod
     def _host(plan: DevicePlan) -> Plan:
@@ -247,7 +260,7 @@ class HostedSide(DeviceSide):
         ids = np.concatenate([host.ids for host, _ in parts])
         values = torch.cat([values[: len(host.ids)] for host, values in parts])
         dropped = torch.cat([grads.plan.keys == DROPPED for grads in (earlier, later)])
-        with self._turn():
-            plan = self._planned(self._located(make_plan(ids)))
+        with self._located(make_plan(ids)) as host:
+            plan = self._planned(host)
         plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
         return sum_rows(values, plan, self.no_row)

@@ -16,6 +16,8 @@ from triton.language import random
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from embedrock.process import forks
+
 
 class Form(NamedTuple):
     """How the records of a table lie, for kernels: a constexpr, so each form is compiled for itself.
@@ -149,7 +151,7 @@ class Ready:
         if self._is_compiled:
             _launch_compiled(self, grid_size, args)
         else:
-            with np.errstate(all="ignore"):  # GPUs do not warn
+            with _interpreter, np.errstate(all="ignore"):  # GPUs do not warn
                 self.kernel[(grid_size,)](*_rounded(plain(args)), **self.options)
 
     def keep(self, key: tuple[Any, ...], compiled: Any, args: Sequence[Any]) -> None:
@@ -160,6 +162,7 @@ class Ready:
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+_interpreter = forks.lock(forks.Rank.WORKER)  # there is one, and it does not know of threads
 
 
 def plain(args: Sequence[Any]) -> list[Any]:
