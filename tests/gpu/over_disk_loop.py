@@ -1,19 +1,22 @@
 """A training of a table on disk whose rows are near a device, which goes on until it is killed.
 
-    python tests/gpu/over_disk_loop.py PATH
+    python tests/gpu/over_disk_loop.py PATH [group]
 
-It goes on from the last commit, and prints the number of each step whose commit is acknowledged.
+In a group there are two layers, of two pools. It goes on from the last commit, and prints the number of each step whose
+commit is acknowledged.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import quick_interpreter
 import torch
 from gpu_device import DEVICE, INTERPRETED
 
+import embedrock as er
 import embedrock.torch as ert
 
 ROWS, DIM, STEPS = 400, 16, 10_000
@@ -25,26 +28,42 @@ def ids_of(step: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([rng.integers(0, 20, 12), rng.integers(0, ROWS, 12)]))
 
 
-def train(layer: ert.Embedding, steps: range) -> None:
-    """Make steps, and commit the rows of a layer on disk: after some of them, or beside the next ones."""
-    optimizer = ert.Adam(layer, lr=0.1)
+def layers(**options: Any) -> torch.nn.ModuleList:
+    """Return layers of two shapes."""
+    return torch.nn.ModuleList(ert.Embedding(ROWS, dim, seed=dim, name=str(dim), **options) for dim in (DIM, DIM // 2))
+
+
+def layers_in(model: torch.nn.Module) -> list[ert.Embedding]:
+    """Return the layers of a model, which may be one."""
+    return [module for module in model.modules() if isinstance(module, ert.Embedding)]
+
+
+def train(model: torch.nn.Module, steps: range, files: er.Table | er.Group | None = None) -> None:
+    """Make steps of a layer, or several, and commit the rows: after some of them, or beside the next ones."""
+    optimizer = ert.Adam(model, lr=0.1)
     for step in steps:
-        layer(ids_of(step)).square().sum().backward()
+        for layer in layers_in(model):
+            layer(ids_of(step)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if layer.table.is_on_disk and step % 3:
-            layer.table.commit(step=step + 1, wait=step % 3 == 1)
+        if files is not None and step % 3:
+            files.commit(step=step + 1, wait=step % 3 == 1)
             if step % 3 == 1:
                 print(step + 1, flush=True)
 
 
-def main(path: str) -> None:
+def main(path: str, in_group: str = "") -> None:
     if INTERPRETED:
         quick_interpreter.install()
-    layer = ert.Embedding(ROWS, DIM, path=path, memory="16KiB", device_memory="3KiB", seed=1)
-    ert.place(layer, DEVICE)
-    train(layer, range(layer.table.last_step or 0, STEPS))
+    if in_group:
+        files = er.Group(path=path, memory="24KiB", device_memory="4KiB")
+        model: torch.nn.Module = layers(group=files)
+    else:
+        model = ert.Embedding(ROWS, DIM, path=path, memory="16KiB", device_memory="3KiB", seed=1)
+        files = model.table
+    ert.place(model, DEVICE)
+    train(model, range(files.last_step or 0, STEPS), files)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

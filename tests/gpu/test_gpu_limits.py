@@ -34,8 +34,8 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, direct, hosted, pinned, steps, timeline
 from embedrock.device import side as device_side
+from embedrock.device.annex import Annex
 from embedrock.device.direct import DirectSide
-from embedrock.device.hosted import HostedSide
 from embedrock.device.side import DeviceSide
 from embedrock.errors import UnsupportedError
 from embedrock.table.table import rows_of
@@ -313,14 +313,14 @@ def test_a_step_that_fails_for_memory_once_its_records_are_made_is_made_by_the_n
     optimizer = ert.SGD(layer, lr=1.0)
     ert.place(layer, "cpu")
     layer(torch.tensor([5, 6])).sum().backward()
-    follow, fails = HostedSide._follow, iter([True])
+    follow, fails = Annex._follow, iter([True])
 
-    def follow_or_fail(side: HostedSide) -> None:
+    def follow_or_fail(annex: Annex) -> None:
         if rows_of(layer.table).tier.count and next(fails, False):  # the records are there
             raise torch.OutOfMemoryError("CUDA out of memory")
-        follow(side)
+        follow(annex)
 
-    monkeypatch.setattr(HostedSide, "_follow", follow_or_fail)
+    monkeypatch.setattr(Annex, "_follow", follow_or_fail)
     with pytest.raises(er.MemoryBudgetError):
         optimizer.step()
     optimizer.step()

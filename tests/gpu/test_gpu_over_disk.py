@@ -278,14 +278,18 @@ def test_too_little_memory_for_a_row_is_said(tmp_path: Path):
     layer.table.close()
 
 
-def test_the_cache_in_ram_may_be_made_anew_once_the_rows_are_back(both: Both):
-    both.step(torch.arange(9))
+def test_the_cache_in_ram_may_be_made_anew_while_rows_are_near(both: Both):
+    *before, last = ids_of(3)
+    for ids in before:
+        both.step(ids)
     tier = rows_of(both.mine.table).tier
     assert isinstance(tier, Disk)
-    assert not tier._may_move
-    both.mine.handle.move(torch.device("cpu"))
-    both.step(torch.arange(5, 14))
-    assert tier._may_move
+    tier.budget.nbytes *= 2  # as that of a table with memory="auto"
+    arena, ids = tier.arena, torch.arange(SLOTS + 5)
+    both.step(ids)
+    both.step(last)
+    assert tier.arena is not arena
+    assert both.mine.table.stats()["device_slots"] > 0
     both.check()
 
 
@@ -294,12 +298,14 @@ KILLS = 3
 
 
 @pytest.mark.slow
-def test_what_was_committed_survives_kills(tmp_path: Path):
+@pytest.mark.parametrize("in_group", [False, True])
+def test_what_was_committed_survives_kills(in_group: bool, tmp_path: Path):
     """Each time it goes on from its last commit, which has all that was acknowledged, and the bits of the CPU."""
     path, rng, acknowledged, before = str(tmp_path / "rows.rock"), random.Random(0), 0, 0
-    other = ert.Embedding(over_disk_loop.ROWS, over_disk_loop.DIM, seed=1)
+    other = over_disk_loop.layers() if in_group else ert.Embedding(over_disk_loop.ROWS, over_disk_loop.DIM, seed=1)
     for _ in range(KILLS):
-        with subprocess.Popen([sys.executable, LOOP, path], stdout=subprocess.PIPE, text=True) as child:
+        command = [sys.executable, LOOP, path, *(["group"] if in_group else [])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for _ in range(rng.randint(1, 3)):
                 acknowledged = int(child.stdout.readline())
@@ -307,14 +313,16 @@ def test_what_was_committed_survives_kills(tmp_path: Path):
             child.kill()
             told = child.stdout.read().split("\n")[:-1]  # what comes after the last newline may be half a number
         acknowledged = max([acknowledged, *map(int, told)])
-        with er.open(path, mode="r") as table:
-            steps = table.last_step
+        with er.open(path, mode="r") as found:
+            steps = found.last_step
             assert steps >= acknowledged
             over_disk_loop.train(other, range(before, steps))
             before = steps
             every = np.arange(over_disk_loop.ROWS)
-            np.testing.assert_array_equal(table.lookup(every), other.table.lookup(every))
-            assert table.verify().problems == []
+            tables = [found[name] for name in found] if in_group else [found]
+            for table, layer in zip(tables, over_disk_loop.layers_in(other), strict=True):
+                np.testing.assert_array_equal(table.lookup(every), layer.table.lookup(every))
+            assert found.verify().problems == []
 
 
 def test_a_snapshot_that_moves_shows_the_newest_commit(tmp_path: Path):

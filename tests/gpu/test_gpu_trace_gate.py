@@ -1,4 +1,4 @@
-"""The trace gate with the rows of the table on disk used on a device, behind a cache of any size there, or none.
+"""The trace gate with the rows of the table on disk, alone or in a group, used on a device, behind any cache there.
 
 All else that a table can be asked comes in between, from this thread and from others.
 """
@@ -34,11 +34,17 @@ class DevicePair(TracedPair):
 
     def __init__(self, case: Case, folder: Any) -> None:
         super().__init__(case, folder)
-        self._near = random.Random(case.seed).choice((0, 1, BATCH // 2, 2 * BATCH, TOTAL))
+        self._near = random.Random(case.seed).choice((case.in_group * 2, 1, BATCH // 2, 2 * BATCH, TOTAL))
 
     def _side(self) -> DeviceSide:
         slots = rows_of(self.table).tier.used_slots
-        self.table.device_memory = self._near and memory_for(self.table.spec, self._near, slots)
+        given = self._near and memory_for(self.table.spec, self._near, slots)
+        if self.table.group is None:
+            self.table.device_memory = given
+        else:  # which has several pools at times
+            most = max(tier.used_slots for tier in self.table.group.pools.tiers)
+            given = memory_for(self.table.spec, self._near, most) * len(self.table.group.pools)
+            self.table.group.device_memory = given
         side = attach.side_of(self.table, torch.device(DEVICE))
         assert side is not None
         return side
@@ -66,7 +72,8 @@ class DevicePair(TracedPair):
 
     def facts(self) -> None:
         rows_of(self.table).leave_side()
-        self.table.device_memory = None
+        if self.table.group is None:
+            self.table.device_memory = None
         super().facts()
 
 
@@ -79,11 +86,12 @@ DevicePair.events = {
 }
 
 
-def case_of(seed: int) -> Case:
+def case_of(seed: int, in_group: bool) -> Case:
     rule = [rule for rule in LAZY if isinstance(rule, TO_THE_BIT)][seed % len(TO_THE_BIT)]
-    return replace(drawn_case(seed), rule=rule, in_group=False, admission=None, eviction=None)
+    return replace(drawn_case(seed), rule=rule, in_group=in_group, admission=None, eviction=None)
 
 
 @pytest.mark.parametrize(("seed", "operations"), [(0, 6), *slow(*((seed, 100) for seed in range(1, 41)))])
-def test_a_trace_on_a_device(seed: int, operations: int, tmp_path: Path):
-    play(case_of(seed), drawn_acts(seed, operations), tmp_path / "table", DevicePair)
+@pytest.mark.parametrize("in_group", [False, *slow(True)])
+def test_a_trace_on_a_device(seed: int, operations: int, in_group: bool, tmp_path: Path):
+    play(case_of(seed, in_group), drawn_acts(seed, operations), tmp_path / "table", DevicePair)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import warnings
 
+import numpy as np
 import torch
 
+from embedrock.device.annex import Annex
 from embedrock.device.direct import DirectSide
 from embedrock.device.faults import in_use
 from embedrock.device.hosted import HostedSide
 from embedrock.device.pinned import PinningError, warn_of
-from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.side import DeviceSide, drawn_by, form_of
 from embedrock.device.timeline import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
@@ -22,7 +24,7 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DevicePlacement, slot_bytes
+from embedrock.tiers.device_placing import DevicePlacement, need_of, slot_bytes
 from embedrock.tiers.memory import Memory
 from embedrock.tiers.side import PlacementWarning
 from embedrock.tiers.tier import Tier
@@ -78,36 +80,65 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
-    if table.group is not None:
+    if table.group is not None and not (given and table.is_on_disk and rows.residents is None):
         kinds = "open ids, rows that come and go, first values from an array, or more rows than memory= has room for"
         why = "on disk" if table.is_on_disk else f"and has {kinds}"
+        remedy = "give the group a device_memory=" if table.is_on_disk else "make it outside of the group"
         warnings.warn(
             f"{table.subject} is in a group, {why}: it is read and stepped by the CPU, and its rows are copied to the "
-            "GPU. For GPU speed, make it outside of the group.",
+            f"GPU. For GPU speed, {remedy}.",
             PlacementWarning,
             stacklevel=5,
         )
         return None
-    near = _near(table, rows.tier, 0 if given is None else budget)
-    if given and not near.near_rows:
-        _warn_of_no_room(table, given, rows.tier)
-    return HostedSide(rows, rows.tier, device, near)
+    annex = _annex_of_pool(table, device)
+    if annex is None:
+        annex = _annex(table, device, 0 if given is None else budget)
+        if given and not annex.near.placement.near_rows:
+            _warn_of_no_room(table, given, annex.tier)
+    return HostedSide(rows, annex)
 
 
-def _near(table: Table, tier: Tier, budget: int) -> DevicePlacement:
-    """Return which records of a table that the host plans are in so many bytes of GPU memory."""
-    if table.is_on_disk:
-        return device_placing.over(table.spec, tier.used_slots, budget)
-    # How many rows there will be nobody knows: there is a cache where its size was said.
-    rows = budget // slot_bytes(table.spec)
-    return device_placing.cached(table.spec, min(rows, table.rows or rows))
+def _annex(table: Table, device: torch.device, budget: int) -> Annex:
+    """Return what a device has of the tier of a table that the host plans, in so many bytes of GPU memory."""
+    spec = table.spec
+
+    def place(slots: int) -> DevicePlacement:
+        if table_is_on_disk:
+            return device_placing.over(spec, slots, budget)
+        # How many rows there will be nobody knows: there is a cache where its size was said.
+        rows = budget // slot_bytes(spec)
+        return device_placing.cached(spec, min(rows, spec.rows or rows))
+
+    table_is_on_disk = table.is_on_disk
+    with rows_of(table).turn.lock:
+        return Annex(_tier_beneath(table), device, place, form_of(spec))
+
+
+def _annex_of_pool(table: Table, device: torch.device) -> Annex | None:
+    """Return what a device has of the pool of a member, where other members are there already."""
+    tier = _tier_beneath(table)
+    return next((annex for annex in _annexes(table) if annex.tier is tier and annex.device == device), None)
+
+
+def _annexes(table: Table) -> list[Annex]:
+    """Return what devices have of the pools of a table's group, without repeats."""
+    tables = [] if table.group is None else table.group.open_tables()
+    sides = [each.side for each in tables]
+    return list(dict.fromkeys(side.annex for side in sides if isinstance(side, HostedSide) and side.is_current))
+
+
+def _tier_beneath(table: Table) -> Tier:
+    """Return the tier that has the records: of a member, its pool's."""
+    return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
 
 
 def _warn_of_no_room(table: Table, given: int | str, tier: Tier) -> None:
     least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
+    whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
     warnings.warn(
-        f"device_memory={given!r} of {table.subject} has room for no row: its rows stay in RAM, where the GPU reads "
-        f"and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
+        f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
+        f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
         PlacementWarning,
         stacklevel=6,
     )
@@ -123,13 +154,25 @@ def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
 
 def _share(table: Table, budget: int) -> int:
     """Return the part that a member gets of its group's GPU memory: of what is left by those that have theirs."""
+    if table.is_on_disk:
+        return _share_of_pool(table, budget)
     waiting: list[Spec] = []
     for other in table.group.open_tables():
         if isinstance(other.side, DirectSide):
             budget -= other.side.placement.bytes
         elif other is not table and other.device_memory is None and _has_slots_of_ids(other.spec):
             waiting.append(other.spec)
-    return device_placing.share(table.spec, waiting, budget)
+    return device_placing.share(need_of(table.spec), [need_of(spec) for spec in waiting], budget)
+
+
+def _share_of_pool(table: Table, budget: int) -> int:
+    """Return the part that the pool of a member on disk gets: of what is left by those that have theirs."""
+    annexes, own = _annexes(table), _tier_beneath(table)
+    budget -= sum(annex.near.placement.bytes for annex in annexes)
+    have = {id(tier) for tier in (own, *(annex.tier for annex in annexes))}
+    others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
+    needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
+    return device_placing.share(needs[0], needs[1:], budget)
 
 
 def _warn_of_nothing_left(table: Table, given: int | str) -> None:

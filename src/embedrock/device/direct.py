@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.steps import DeviceDue
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
@@ -175,10 +176,10 @@ class DirectSide(DeviceSide):
 
     def _brought(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool) -> DevicePlan:
         """Plan a batch, and bring its rows near."""
-        self._stamp += 1
-        time = Stamps(self._stamp, self.oldest(trains))
+        self.clock.stamp += 1
+        time = Stamps(self.clock.stamp, self.oldest(trains))
         arrival = self.near.arrival(ids.numel(), time, self.timeline, counts)
-        plan = make_plan(ids, self._count, fault, self._stamp, arrival)
+        plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
         if arrival is not None:
             self.near.bring(arrival, plan.all_keys, ids.numel())
         return plan
@@ -194,7 +195,7 @@ class DirectSide(DeviceSide):
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
 
-    def prepare(self, grads: DeviceGradients) -> None:
+    def prepare(self, due: Sequence[DeviceDue]) -> None:
         """Do nothing: the kernel that steps rows makes their records."""
 
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
@@ -227,7 +228,7 @@ class DirectSide(DeviceSide):
         self._begin()
         self.timeline.wait_for_copies()
         self._ahead = self._expected = None
-        self._stamp += 1
+        self.clock.stamp += 1
 
     def end_batch(self, trains: bool) -> None:
         """Note that a batch was planned; `trains`: a step may follow."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +14,20 @@ from torch import Tensor
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.ahead import Ahead, version_of
+from embedrock.device.annex import Annex
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near, Stamps
-from embedrock.device.pinned import Pinned
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, uploaded_together
+from embedrock.device.steps import DeviceDue
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
-from embedrock.kernels.gpu.homes import FAR
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
+from embedrock.table.member_steps import prepare_each
 from embedrock.table.rows import Rows
-from embedrock.tiers.device_placing import DevicePlacement
-from embedrock.tiers.tier import Tier
 
 DROPPED = -2  # key of a row that is not stepped
-FIRST_MAP = 1024  # slots
 
 
 class HostedSide(DeviceSide):
@@ -38,76 +37,42 @@ class HostedSide(DeviceSide):
     that is in RAM, not for each that there could be.
 
     A row of a table on disk has a slot in RAM as long as it is near. Before it leaves that for the disk, the tier asks
-    (`leave`): the record comes back if it is newer here, and is near no longer.
+    (`Annex.leave`): the record comes back if it is newer here, and is near no longer.
 
     The host waits for the GPU: for ids that are there, for the gradients of a step that makes records, and as rows
     leave RAM for the disk.
 
     Args:
         rows: of the table.
-        tier: of the rows.
-        device: the GPU.
-        placement: how many of them are near, or none.
-
-    Raises:
-        PinningError: the system does not let the tier's RAM be pinned.
+        annex: what the GPU has of the records: the table's own, or one that it shares with others of a pool.
     """
 
-    def __init__(self, rows: Rows, tier: Tier, device: torch.device, placement: DevicePlacement) -> None:
-        super().__init__(rows, tier, device)
-        if tier.is_direct:  # all of it is pinned
-            tier.arena.expect_all()
-        self._host_waits, self._is_at_work = 0, False
-        with rows.turn.lock:  # so that no record moves until it is let in, and nobody asks it before it is whole
-            self._pinned = Pinned(tier.records.bytes, device, self.timeline.finish)
-            slots = tier.used_slots if tier.evicts else FIRST_MAP
-            where = self._map(slots if placement.near_rows else 0)
-            self.near = Near(where, placement, self.form, self._pinned.address)
-            self._cover()
-            tier.let_in(self)
+    def __init__(self, rows: Rows, annex: Annex) -> None:
+        super().__init__(rows, rows.tier, annex.device, annex.timeline, annex.clock)
+        self.annex = annex
+        with rows.turn.lock:
+            annex.join(self)
 
-    def _map(self, slots: int) -> Tensor:
-        return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
+    @property
+    def near(self) -> Near:  # type: ignore[override]
+        """Records in GPU memory: see `Annex`."""
+        return self.annex.near
 
-    def _follow(self) -> None:
-        """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
-        if self.near.is_cache and len(self.near.slots.where) < self.tier.used_slots:
-            self.near.grow(self._map(max(self.tier.used_slots, 2 * len(self.near.slots.where))), self.timeline)
-        if self.near.is_cache and self._seen != self.rows.version.now:
-            self.near.clear()
-            self.near.slots.where.fill_(FAR)
-        self._seen = self.rows.version.now
-
-    def _cover(self, more: int = 0) -> None:
-        """Pin the records that there are, and room for `more`."""
-        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
-        self._pinned.cover(slots * self.spec.record_bytes)
+    def note_change(self) -> None:
+        super().note_change()
+        self.annex.note_change()
 
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
-        self.near.write_back()
-        self.timeline.finish()
-        self._is_at_work = False
+        self.annex.finish()
 
-    def leave(self, slots: np.ndarray) -> None:
-        """See `Guest`. The caller has the table. Waits for the device, if it may be at work with the records."""
-        if self._is_at_work or self.near.is_cache:
-            self._host_waits += 1
-            with self.timeline.ordered():
-                self.timeline.wait_for_copies()
-                if self.near.is_cache:
-                    self.near.leave(self.uploaded(slots))
-                self.timeline.finish()
-
-    def close(self) -> None:
-        self.tier.let_out(self)
-        super().close()
-        self._pinned.close()
+    def _let_go(self) -> None:
+        self.annex.part(self)
 
     def stats(self) -> dict[str, float]:
         used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
-        return {**used, "device_host_waits": self._host_waits, **self.near.stats()}
+        return {**used, "device_host_waits": self.annex.host_waits, **self.near.stats()}
 
     def __repr__(self) -> str:
         return f"on {self.device}: {self.near.placement}, planned by the host"
@@ -119,18 +84,8 @@ class HostedSide(DeviceSide):
             yield
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Do work on the device with records in RAM, in the table's order. The caller has the table."""
-        with self.timeline.ordered():
-            self._cover()
-            self._is_at_work = True
-            self.timeline.wait_for_copies()
-            self._follow()
-            yield
-
-    @contextmanager
     def _located(self, host: Plan) -> Iterator[Plan]:
-        """Bring the rows of a plan to RAM, and do work with them: see `_at_work`.
+        """Bring the rows of a plan to RAM, and do work with them: see `Annex.at_work`.
 
         Others may have the table, and change rows, while some are brought. So what they did is looked at after that.
         """
@@ -140,7 +95,7 @@ class HostedSide(DeviceSide):
             except CacheTooSmallError:  # it is read wherever it is; a step of it is refused
                 none = np.full(len(host.ids), -1, np.int64)
                 located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
-            with self._at_work():
+            with self.annex.at_work():
                 yield located
 
     # ------------------------------------------------------------ lookups and steps
@@ -151,7 +106,7 @@ class HostedSide(DeviceSide):
         ahead, self._ahead = self._ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
         if known is None:
-            self._host_waits += ids.device.type != "cpu"
+            self.annex.host_waits += ids.device.type != "cpu"
             host = self._host_planned(ids)
         else:
             assert known.host is not None  # it planned
@@ -203,12 +158,12 @@ class HostedSide(DeviceSide):
             return super().read_rows(plan)
 
     def _planned(self, host: Plan) -> DevicePlan:
-        self._stamp += 1
+        self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
         tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
         parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
-        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self._stamp, host=host)
+        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         host, keys, fresh = self._host(plan), plan.keys, out  # of which nothing is read where all have records
@@ -223,21 +178,25 @@ class HostedSide(DeviceSide):
             keys = self.uploaded(slots)
         rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
 
-    def prepare(self, grads: DeviceGradients) -> None:
-        host = self._host(grads.plan)
+    @property
+    def room(self) -> Any:
+        return self.rows.turn  # members of a group have one
+
+    def prepare(self, due: Sequence[DeviceDue]) -> None:
+        plans = {part.side.rows: self._host(part.grads.plan) for part in due}
         with self._turn():
-            self.rows.check_commit()
-            self.rows.prepare(host)
-            with self.timeline.ordered():
-                self._cover(len(host.ids))
+            for rows in plans:
+                rows.check_commit()
+            prepare_each(plans)
+            for annex in {part.side.annex: None for part in due}:
+                annex.cover(sum(len(plan.ids) for plan in plans.values()))
 
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
         host = self._host(plan)
-        if host.missing and not bool(verdict[gate.LIVE]):  # records are to be made, so the host waits to know
-            return plan  # nothing will be stepped
         with self._turn():
-            slots = self.rows.admit(host)
-            with self._at_work():
+            # Where records are to be made, the host waits to know whether anything will be stepped.
+            slots = host.slots if host.missing and not bool(verdict[gate.LIVE]) else self.rows.admit(host)
+            with self.annex.at_work():
                 if slots is host.slots:
                     return plan
                 return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))

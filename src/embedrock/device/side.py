@@ -13,13 +13,14 @@ from torch import Tensor
 
 from embedrock.device import pooling
 from embedrock.device.ahead import Ahead
+from embedrock.device.clock import Clock
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.joint import Feature
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.steps import Judged, judge
+from embedrock.device.steps import DeviceDue, Judged, judge
 from embedrock.device.timeline import Ordered, Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
@@ -57,7 +58,6 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
 
 
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-FIRST_STAMP = 1 << 16  # of batches: 0, that of rows that were never used, has to look long ago
 HISTORIES = ("history", "log_fade")  # of a dense rule's numbers: arrays that grow by a row at each step
 
 
@@ -115,6 +115,7 @@ class DeviceSide(ABC):
         rows: of the table.
         tier: of the rows.
         device: the GPU; "cpu" under Triton's interpreter.
+        timeline, clock: what it has together with other sides; None: its own.
 
     Attributes:
         near: records in GPU memory, which subclasses make.
@@ -125,13 +126,14 @@ class DeviceSide(ABC):
     first: rows.First | None = None
     judge = staticmethod(judge)
 
-    def __init__(self, rows: Rows, tier: Tier, device: torch.device) -> None:
+    def __init__(
+        self, rows: Rows, tier: Tier, device: torch.device, timeline: Timeline | None = None, clock: Clock | None = None
+    ) -> None:
         self._rows_of, self.tier, self.device = weakref.ref(rows), tier, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
-        self.timeline, self.faults = Timeline(device, rows.subject), Faults(rows, device)
-        self._stamp = FIRST_STAMP
-        self._batch = self._stamp + 1  # stamp of the first lookup since the last step
+        self.timeline = timeline or Timeline(device, rows.subject)
+        self.faults, self.clock = Faults(rows, device), clock or Clock()
         self._expected: Tensor | None = None
         self._ahead: Ahead | None = None
         self._seen = -1  # version of the table that it knows of
@@ -171,9 +173,13 @@ class DeviceSide(ABC):
     def close(self) -> None:
         """Give its memory back, though handles may go on knowing it."""
         self.timeline.finish()
-        self.near.let_go()
+        self._let_go()
         self._ahead = self._expected = None
         self._histories = _Histories(self.device, self.timeline)
+
+    def _let_go(self) -> None:
+        """Give the memory back that the records have."""
+        self.near.let_go()
 
     def begin(self) -> None:
         """Begin to use rows: no step of the CPU is running, and the table is open. The caller holds the turn.
@@ -205,7 +211,7 @@ class DeviceSide(ABC):
     @property
     def stamp(self) -> int:
         """The number of the last batch."""
-        return self._stamp
+        return self.clock.stamp
 
     @property
     def joins(self) -> Any:
@@ -222,7 +228,7 @@ class DeviceSide(ABC):
 
     def oldest(self, trains: bool) -> int:
         """Return the stamp of the oldest lookup whose rows stay near; those of one that does not train need not."""
-        return max(self._batch, self._stamp - KEPT_LOOKUPS) if trains else self._stamp
+        return self.clock.oldest(KEPT_LOOKUPS) if trains else self.clock.stamp
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
@@ -395,9 +401,14 @@ class DeviceSide(ABC):
         if not rule.same_layout(self.rows.spec.rule):
             raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
 
+    @property
+    def room(self) -> Any:
+        """What has room for the rows of a step: tables that have theirs together are prepared together."""
+        return self
+
     @abstractmethod
-    def prepare(self, grads: DeviceGradients) -> None:
-        """Do all that can fail of `ready` for a step by these gradients. No row changes."""
+    def prepare(self, due: Sequence[DeviceDue]) -> None:
+        """Do all that can fail of `ready` for a step of the tables that have this one's `room`. No row changes."""
 
     @abstractmethod
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
@@ -415,9 +426,9 @@ class DeviceSide(ABC):
     def note_change(self) -> None:
         """Let whatever reads the tier's records wait for `finish`."""
         self.note_use()
-        self._seen, self._batch = self.rows.version.now, self._stamp + 1
+        self._seen, self.clock.begun = self.rows.version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.plan is not None:  # its rows are in use from now on
-            self._batch = self._ahead.plan.stamp
+            self.clock.begun = self._ahead.plan.stamp
 
     def _uploaded_or_taken_back(self, numbers: Any) -> Any:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,8 +104,11 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
 
 
 def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
+    rooms: dict[Any, list[DeviceDue]] = {}
     for part in due:
-        part.side.prepare(part.grads)
+        rooms.setdefault(part.side.room, []).append(part)
+    for parts in rooms.values():
+        parts[0].side.prepare(parts)
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
     if count == 1:

@@ -72,16 +72,14 @@ class Group:
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
         policy, keep, lock, mode, system: of a group on disk: see `Table`.
         name: for error messages.
-        device_memory: of a group in RAM, the most GPU memory that rows of all members may take together once models
-            that have them are on a GPU, in bytes, "2GiB" or "25%"; 0: none. None: of each member what it is given
-            itself, see `table`.
+        device_memory: the most GPU memory that rows of all members may take together once models that have them are
+            on a GPU, in bytes, "2GiB" or "25%"; 0: none. None: of a member in RAM what it is given itself, see `table`.
 
     Attributes:
         memory, on_nonfinite, device_memory: what it was given.
 
     Raises:
         ArgumentError: a value that cannot work, or an option of groups on disk without `path`.
-        UnsupportedError: `device_memory` of a group on disk.
         TableFileError: at `path` there is something else, or a table alone.
         TableLockedError: another writer has the group at `path` open.
         CorruptTableError: the files at `path` are damaged.
@@ -121,15 +119,15 @@ class Group:
             opened.note(self)
             return
         opening = opening_of(options)
-        refuse_device_memory(f"the group at {opening.path!r}", device_memory)
+        of_gpu = parse_device_memory(device_memory)
         with held_back():  # or Ctrl-C may leave files open that no group has
-            self._open(open_alone(opening.path, lambda: open_or_make_group(opening)), opening, on_nonfinite)
+            self._open(open_alone(opening.path, lambda: open_or_make_group(opening)), opening, on_nonfinite, of_gpu)
 
     @classmethod
-    def over(cls, volume: Volume, opening: Opening, on_nonfinite: str) -> Group:
+    def over(cls, volume: Volume, opening: Opening, on_nonfinite: str, device_memory: int | str | None) -> Group:
         """Return the group of files that were opened."""
         made = cls.__new__(cls)
-        made._open(volume, opening, on_nonfinite)
+        made._open(volume, opening, on_nonfinite, device_memory)
         return made
 
     def _begin(self, memory: Size | None, on_nonfinite: str, device_memory: int | str | None = None) -> None:
@@ -140,8 +138,8 @@ class Group:
         self._routes, self.lease = batches.Routes(), JointLease()
         self._closed_at = ""
 
-    def _open(self, volume: Volume, opening: Opening, on_nonfinite: str) -> None:
-        self._begin(opening.memory, on_nonfinite)
+    def _open(self, volume: Volume, opening: Opening, on_nonfinite: str, device_memory: int | str | None) -> None:
+        self._begin(opening.memory, on_nonfinite, device_memory)
         try:
             self.files = GroupFiles(volume, opening, self)
             self._members |= self.files.resume()
@@ -176,8 +174,8 @@ class Group:
             dim: weights in a row.
             rule, init, seed, dtype: see `Table`. None of a member that there is: whatever it has.
             on_nonfinite: None: what the group was given.
-            device_memory: see `Table`; None or 0 of members on disk, as their rows are used in RAM, and of a group
-                that was given one for all.
+            device_memory: see `Table`; None or 0 of members on disk, which share what the group is given, and of a
+                group that was given one for all.
             admission, eviction: which rows get a record, and which lose it: see `Table`. Of a member that there is,
                 another eviction takes the place of the one that it has.
 
@@ -219,8 +217,12 @@ class Group:
             return self[name]
 
     def _check_device_memory(self, name: str, given: Size | None) -> None:
-        if self.files is not None:
-            refuse_device_memory(f"table {name!r} of {self.subject}", given)
+        if self.files is not None and parse_device_memory(given):
+            raise UnsupportedError(
+                f"`device_memory` of table {name!r} of {self.subject} must be None or 0: got {given!r}. Tables of a "
+                "group on disk share one cache in GPU memory, as they do that in RAM. Give it to the group, "
+                f"er.Group(path=..., device_memory={given!r})."
+            )
         if self.device_memory is not None and parse_device_memory(given):
             raise ArgumentError(
                 f"`device_memory` of table {name!r} must be None or 0, as the group was given one for all of its "
@@ -668,16 +670,6 @@ def _is_other(policy: Admission | Eviction, own: Admission | Eviction | None) ->
     """Return whether a policy is another one, or tells others of the rows that leave."""
     told, told_now = getattr(policy, "evicted", None), getattr(own, "evicted", None)
     return own is None or policy.describe() != own.describe() or (told is not None and told is not told_now)
-
-
-def refuse_device_memory(subject: str, size: Size | None) -> None:
-    """Raise `UnsupportedError` where GPU memory is given to rows on disk."""
-    if parse_device_memory(size):
-        raise UnsupportedError(
-            f"`device_memory` of {subject} must be None or 0: got {size!r}. Rows of a group on disk are used in RAM, "
-            "also by models on a GPU. Leave it out, keep the rows in RAM (no path=), or make the table outside of the "
-            "group, with a path= of its own."
-        )
 
 
 def device_memory_of(table: Table) -> int | str | None:

@@ -15,7 +15,7 @@ from embedrock.batch.joint import JointGradients, run_of
 from embedrock.batch.plan import Plan
 from embedrock.errors import CacheTooSmallError
 from embedrock.machine.sizes import format_bytes
-from embedrock.rules import Rule
+from embedrock.rules import SGD, Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
 from embedrock.table.batches import keys_of
@@ -25,6 +25,8 @@ from embedrock.tiers.part import NewRows, Pool
 from embedrock.tiers.placing import memory_for
 from embedrock.tiers.pools import MOST_NAMED
 from embedrock.wording import counted
+
+NO_RULE = SGD(lr=0.0)
 
 
 class MemberDue(NamedTuple):
@@ -127,6 +129,11 @@ class MemberSteps:
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
+    def lend(self) -> None:
+        """Leave what `prepare` found to steps of the members that are made one by one."""
+        for pool in self._pools:
+            pool.lend()
+
     def _now(self) -> list[int]:
         return [part.rows.version.now for part in self._due]
 
@@ -152,6 +159,23 @@ class MemberSteps:
             election.note()
         for election in elections:
             election.tell()
+
+
+def prepare_each(plans: Mapping[Rows, Plan]) -> None:
+    """Do what `Rows.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
+
+    Args:
+        plans: of the batch of each table.
+    """
+    first = next(iter(plans))
+    if first.home.group is None:
+        ((_, plan),) = plans.items()
+        first.prepare(plan)
+        return
+    nothing = np.empty((0, 0), np.float32)  # their gradients are elsewhere, with their rules
+    step = MemberSteps([MemberDue(rows, NO_RULE, RowGradients(plan, nothing, 0.0)) for rows, plan in plans.items()])
+    step.prepare()
+    step.lend()
 
 
 def _bytes_of(rows: tuple[int, Rows]) -> int:
@@ -355,6 +379,15 @@ class _PoolStep:
             self._pool.tier.remove(self._keys()[self._made])
             for part, count in self.new:
                 part.count -= count
+
+    def lend(self) -> None:
+        """Let the steps that members make by themselves go on from here."""
+        done = 0
+        for (rows, _, grads), own in zip(self._due, self._spans, strict=True):
+            plan = rows.with_slots(grads.plan, self._slots[own])
+            fresh = self._fresh[done : done + plan.missing]
+            rows.go_on_from(grads.plan, plan, fresh)
+            done += plan.missing
 
     def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
         """Return what steps the records: one call for neighbours whose numbers are the same."""

@@ -46,13 +46,12 @@ def asked(
 
 
 def _group(volume: Volume, opening: Opening, given: Mapping[str, Any]) -> Group:
-    refused = [name for name in ("init", "device_memory") if given[name] is not None]
-    if refused:
+    if given["init"] is not None:
         volume.close()
         raise ArgumentError(
-            f"`{refused[0]}` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
+            f"`init` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
         )
-    return Group.over(volume, opening, given["on_nonfinite"])
+    return Group.over(volume, opening, given["on_nonfinite"], given["device_memory"])
 
 
 def refuse(unknown: list[str]) -> None:

@@ -401,6 +401,10 @@ class Rows:
         """
         return self._prepared(plan, is_step=True).plan
 
+    def go_on_from(self, batch: Plan, plan: Plan, fresh: np.ndarray) -> None:
+        """Let the step of a batch go on from what was prepared for tables together: see `Prepared`."""
+        self._lease_of(batch).prepared = Prepared(self.version.now, plan, fresh)
+
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether `prepare` need neither wait nor move rows for a plan any more."""
         return self._known(plan, is_step=True) is not None

@@ -47,26 +47,40 @@ def choose(spec: Spec, budget: int) -> DevicePlacement:
     return DevicePlacement("cached", near, mapping + near * (spec.record_bytes + SLOT_BYTES))
 
 
-def share(spec: Spec, others: Sequence[Spec], budget: int) -> int:
-    """Return the part of GPU memory that one of several tables gets, whose ids are their slots.
+class Need(NamedTuple):
+    """What a table, or a pool, makes use of: bytes that tell where its rows are, and those of all their records."""
+
+    map: int
+    records: int
+
+
+def need_of(spec: Spec, slots: int | None = None) -> Need:
+    """Return what a table needs whose ids are its slots or, on disk, that has so many slots in RAM."""
+    if slots is None:
+        return Need(MAP_BYTES * (spec.rows or 0), spec.table_bytes or 0)
+    return Need(MAP_BYTES * slots, slots * (spec.record_bytes + SLOT_BYTES))
+
+
+def share(own: Need, others: Sequence[Need], budget: int) -> int:
+    """Return the part of GPU memory that one of several tables, or pools, gets.
 
     Each gets its map. Of what is left all get as much, but those that need less for all of their rows, whose rest the
     others get. So tables with few rows, each of which is used often, are near whole.
 
     Args:
-        spec: of the table.
+        own: of the table.
         others: of those that wait for theirs.
         budget: bytes that none has got yet.
     """
-    waiting = sorted(each.table_bytes or 0 for each in (spec, *others))
-    left = max(0, budget - MAP_BYTES * sum(each.rows or 0 for each in (spec, *others)))
+    waiting = sorted(each.records for each in (own, *others))
+    left = max(0, budget - sum(each.map for each in (own, *others)))
     even = left // len(waiting)
     for count, needed in zip(range(len(waiting), 0, -1), waiting, strict=True):
         even = left // count
         if needed > even:
             break
         left -= needed
-    return MAP_BYTES * (spec.rows or 0) + min(even, spec.table_bytes or 0)
+    return own.map + min(even, own.records)
 
 
 def over(spec: Spec, slots: int, budget: int) -> DevicePlacement:

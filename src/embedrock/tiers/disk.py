@@ -448,8 +448,8 @@ class Disk(Tier):
 
     @property
     def _may_move(self) -> bool:
-        """Whether the cache may be made anew: those who know slots or addresses by heart keep it as it is."""
-        return not self._guests and (self.commit is None or self.commit.is_done)
+        """Whether the cache may be made anew: a commit under way knows slots by heart."""
+        return self.commit is None or self.commit.is_done
 
     def adapt(self) -> bool:
         """Make the cache as large as the budget says; return whether rows have other slots now, or left theirs."""
@@ -539,6 +539,8 @@ class Disk(Tier):
 
         RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
         """
+        for guest in list(self._guests):
+            guest.move_out()
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
         self.new_epoch()
         done = 0

@@ -50,3 +50,11 @@ class Guest(Protocol):
             EmbedrockError: it cannot be done now. The rows have not left.
         """
         ...
+
+    def move_out(self) -> None:
+        """Bring all records up to date, and let go of their memory: the tier's `arena` will be another one.
+
+        Raises:
+            EmbedrockError: it cannot be done now. Nothing has moved.
+        """
+        ...

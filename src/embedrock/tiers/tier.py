@@ -85,7 +85,7 @@ class Tier(ABC):
         return arena, Records(self.spec, arena.memory)
 
     def let_in(self, guest: Guest) -> None:  # noqa: B027  # most tiers never move their records, as with the next verb
-        """Keep `records` at their address, which a guest knows, and ask it before a row leaves its slot."""
+        """Ask a guest before rows leave their slots, or move to another arena."""
 
     def let_out(self, guest: Guest) -> None:  # noqa: B027
         """Ask a guest no more. It uses no record."""

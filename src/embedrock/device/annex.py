@@ -1,0 +1,181 @@
+"""`Annex`: what a device has of the records of a tier that the host looks after: they are pinned, and some are near."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.clock import Clock
+from embedrock.device.near import Near
+from embedrock.device.pinned import Pinned
+from embedrock.device.side import uploaded
+from embedrock.device.timeline import Timeline
+from embedrock.kernels.gpu.homes import FAR
+from embedrock.kernels.gpu.runtime import Form
+from embedrock.tiers.device_placing import DevicePlacement
+from embedrock.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from embedrock.device.hosted import HostedSide
+
+FIRST_MAP = 1024  # slots
+
+
+class Annex:
+    """The guest of a tier: its records are pinned in RAM, and there may be a cache of them in GPU memory.
+
+    The sides of all tables whose records the tier has share it: one table's, or those of the members of a pool. So one
+    cache decides for all which rows are near.
+
+    Args:
+        tier: whose records they are. The caller has the table.
+        device: the GPU.
+        place: tells for a number of slots in RAM how many records are near.
+        form: of the records.
+
+    Attributes:
+        tier, device: see above.
+        timeline, clock: of all the sides together.
+        host_waits: how often the host waited for the device.
+        is_at_work: the device may use records since the last `finish`.
+
+    Raises:
+        PinningError: the system does not let the tier's RAM be pinned.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device, place: Callable[[int], DevicePlacement], form: Form) -> None:
+        self.tier, self.device, self._place, self._form = tier, device, place, form
+        self.timeline, self.clock = Timeline(device, tier.subject), Clock()
+        self.host_waits, self.is_at_work = 0, False
+        self._sides, self._seen = weakref.WeakSet["HostedSide"](), 0
+        self._known: tuple[Pinned, Near] | None = self._begun()
+        tier.let_in(self)  # nobody asks it before it is whole
+
+    def _begun(self) -> tuple[Pinned, Near]:
+        """Pin the records where they are now, and begin with an empty cache."""
+        tier = self.tier
+        if tier.is_direct:  # all of it is pinned
+            tier.arena.expect_all()
+        pinned, placement = Pinned(tier.records.bytes, self.device, self.timeline.finish), self._place(tier.used_slots)
+        pinned.cover(self._covered(0))
+        slots = tier.used_slots if tier.evicts else FIRST_MAP
+        with torch.inference_mode(False):
+            where = self._map(slots if placement.near_rows else 0)
+            return pinned, Near(where, placement, self._form, pinned.address)
+
+    @property
+    def _parts(self) -> tuple[Pinned, Near]:
+        """What it has of the records; made anew where they have moved."""
+        if self._known is None:
+            self._known = self._begun()
+        return self._known
+
+    @property
+    def near(self) -> Near:
+        """The cache: records in GPU memory, if any."""
+        return self._parts[1]
+
+    def _map(self, slots: int) -> Tensor:
+        return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
+
+    def _covered(self, more: int) -> int:
+        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
+        return slots * self.tier.spec.record_bytes
+
+    def cover(self, more: int = 0) -> None:
+        """Pin the records that there are, and room for `more`."""
+        with self.timeline.ordered():
+            self._parts[0].cover(self._covered(more))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Do work on the device with records in RAM, after all that was begun. The caller has the table."""
+        with self.timeline.ordered():
+            self._parts[0].cover(self._covered(0))
+            self.is_at_work = True
+            self.timeline.wait_for_copies()
+            self._follow()
+            yield
+
+    # ------------------------------------------------------------ what others changed
+
+    def _follow(self) -> None:
+        """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
+        near, slots = self.near, self.tier.used_slots
+        if near.is_cache and len(near.slots.where) < slots:
+            near.grow(self._map(max(slots, 2 * len(near.slots.where))), self.timeline)
+        if self._seen != self._now():
+            self._empty()
+
+    def note_change(self) -> None:
+        """Note that what is near is as new as the tables are."""
+        self._seen = self._now()
+
+    def _now(self) -> int:
+        return sum(side.rows.version.now for side in self._sides)
+
+    def _empty(self) -> None:
+        if self.near.is_cache:
+            self.near.clear()
+            self.near.slots.where.fill_(FAR)
+        self.note_change()
+
+    # ------------------------------------------------------------ what the tier asks
+
+    def leave(self, slots: np.ndarray) -> None:
+        """See `Guest`. The caller has the table. Waits for the device, if it may be at work with the records."""
+        if self._known is not None and (self.is_at_work or self.near.is_cache):
+            self.host_waits += 1
+            with self.timeline.ordered():
+                self.timeline.wait_for_copies()
+                if self.near.is_cache:
+                    self.near.leave(uploaded(slots, self.device))
+                self.timeline.finish()
+
+    def move_out(self) -> None:
+        """See `Guest`. The caller has the table. Waits for the device."""
+        if self._known is not None:
+            with self.timeline.ordered():
+                self.timeline.finish()
+                self.finish()
+            self._let_go()
+            self._known = None
+
+    def finish(self) -> None:
+        """Bring the records in RAM up to date. Waits for the device."""
+        if self.is_at_work:
+            self.near.write_back()
+            self.timeline.finish()
+            self.is_at_work = False
+
+    def _let_go(self) -> None:
+        if self._known is not None:
+            pinned, near = self._known
+            near.let_go()
+            pinned.close()
+
+    # ------------------------------------------------------------ whose rows it has
+
+    def join(self, side: HostedSide) -> None:
+        """Let a table's side use it. None of its rows is near."""
+        self._sides.add(side)
+        self.clock.tables = len(self._sides)
+        self.note_change()
+
+    def part(self, side: HostedSide) -> None:
+        """Let a table's side go, whose records in RAM are up to date; the last one gives the memory back."""
+        self._sides.discard(side)
+        self.clock.tables = max(1, len(self._sides))
+        if self._sides:
+            with self.timeline.ordered():
+                self._empty()
+            return
+        self.tier.let_out(self)
+        self.timeline.finish()
+        self._let_go()
