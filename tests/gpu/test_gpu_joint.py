@@ -23,7 +23,7 @@ from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.kernels.reference import device
-from embedrock.tiers.device_placing import share
+from embedrock.tiers.device_placing import need_of, share
 from slow import slow
 
 DIM, BATCH = 6, 9
@@ -266,8 +266,9 @@ def test_tables_of_a_group_share_its_gpu_memory() -> None:
 )
 def test_a_share_of_gpu_memory_is_what_a_table_needs_or_as_much_as_others_get(budget: int, expected: list[int]) -> None:
     specs = [er.Table(rows, 20, rule=er.SGD()).spec for rows in (1, 2, 12)]
+    needs = [need_of(spec) for spec in specs]
     assert [each.table_bytes for each in specs] == [80, 160, 960]
-    shares = [share(one, [each for each in specs if each is not one], budget) for one in specs]
+    shares = [share(one, [each for each in needs if each is not one], budget) for one in needs]
     assert shares == expected
 
 

@@ -18,7 +18,6 @@ from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, drawn_by
-from embedrock.device.steps import DeviceDue
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
@@ -195,7 +194,7 @@ class DirectSide(DeviceSide):
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.near.homes, int(self.spec.key), self.drawn, self.form, out)
 
-    def prepare(self, due: Sequence[DeviceDue]) -> None:
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
         """Do nothing: the kernel that steps rows makes their records."""
 
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:

@@ -19,7 +19,6 @@ from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near, Stamps
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, uploaded_together
-from embedrock.device.steps import DeviceDue
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.sums import partial_rows
@@ -182,13 +181,13 @@ class HostedSide(DeviceSide):
     def room(self) -> Any:
         return self.rows.turn  # members of a group have one
 
-    def prepare(self, due: Sequence[DeviceDue]) -> None:
-        plans = {part.side.rows: self._host(part.grads.plan) for part in due}
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        plans = {side.rows: self._host(grads.plan) for side, grads in parts}
         with self._turn():
             for rows in plans:
                 rows.check_commit()
             prepare_each(plans)
-            for annex in {part.side.annex: None for part in due}:
+            for annex in {side.annex: None for side, _ in parts}:
                 annex.cover(sum(len(plan.ids) for plan in plans.values()))
 
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:

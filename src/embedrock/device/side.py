@@ -20,7 +20,7 @@ from embedrock.device.joint import Feature
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.steps import DeviceDue, Judged, judge
+from embedrock.device.steps import Judged, judge
 from embedrock.device.timeline import Ordered, Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
@@ -406,9 +406,13 @@ class DeviceSide(ABC):
         """What has room for the rows of a step: tables that have theirs together are prepared together."""
         return self
 
+    def prepare(self, grads: DeviceGradients) -> None:
+        """Do all that can fail of `ready` for a step by these gradients. No row changes."""
+        self.prepare_all([(self, grads)])
+
     @abstractmethod
-    def prepare(self, due: Sequence[DeviceDue]) -> None:
-        """Do all that can fail of `ready` for a step of the tables that have this one's `room`. No row changes."""
+    def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        """Do what `prepare` does for a step of all tables that have this one's `room`: of these sides."""
 
     @abstractmethod
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:

@@ -108,7 +108,7 @@ def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
     for part in due:
         rooms.setdefault(part.side.room, []).append(part)
     for parts in rooms.values():
-        parts[0].side.prepare(parts)
+        parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
     if count == 1:
