@@ -18,7 +18,9 @@ from embedrock.machine import ram
 from embedrock.table.table import rows_of
 from embedrock.tiers import advice, auto_budget, watch
 from embedrock.tiers.auto_budget import AutoPool
+from embedrock.tiers.budget import Claim
 from embedrock.tiers.disk import Disk
+from embedrock.tiers.turn import Turn
 
 MIB, ROWS, DIM = 1 << 20, 40_000, 8
 
@@ -106,6 +108,35 @@ def test_a_group_and_a_table_share(pool: AutoPool, tmp_path: Path):
         assert table.options["memory"] == "auto"
         assert 'memory="auto"' in str(rows_of(table).tier.budget)  # type: ignore[attr-defined]
     assert er.open(tmp_path / "t", mode="r", memory="auto").lookup([3]).shape == (1, DIM)
+
+
+class Stuck:
+    """A tier whose rows are all held for batches to come."""
+
+    bytes_used = wanted_bytes = 1000
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+
+    def give_up_excess(self, waits: bool) -> None:
+        pass
+
+
+def test_a_batch_is_not_refused_for_rows_that_others_hold(pool: AutoPool):
+    tiers = Stuck(), Stuck()
+    one, other = (pool.share() for _ in tiers)
+    for share, tier, nbytes in zip((one, other), tiers, (1000, 100), strict=True):
+        share.join(tier, Claim(100, 1000))
+        share.nbytes = nbytes
+    pool.total = 700
+    pool.divide()
+    with tiers[1].turn.lock:
+        assert other.need(500, tiers[1])
+    assert (one.nbytes, other.nbytes) == (1000, 500)
+    pool.look()
+    assert other.due >= 500
+    with tiers[1].turn.lock:
+        assert not other.need(500, tiers[1])  # it has them
 
 
 @pytest.mark.parametrize("make", [lambda: er.Table(10, 4, memory="auto"), lambda: er.Group(memory="auto")])

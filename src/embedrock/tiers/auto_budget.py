@@ -115,10 +115,25 @@ class AutoShare(Share):
         return max(claim.least, super().offer(claim))
 
     def need(self, nbytes: int, tier: Resizable) -> bool:
-        with self.pool.lock:  # a batch that was begun is not refused because others need memory, too
-            others = sum(share.claim.least for share in self.pool.shares if share is not self)
-            self.pool.total = max(self.pool.total, others + nbytes)
-        return super().need(nbytes, tier)
+        # A batch that was begun is not refused because others need memory, too, or have rows that cannot leave now.
+        self._count_in(nbytes, [share.claim.least for share in self._others()])
+        if super().need(nbytes, tier):
+            return True
+        with self.pool.lock:
+            if nbytes <= self.nbytes:
+                return False
+            self.least, self.most = nbytes, max(self.most, nbytes)
+            self._count_in(nbytes, [share.nbytes for share in self._others()])
+            self.pool.divide()
+            self.nbytes = nbytes
+        return True
+
+    def _others(self) -> list[Share]:
+        return [share for share in list(self.pool.shares) if share is not self]
+
+    def _count_in(self, nbytes: int, others: list[int]) -> None:
+        with self.pool.lock:
+            self.pool.total = max(self.pool.total, sum(others) + nbytes)
 
     def ask(self) -> None:
         """Ask for what the table's curve says."""
