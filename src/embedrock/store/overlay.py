@@ -128,8 +128,8 @@ class Overlay:
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Forget ids whose locations are still these. Its memory stays; see `fit`.
 
-        Where others insert in between, ids must not come in its own order (`behind`, `items`): one end would be empty and
-        the other too full, where each insert then moves thousands of entries.
+        Where others insert in between, ids must not come in its own order (`behind`, `items`): one end would be empty
+        and the other too full, where each insert then moves thousands of entries.
         """
         self._check()
         storage, place = kernels.cpu.storage, (self._entries, self._homes, self._salt)
