@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, sums
+from embedrock.kernels.gpu import gate, joint, pooling, sums
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import SGD, Adam
@@ -24,8 +24,10 @@ def tables_of(form: Form, count: int, is_near: bool, draw: str) -> joint.Tables:
 def example_plan() -> None:
     tables = tables_of(forms(Adam())[0], 3, True, "normal")
     for ids in (KEYS, KEYS.int()):
-        joint.join(ids, CUTS, tables, KEYS.int())
+        joint.join(ids, CUTS, 3, tables, KEYS.int())
         joint.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
+    for starts in (KEYS, KEYS.int()):
+        joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
     joint.norms(tables, KEYS, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
 
 
@@ -33,7 +35,8 @@ def example_rows() -> None:
     for draw, is_near, count in itertools.product(("constant", "normal"), (False, True), TABLES):
         for form in forms(Adam())[:2]:
             tables, values = tables_of(form, count, is_near, draw), torch.zeros(8, form.dim)
-            joint.read(KEYS.int(), tables, values)
+            joint.read(KEYS.int(), len(KEYS), tables, values)
+            joint.read(KEYS, ONE, tables, values)
             verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
             joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1))
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
@@ -43,3 +46,13 @@ def example_rows() -> None:
 def example_sums_of_each_row() -> None:
     values, room = torch.zeros(N, 64), scratch(64)._replace(squares=torch.zeros(N).double())
     sums.sum_segments(values, STARTS, ORDER, INVERSE, COUNT, SKIP, room, values, NORMS, each=True)
+
+
+def example_bags_of_each_mode() -> None:
+    values, offsets = torch.zeros(N, 64), torch.zeros(N, dtype=torch.int32)
+    for weights in (torch.zeros(0), torch.zeros(N)):
+        pooling.pool_sum(values, INVERSE, offsets, weights, INVERSE, None, values, torch.zeros(N))
+    pooling.weight_grads(values, values, INVERSE, INVERSE, INVERSE, torch.zeros(N), each=True)
+    share, room = (INVERSE, None, torch.zeros(N), None), scratch(64)._replace(squares=torch.zeros(N).double())
+    plan = STARTS, ORDER, INVERSE, COUNT
+    sums.sum_shares(sums.POOLED, values, share, plan, SKIP, room, values, NORMS, each=True)

@@ -60,13 +60,31 @@ class Steps:
         return list(self._collection({str(k): ids for k, ids in enumerate(batch)}).values())
 
 
+class BagSteps(Steps):
+    """The same of bags of two or three ids, looked up by a collection."""
+
+    def __init__(self, near: int, tables: int) -> None:
+        spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
+        memory = near and memory_for(spec, near)
+        layers = {str(k): ert.EmbeddingBag(ROWS, DIM, seed=k, device_memory=memory) for k in range(tables)}
+        self._bags = ert.EmbeddingBagCollection(layers)
+        ert.place(self._bags, "cpu")
+        self._optimizer = ert.Adam(self._bags, lr=1e-3)
+        self._gradient = torch.zeros(BATCH // 2, DIM)
+        self._batches = [list(torch.randint(0, ROWS, (tables, BATCH)).unbind()) for _ in range(4)]
+        self._starts = torch.arange(BATCH // 2) * 2
+
+    def _rows(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self._bags({str(k): (ids, self._starts) for k, ids in enumerate(batch)}).values())
+
+
 class Calls(TorchDispatchMode):
     """Counts calls of PyTorch that do work on the device or allocate there."""
 
     # Views, spans for profilers, and what is asked of a handle or of a fault's copy, which are on the host here.
     VIEWS = (
         *("aten.view", "aten.detach", "aten.alias", "aten.select", "aten.slice", "aten._unsafe_view", "aten.expand"),
-        *("aten.split_with_sizes", "aten.unbind"),
+        *("aten.split_with_sizes", "aten.unbind", "aten.lift_fresh"),
     )
     SPANS = "profiler._record_function_enter_new", "profiler._record_function_exit"
     OF_HOST = *SPANS, "aten._local_scalar_dense", "aten.any"
@@ -97,9 +115,8 @@ def launches_of(steps: Steps, count: int) -> collections.Counter[str]:
     return seen
 
 
-def cost(near: int, tables: int = 1, seconds: float = 1.0, together: bool = False) -> dict[str, Any]:
-    """Return what a step of a table costs; `together`: of all tables."""
-    steps = Steps(near, tables, together)
+def cost(steps: Steps, each: int, seconds: float) -> dict[str, Any]:
+    """Return what a step costs, of each of so many tables."""
     steps.run(4)
     launches = launches_of(steps, 4)
     with Calls() as calls:
@@ -109,7 +126,7 @@ def cost(near: int, tables: int = 1, seconds: float = 1.0, together: bool = Fals
         start = time.thread_time()
         steps.run(4)
         taken.append((time.thread_time() - start) / 4)
-    each = 4 if together else 4 * tables
+    each *= 4
     return {
         "launches": sum(launches.values()) / each,
         "calls": sum(calls.counts.values()) / each,
@@ -124,8 +141,9 @@ def costs(seconds: float) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     attach.check_interpreter = lambda: None
     torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
-    found = {name: cost(near, seconds=seconds) for name, near in NEAR.items()}
-    return {**found, "ten near": cost(ROWS, TOGETHER, seconds, together=True)}
+    ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
+    ways |= {"ten near": Steps(ROWS, TOGETHER, together=True), "ten of bags": BagSteps(ROWS, TOGETHER)}
+    return {name: cost(steps, 1, seconds) for name, steps in ways.items()}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import joint as joint_device
+from embedrock.device import joint_bags
 from embedrock.kernels.gpu import joint, runtime
 from embedrock.kernels.gpu.homes import Kind
 from embedrock.kernels.gpu.runtime import Form
@@ -179,6 +180,86 @@ def test_bags_of_one_id_are_rows():
     np.testing.assert_array_equal(found.cpu(), expected)
 
 
+class BagModel:
+    """A collection of bags: sums with weights that train, means with padding, two features of one table."""
+
+    def __init__(self, memory: int | None, **options: Any) -> None:
+        group = er.Group()
+        layers: dict[str, ert.EmbeddingBag] = {}
+        for k, (rows, mode, padding) in enumerate(zip(ROWS, ("sum", "mean", "sum"), (None, 0, 3), strict=True)):
+            arguments: dict[str, Any] = {"rows": rows, "dim": DIM, "init": er.Normal(std=0.5), "seed": k, **options}
+            alone = memory is not None
+            table = er.Table(device_memory=memory, **arguments) if alone else group.table(f"t{k}", **arguments)
+            layers[f"f{k}"] = ert.EmbeddingBag(table, mode=mode, padding_idx=padding)
+        self.tables = [layer.table for layer in layers.values()]
+        self.bags = ert.EmbeddingBagCollection({**layers, "again": layers["f1"]})
+        self.step = ert.Adam(self.bags, lr=0.1)
+        if memory is not None:
+            on_device(self.bags)
+
+    def train(self, seed: int, left_out: str = "") -> list[Tensor]:
+        """Make a step; return the bags, and the gradient of the weights."""
+        rng = np.random.default_rng(seed)
+        sizes = [rng.integers(0, 4, BATCH) for _ in range(2)]  # some are empty
+        dtype = self.bags.layer_of("f0").dtype
+        weights = torch.from_numpy(rng.random(sizes[0].sum())).to(dtype).requires_grad_()
+        starts = [torch.from_numpy(np.append(0, np.cumsum(own)[:-1])) for own in sizes]
+        first, second, third = (
+            torch.from_numpy(np.minimum(rng.zipf(1.3, n) - 1, rows - 1))
+            for n, rows in zip((sizes[0].sum(), 3 * BATCH, sizes[1].sum()), ROWS, strict=True)
+        )
+        features = {"f0": (first, starts[0], weights), "f1": second.view(BATCH, 3), "f2": (third, starts[1])}
+        found = self.bags(features | {"again": second[:BATCH]})
+        kept = [rows.square().sum().cpu() * (k + 1) for k, (name, rows) in enumerate(found.items()) if name != left_out]
+        torch.stack(kept).sum().backward()
+        self.step.step()
+        self.step.zero_grad()
+        assert weights.grad is not None
+        return [rows.detach().cpu() for rows in found.values()] + [weights.grad]
+
+    def assert_same(self, other: BagModel) -> None:
+        for mine, theirs in zip(self.tables, other.tables, strict=True):
+            for got, expected in zip(mine.export(), theirs.export(), strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+BAGS = JOINT | dict.fromkeys(("_bags", "_pool_sum", "_weight_grads"), 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"), [(0, {}), *slow((EVERYTHING, {}), (EVERYTHING, {"dtype": "bfloat16"}))], ids=str
+)
+def test_bags_of_several_ids_are_trained_by_the_same_kernels(memory: int, options: dict[str, Any]):
+    mine, theirs = BagModel(memory, **options), BagModel(None, **options)
+    for seed in range(2):
+        with launches() as seen:
+            found = mine.train(seed)
+        assert seen == BAGS
+        for got, expected in zip(found, theirs.train(seed), strict=True):
+            assert torch.equal(got, expected)
+    mine.assert_same(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", ["f1", "again"])
+def test_bags_to_which_no_gradient_comes_back_touch_no_row(left_out: str):
+    models = [BagModel(0), BagModel(None)]
+    for model in models:
+        model.train(0, left_out)
+    models[0].assert_same(models[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
+def test_no_program_of_bags_depends_on_another(monkeypatch: pytest.MonkeyPatch):
+    detector = race_detector.install(monkeypatch)
+    monkeypatch.setattr(joint, "LANES", 4)
+    model = BagModel(EVERYTHING)
+    model.train(0)
+    assert detector.found == set()
+    assert detector.launched >= BAGS.keys()
+
+
 def configured(where: str, memory: int | None) -> tuple[ert.EmbeddingBagCollection, Any]:
     """Return a collection that makes its tables, in a group of its own."""
     torch.manual_seed(0)
@@ -331,18 +412,18 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     n, cuts = len(ids), np.cumsum([0, *sizes])
     keys, expected = Poisoned((n,), torch.int32), np.empty(n, np.int32)
     device.join(ids, cuts, of, firsts, rows, expected)
-    joint.join(tensor(ids), tensor(np.array([*cuts, *of])), tables, keys.inside)
+    joint.join(tensor(ids), tensor(np.array([*cuts, *of])), len(of), tables, keys.inside)
     same(keys.check(n), expected)
 
     order = np.argsort(expected, kind="stable")
     unique, starts = np.unique(expected[order].astype(np.int64), return_index=True)
-    bounds, wanted = Poisoned((5,), torch.int32), np.empty(5, np.int32)
+    bounds, wanted = Poisoned((9,), torch.int32), np.empty(9, np.int32)
     found = np.zeros((4, 4), np.int64)
-    device.bounds(firsts, rows, unique, ids[order[starts]], wanted, found, 8)
+    device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found, 8)
     padded = tensor(np.append(unique, [firsts[-1]] * 3))
     plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
     joint.bounds(tables, padded, one(len(unique)), *plan, bounds.inside, 8)
-    same(bounds.check(5), wanted)
+    same(bounds.check(9), wanted)
     same(faults, found)
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
 
@@ -357,3 +438,55 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     joint.norms(tables, padded, bounds.inside, tensor(squares), parts, tickets, norms.inside)
     np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
     assert not tickets.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("lanes", [8, *slow(1024)])
+def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "LANES", lanes)
+    tables, _, faults = made_tables([5, 9, 7], [-2, -2, -2])
+    every = [
+        device.BagsOf(0, 9, [0, 0, 4, 4, 9, 9], is_mean=True),
+        device.BagsOf(1, 12, range(0, 12, 3), is_mean=False),
+        device.BagsOf(1, 0, [0, 0], is_mean=False),
+        device.BagsOf(1, 3, [0], is_mean=True),
+        device.BagsOf(2, 30, [*range(0, 20, 2)], is_mean=False),
+    ]
+    of_starts = [feature for number, feature in enumerate(every) if number != 1]
+    bags = [
+        joint_bags.Bags(
+            "mean" if feature.is_mean else "sum", 3 if number == 1 else 0, torch.tensor(list(feature.starts)), None
+        )
+        for number, feature in enumerate(every)
+    ]
+    bags[1] = bags[1]._replace(starts=None)
+    sizes = [feature.n for feature in every]
+    cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *joint_bags.cuts_of(bags, sizes).words])
+    n, count = sum(sizes), sum(len(feature.starts) for feature in every)
+    skips = np.array([3, -1, 0], np.int32)
+    bounds = tensor(np.array([0, 0, 0, 0, *skips], np.int32))
+
+    lines = count + 1, n, count
+
+    def found(starts: list[int]) -> list[np.ndarray]:
+        out, tickets = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
+        given = torch.tensor(starts, dtype=dtype, device=bounds.device), tensor(cuts), len(every), tables, bounds
+        joint.bags(*given, tickets, *(each.inside for each in out))
+        return [each.check(size) for each, size in zip(out, lines, strict=True)]
+
+    expected, wanted = [np.full(size, -1, np.int32) for size in lines], np.zeros((3, 4), np.int64)
+    offsets, of_positions, words = expected
+    device.bags(every, skips, offsets, of_positions, words, wanted)
+    starts = [start for feature in of_starts for start in feature.starts]
+    for got, own in zip(found(starts), expected, strict=True):
+        same(got, own)
+    same(faults, wanted)
+    for place, start in [(3, 3), (4, 77), (0, 1), (2, -1)]:  # one that decreases; too large; not from 0; less than 0
+        bad = [*starts[:place], start, *starts[place + 1 :]]
+        offsets, of_positions, _ = found(bad)  # which hurt nobody
+        assert offsets.min() >= 0
+        assert offsets.max() <= n
+        assert of_positions.min() >= 0
+        assert of_positions.max() < count
+        assert faults[:, 0].tolist() == [4, 0, 0]
+        faults.zero_()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
+from embedrock.device.joint_bags import Bags, JointBags, cuts_of
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
     draw: str
 
     def shares(self, features: Sequence[Feature]) -> list[list[int]]:
-        """Return which of the features are looked up together: as many as there are keys for, in order."""
+        """Return which of the features, rows or bags, are looked up together: as many as there are keys for."""
         sides: set[DirectSide] = set()
         keys, shares = 0, list[list[int]]([[]])
         for number, feature in enumerate(features):
@@ -68,12 +69,14 @@ class Feature(NamedTuple):
     Attributes:
         side: of their table, which has a `kind`.
         ids: of any shape, on the host or there.
-        padding: the id that gets no gradient.
+        padding: the id that gets no gradient, and counts in no bag.
+        bags: that the ids are in; None: their rows are looked up.
     """
 
     side: Any
     ids: Tensor
     padding: int | None
+    bags: Bags | None = None
 
 
 def kind_of(side: DirectSide) -> Kind | None:
@@ -108,9 +111,8 @@ def _entries(known: tuple[tuple[kernels.Entry, int], ...], device: torch.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _cuts(sizes: tuple[int, ...], tables: tuple[int, ...], device: torch.device) -> Tensor:
-    bounds = np.cumsum([0, *sizes])
-    return torch.tensor([*bounds.tolist(), *tables], dtype=torch.int64, device=device)
+def _cuts(words: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 def _working(sides: Sequence[DirectSide]) -> Ordered:
@@ -131,7 +133,7 @@ class JointPlan:
         tables: the same for kernels.
         firsts: the key of each table's first row.
         plan: of all positions.
-        bounds: int32 (k + 1,), which of its rows are of each table.
+        bounds: int32 (2 * k + 1,), which of its rows are of each table, and which is of its padding.
         cuts: where the positions of each table begin, and the last ones end.
         paddings: the id of each table that gets no gradient.
         stamps: the number of the batch, for each table.
@@ -170,7 +172,7 @@ class JointReading:
     """A lookup of features whose tables are of one kind, and what becomes of the gradients that come back.
 
     Args:
-        features: whose ids they are.
+        features: rows, or bags: those of one id each are rows, where no others are among them.
         trains: a step may follow.
     """
 
@@ -181,6 +183,8 @@ class JointReading:
         # Table by table, so that the positions of each lie together.
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
         self._sizes = [features[k].ids.numel() for k in self._order]
+        self._outputs = self._sizes  # lines of each
+        self._bags: JointBags | None = None
         self.plan = self._planned(sides)
 
     @spanned("plan")
@@ -200,19 +204,41 @@ class JointReading:
             tables = kernels.Tables(entries, kind.homes, kind.draw, kind.form)
             ids = self._joined_ids(sides[0])
             keys = torch.empty(len(ids), dtype=torch.int32, device=device)
-            kernels.join(ids, _cuts(tuple(self._sizes), of, device), tables, keys)
-            stamp = sides[0].stamp
-            plan = make_plan(keys, firsts[-1] - 1, sides[0].faults.tensor, stamp, tickets=len(sides))
-            bounds = torch.empty(len(sides) + 1, dtype=torch.int32, device=device)
+            all_bags = self._all_bags()
+            cuts = self._placed_cuts(sides[0], of, all_bags)
+            kernels.join(ids, cuts, len(of), tables, keys)
+            stamp, k = sides[0].stamp, len(sides)
+            plan = make_plan(keys, firsts[-1] - 1, sides[0].faults.tensor, stamp, tickets=2 * k + 1)
+            bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=device)
             kernels.bounds(tables, plan.keys, plan.count, ids, plan.order, plan.starts, bounds, stamp)
+            positions = [0] * (k + 1)
+            for table, size in zip(of, self._sizes, strict=True):
+                positions[table + 1] += size
+            begins, stamps = tuple(itertools.accumulate(positions)), tuple(side.stamp for side in sides)
+            made = JointPlan(sides, tables, firsts, plan, bounds, begins, tuple(paddings), stamps)
+            if all_bags is not None:
+                self._bags = JointBags(all_bags, self._sizes, made, cuts, plan.tickets[-2 * k - 1 : -k])
+                self._outputs = self._bags.counts
             for side in sides:
                 side.end_batch(self._trains)
-        positions = [0] * (len(sides) + 1)
-        for table, size in zip(of, self._sizes, strict=True):
-            positions[table + 1] += size
-        cuts = tuple(itertools.accumulate(positions))
-        stamps = tuple(side.stamp for side in sides)
-        return JointPlan(sides, tables, firsts, plan, bounds, cuts, tuple(paddings), stamps)
+        return made
+
+    def _all_bags(self) -> list[Bags] | None:
+        """Return the bags of the features, in order; None where each is the row of its id."""
+        features = [self._features[k] for k in self._order]
+        all_bags = [feature.bags for feature in features if feature.bags is not None]
+        are_rows = all(bags.are_rows for bags in all_bags) and all(feature.padding is None for feature in features)
+        return None if are_rows or not all_bags else all_bags
+
+    def _placed_cuts(self, side: DirectSide, tables: tuple[int, ...], all_bags: Sequence[Bags] | None) -> Tensor:
+        """Return what kernels know of the features, int64, on the device."""
+        words = 0, *itertools.accumulate(self._sizes), *tables
+        if all_bags is None:
+            return _cuts(words, side.device)
+        more = cuts_of(all_bags, self._sizes)
+        words = *words, *more.words
+        # The next batch may have as many ids in bags that differ in size, but hardly ever has.
+        return _cuts(words, side.device) if more.is_even else side.uploaded(np.array(words, np.int64))
 
     def _joined_ids(self, side: DirectSide) -> Tensor:
         """Return the ids of all features on the device, int64 or int32."""
@@ -222,20 +248,28 @@ class JointReading:
             parts = [side.on_device(part).to(torch.int64) for part in parts]
         return side.on_device(torch.cat(parts))
 
-    def read(self) -> list[Tensor]:
-        """Return the row of each position of each feature: float32 ``ids.shape + (dim,)``."""
+    def read(self, keeps_rows: bool = False) -> list[Tensor]:
+        """Return the row of each position of each feature, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
+
+        `keeps_rows`: `weight_grads` will be asked for.
+        """
         plan, dim = self.plan, self.plan.tables.form.dim
         with _working(plan.sides):
             for side in plan.sides:
                 side.timeline.wait_for_copies()
-            assert plan.plan.positions is not None  # the device planned
-            out = torch.empty(plan.plan.positions.shape[0], dim, dtype=torch.float32, device=plan.bounds.device)
-            kernels.read(plan.plan.positions, plan.tables, out)
+            keys = plan.plan.keys if self._bags is not None else plan.plan.positions
+            assert keys is not None  # the device planned
+            out = torch.empty(keys.shape[0], dim, dtype=torch.float32, device=keys.device)
+            if self._bags is None:
+                kernels.read(keys, len(keys), plan.tables, out)
+            else:
+                kernels.read(keys, plan.plan.count, plan.tables, out)
+                out = self._bags.pool(out, keeps_rows)
             for side in plan.sides:
                 side.note_use()
-        found = dict(zip(self._order, torch.split_with_sizes(out, self._sizes), strict=True))
+        found = dict(zip(self._order, torch.split_with_sizes(out, self._outputs), strict=True))
         return [
-            found[k] if feature.ids.dim() == 1 else found[k].view(*feature.ids.shape, dim)
+            found[k] if feature.ids.dim() == 1 or feature.bags is not None else found[k].view(*feature.ids.shape, dim)
             for k, feature in enumerate(self._features)
         ]
 
@@ -254,10 +288,13 @@ class JointReading:
             joined = self._joined_grads(grads)
             k, dim = len(plan.sides), joined.shape[1]
             of_tables = k * kernels.PROGRAMS
-            values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + joined.shape[0], 3 * k)
+            values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + len(plan.plan.order), 3 * k)
             parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
-            sums.sum_segments(joined, *arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
+            what, share = sums.PLAIN, (None, None, None, None)
+            if self._bags is not None:
+                what, share = sums.POOLED, (self._bags.of_positions, self._bags.weights, self._bags.scale, None)
+            sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
             tickets = plan.plan.tickets[-k:]
             args = plan.plan.keys, plan.bounds, scratch.squares, parts, tickets, numbers
             kernels.norms(plan.tables, *args)
@@ -279,17 +316,37 @@ class JointReading:
             torch.zeros(size, dim, dtype=dtype, device=device) if part is None
             else part if part.dim() == 2 and part.dtype is dtype
             else part.reshape(size, dim).to(dtype)
-            for part, size in zip(given, self._sizes, strict=True)
+            for part, size in zip(given, self._outputs, strict=True)
         ])  # fmt: skip
+
+    def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Return the gradients of the positions' weights, float32 (n,), of each feature that has some."""
+        assert self._bags is not None  # which has them
+        with _working(self.plan.sides):
+            whole = self._bags.weight_grads(self._joined_grads(grads))
+        found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
+        return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
     def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
         """Sum feature by feature: rows of a feature to which nothing came back are not touched."""
         found: dict[DirectSide, DeviceGradients] = {}
-        for (side, ids, padding), given in zip(self._features, grads, strict=True):
+        for number, given in enumerate(grads):
             if given is not None:
-                more = side.sum(side.plan(ids, self._trains), given, padding, by_frequency=False)
+                side, more = self._features[number].side, self._sum_alone(number, given)
                 found[side] = side.merge(found[side], more) if side in found else more
         return found
+
+    def _sum_alone(self, number: int, grads: Tensor) -> DeviceGradients:
+        side, ids, padding, bags = self._features[number]
+        plan = side.plan(ids.reshape(-1), self._trains)
+        if self._bags is None or bags is None:
+            return side.sum(plan, grads, padding, by_frequency=False)
+        n, place = ids.numel(), self._order.index(number)
+        starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
+        bounds = side.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
+        trace = torch.split_with_sizes(self._bags.scale, self._outputs)[place].clone()
+        own = side.bags(plan, bounds, bags.mode, padding)
+        return side.unpool(grads, bags.weights, own, trace, by_frequency=False)
 
 
 class JointSums(NamedTuple):

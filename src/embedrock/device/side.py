@@ -17,6 +17,7 @@ from embedrock.device.clock import Clock
 from embedrock.device.faults import Faults
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.joint import Feature
+from embedrock.device.joint_bags import Bags
 from embedrock.device.near import KEPT_LOOKUPS, Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.pooling import DeviceBags
@@ -221,6 +222,22 @@ class DeviceSide(ABC):
     def feature(self, ids: Tensor, padding: int | None) -> Feature:
         """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
         return Feature(self, ids, padding)
+
+    def pooled_feature(
+        self, ids: Tensor, padding: int | None, mode: str, starts: Tensor | None, weights: Tensor | None
+    ) -> Feature:
+        """Return bags that are looked up together with those of others.
+
+        Args:
+            ids: (bags, n); or (n,) with `starts`.
+            padding: the id that gets no gradient, and counts in no bag.
+            mode: "sum" or "mean".
+            starts: where bags begin, (bags,); those on the host were checked.
+            weights: of the ids, in their shape, or None.
+        """
+        own = None if weights is None else self._float32(weights.reshape(-1))
+        size = ids.shape[1] if starts is None else 0
+        return Feature(self, ids.reshape(-1), padding, Bags(mode, size, starts, own))
 
     @abstractmethod
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:

@@ -19,6 +19,7 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 WORDS = 12
+BAD_OFFSETS = tl.constexpr(4)  # of the fault of starts of bags that are none
 PROGRAMS = 32  # that add up the squares of a table
 LANES = 1024
 
@@ -124,17 +125,18 @@ def _join(ids, cuts, entries, keys, n, features, LANES: tl.constexpr):
         feature += 1
 
 
-def join(ids, cuts, tables, keys):
+def join(ids, cuts, features, tables, keys):
     """Write the keys int32 (n,) of ids (n,) of several features, one after the other.
 
     Args:
         ids: int64 or int32; those outside of their table get the key before its rows, or the one after.
-        cuts: int64 (2 * features + 1,): where the positions of each feature begin and the last ones end, and the table
-            of each.
+        cuts: int64 (at least 2 * features + 1,): where the positions of each feature begin and the last ones end, and
+            the table of each.
+        features: how many there are.
         tables: see `Tables`.
         keys: see above.
     """
-    n, features = ids.shape[0], cuts.shape[0] // 2
+    n = ids.shape[0]
     launch(_join, -(-n // LANES), ids, cuts, tables.entries, keys, n, features, LANES=LANES)
 
 
@@ -169,6 +171,11 @@ def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LA
     value = tl.load(
         ids + tl.load(order + tl.load(starts + row, mask=bad, other=0), mask=bad, other=0), mask=bad, other=0
     )
+    padding = tl.load(entry + 11, mask=here, other=-2)
+    padded = _first_from(keys, count, first + padding)
+    some = here & (padding >= 0) & (padded < stop)
+    is_padding = some & (tl.load(keys + padded, mask=some, other=0) == first + padding)
+    tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
     fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
     bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
     tl.debug_barrier()  # what was read is overwritten
@@ -178,14 +185,15 @@ def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LA
 
 
 def bounds(tables, keys, count, ids, order, starts, bounds, number):
-    """Write which rows of a plan are of each table, int32 (k + 1,), and note ids outside of a table in its fault.
+    """Write which rows of a plan are of each table, and which is of its padding; note ids outside of a table.
 
     Args:
         tables: see `Tables`.
         keys, count, order, starts: of the plan.
         ids: (n,), as they were before `join`.
-        bounds: see above.
-        number: of the batch.
+        bounds: int32 (2 * k + 1,) receives where the rows of each table begin, and the last ones end; and the row of
+            the id that is each one's padding, -1 for none.
+        number: of the batch, for the table's fault.
     """
     k = tables.entries.shape[0]
     args = tables.entries, k, keys, count, ids, order, starts, bounds, number
@@ -194,6 +202,87 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
 
 def _power(count):
     return max(2, 1 << (count - 1).bit_length())
+
+
+@kernel("n", "features", "count", "tables")
+def _bags(
+    starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
+):
+    begin = tl.program_id(0) * LANES
+    i, stop = begin + tl.arange(0, LANES), begin + LANES
+    feature = features * 0
+    while feature < features:
+        first, last = tl.load(cuts + feature), tl.load(cuts + feature + 1)
+        table = tl.load(cuts + features + 1 + feature)
+        more = cuts + 2 * features + 1 + feature
+        bag, end = tl.load(more), tl.load(more + 1)
+        size, where = tl.load(more + features + 1), starts + tl.load(more + 2 * features + 1)
+        if (first < stop) & (last > begin):
+            here = (i >= first) & (i < last)
+            own = (i - first) // tl.maximum(size, 1)
+            if size == 0:
+                own = _last_begun(where, end - bag, i - first, here)
+            tl.store(bags + i, (bag + own).to(tl.int32), mask=here)
+        if (bag < stop) & (end > begin):
+            here = (i >= bag) & (i < end)
+            own, length = i - bag, last - first
+            at = own * size
+            if size == 0:
+                at = tl.load(where + own, mask=here, other=0).to(tl.int64)
+                after = tl.load(where + own + 1, mask=here & (i + 1 < end), other=0).to(tl.int64)
+                bad = (at < 0) | (at > tl.where(i + 1 < end, after, length)) | ((own == 0) & (at != 0))
+                wrong = tl.sum((here & bad).to(tl.int32), axis=0)
+                if wrong > 0:
+                    tl.atomic_add(tickets + 1 + table, wrong, sem="relaxed")
+                at = tl.minimum(tl.maximum(at, 0), length)
+            word = tl.load(bounds + tables + 1 + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
+            tl.store(offsets + i, (first + at).to(tl.int32), mask=here)
+            tl.store(words + i, tl.zeros([LANES], tl.int32) + word, mask=here)
+        feature += 1
+    tl.store(offsets + i, tl.zeros([LANES], tl.int32) + n, mask=i == count)
+    if is_last(tickets, tl.num_programs(0) - 1):
+        table = 0
+        while table < tables:
+            if tl.load(tickets + 1 + table) > 0:
+                fault = tl.load(entries + table * _WORDS + 7).to(tl.pointer_type(tl.int64))
+                code = tl.load(fault)
+                tl.debug_barrier()  # what was read is overwritten
+                tl.store(fault, tl.where(code == 0, BAD_OFFSETS, code))
+            table += 1
+
+
+@inlined
+def _last_begun(where, bags, place, here):
+    """Return the last of the bags that begins at a place, or before it: of each lane."""
+    low = tl.zeros_like(place)
+    high = low + bags
+    while tl.max(high - low, axis=0) > 0:
+        middle = (low + high) // 2
+        is_open = low < high
+        begun = is_open & (tl.load(where + middle, mask=here & is_open, other=0) <= place)
+        low = tl.where(begun, middle + 1, low)
+        high = tl.where(is_open & (begun == 0), middle, high)
+    return tl.maximum(low - 1, 0)
+
+
+def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
+    """Write where the bags of several features are, one after the other; note starts that are wrong.
+
+    Args:
+        starts: int64 or int32, where bags begin in their feature, of those features whose bags differ in size.
+        cuts: int64 (6 * features + 2,): as for `join`; where the bags of each feature begin, and the last ones end; how
+            many ids each bag of a feature has, 0: its starts tell; where those begin; and 1 for means, else 0.
+        features: how many there are.
+        tables: see `Tables`.
+        bounds: see `bounds`.
+        tickets: int32 (1 + k,), zeros.
+        offsets: int32 (bags + 1,) receives where the positions of each bag begin, and the last ones end.
+        bags: int32 (n,) receives the bag of each position.
+        words: int32 (bags,) receives twice the row that does not count in a bag, -1 for none, and 1 more for a mean.
+    """
+    n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
+    args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
+    launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
 
 
 @kernel("count", "tables")
@@ -223,10 +312,17 @@ def _read_tables(
         table += 1
 
 
-def read(keys, tables, out):
-    """Copy the weights of the rows of keys int32 (n,), table by table, to `out` float32 (n, dim): see `rows.read`."""
-    n, (programs, ready) = keys.shape[0], _to_read(tables.form, tables.kind, tables.draw)
-    ready.launch(programs(n), keys, n, tables.entries, tables.entries.shape[0], out)
+def read(keys, count, tables, out):
+    """Copy the weights of the rows of keys, table by table, to `out` float32 (n, dim).
+
+    Args:
+        keys: int32 or int64 (n,).
+        count: how many there are: int32 (1,), or a number.
+        tables: see `Tables`.
+        out: see above; see `rows.read`.
+    """
+    programs, ready = _to_read(tables.form, tables.kind, tables.draw)
+    ready.launch(programs(keys.shape[0]), keys, count, tables.entries, tables.entries.shape[0], out)
 
 
 @kernel("tables")

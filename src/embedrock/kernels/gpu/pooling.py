@@ -21,6 +21,16 @@ def _member(rows, inverse, skip, position, end, column, DIM):
 
 
 @inlined
+def _skip(skips, bag, here, EACH: tl.constexpr):
+    """Return the row that does not count in bags, and whether they are means: each has a word, or all have one row."""
+    if EACH:
+        word = tl.load(skips + bag, mask=here, other=-2)
+        return word >> 1, word & 1
+    else:  # Triton compiles one of both
+        return tl.load(skips), 0
+
+
+@inlined
 def _bounds(offsets, bag, bags):
     begin = tl.load(offsets + bag, mask=bag < bags, other=0)
     return begin, tl.load(offsets + bag + 1, mask=bag < bags, other=0)
@@ -38,11 +48,13 @@ def _pool_sum(
     bags,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
+    EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    bag, skip = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(skips)
+    bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    skip, is_mean = _skip(skips, bag, bag < bags, EACH)
     begin, end = _bounds(offsets, bag, bags)
     longest = tl.max(end - begin, axis=0)
     for start in range(0, DIM, WIDTH):
@@ -59,8 +71,9 @@ def _pool_sum(
                 members += here.to(tl.int32)
             j += _AHEAD
         factor = tl.full([ROWS], 1.0, tl.float32)
-        if MEAN:
-            factor = tl.div_rn(factor, tl.maximum(members, 1).to(tl.float32))
+        if MEAN or EACH:
+            share = tl.div_rn(factor, tl.maximum(members, 1).to(tl.float32))
+            factor = tl.where(is_mean != 0, share, factor) if EACH else share
             total = total * factor[:, None]
         place = out + bag.to(tl.int64)[:, None] * DIM + column
         tl.store(place, total, mask=(bag < bags)[:, None] & (column < DIM))
@@ -68,10 +81,10 @@ def _pool_sum(
 
 
 def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale):
-    """Sum, or average, the rows of each bag."""
+    """Sum, or average, the rows of each bag; `mean` None: as each bag's word in `skip` says, see `joint.bags`."""
     bags, form = out.shape[0], tile(out.shape[1])
     args = rows, inverse, offsets, weights, skip, out, scale, bags
-    constexprs = {"WEIGHTED": weights.shape[0] > 0, "MEAN": bool(mean), **form}
+    constexprs = {"WEIGHTED": weights.shape[0] > 0, "MEAN": bool(mean), "EACH": mean is None, **form}
     launch(_pool_sum, -(-bags // form["ROWS"]), *args, num_warps=WARPS, **constexprs)
 
 
@@ -118,10 +131,22 @@ def pool_max_backward(grads, bags, plan, argmax, skip, scratch, values, norms):
 
 @kernel("n")
 def _weight_grads(
-    grads, stride, rows, inverse, bags, skips, out, n, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    grads,
+    stride,
+    rows,
+    inverse,
+    bags,
+    skips,
+    out,
+    n,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    position, skip = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(skips)
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bag = tl.load(bags + position, mask=position < n, other=0).to(tl.int64)
+    skip, _ = _skip(skips, bag, position < n, EACH)
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
@@ -131,8 +156,11 @@ def _weight_grads(
     tl.store(out + position, total.to(tl.float32), mask=position < n)
 
 
-def weight_grads(grads, rows, inverse, bags, skip, out):
-    """Write the gradient of each position's weight in a sum: the inner product of row and gradient."""
+def weight_grads(grads, rows, inverse, bags, skip, out, each=False):
+    """Write the gradient of each position's weight in a sum: the inner product of row and gradient.
+
+    With `each`, `skip` has a word for each bag: see `joint.bags`.
+    """
     n, form = out.shape[0], tile(rows.shape[1])
     args = grads, grads.stride(0), rows, inverse, bags, skip, out, n
-    launch(_weight_grads, -(-n // form["ROWS"]), *args, num_warps=WARPS, **form)
+    launch(_weight_grads, -(-n // form["ROWS"]), *args, num_warps=WARPS, EACH=each, **form)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ UInt8Array = npt.NDArray[np.uint8]
 LAST = 127  # the bin of slots that may not be taken
 NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
-OUT_OF_RANGE = 1
+OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
 MOST_SLOTS = CHANGED  # near ones
 
@@ -330,26 +330,79 @@ def bounds(
     rows: Sequence[int],
     unique: Int64Array,
     ids: Int64Array,
+    paddings: Sequence[int],
     bounds: Int32Array,
     faults: Int64Array,
     number: int,
 ) -> None:
-    """Write which of unique keys are of each table, int32 (k + 1,), and note in its fault an id that is outside of it.
+    """Write which of unique keys are of each table, and note in its fault an id that is outside of it.
 
     Args:
         firsts, rows: see `join`.
         unique: sorted.
         ids: of which the keys were made.
-        bounds: see above.
+        paddings: an id of each table, or less than 0.
+        bounds: int32 (2 * k + 1,) receives where the keys of each table begin, and the last ones end; and the place of
+            the key of each one's padding, -1 for none.
         faults: int64 (k, 4): see `mark`.
         number: see `mark`.
     """
-    bounds[:] = np.searchsorted(unique, firsts - 1)
+    bounds[: len(firsts)] = np.searchsorted(unique, firsts - 1)
     for table, first in enumerate(firsts[:-1]):
+        place = np.flatnonzero(unique == first + paddings[table]) if paddings[table] >= 0 else []
+        bounds[len(firsts) + table] = place[0] if len(place) else -1
         own = slice(bounds[table], bounds[table + 1])
         bad = ids[own][(unique[own] < first) | (unique[own] >= first + rows[table])]
         if bad.size and not faults[table, 0]:
             faults[table, :3] = OUT_OF_RANGE, number, bad[0]
+
+
+class BagsOf(NamedTuple):
+    """The bags of a feature.
+
+    Attributes:
+        table: which one it is of.
+        n: ids in all bags.
+        starts: where each begins among them.
+        is_mean: whether they are averaged, or added up.
+    """
+
+    table: int
+    n: int
+    starts: Sequence[int]
+    is_mean: bool
+
+
+def bags(
+    features: Sequence[BagsOf],
+    skips: Int32Array,
+    offsets: Int32Array,
+    bags: Int32Array,
+    words: Int32Array,
+    faults: Int64Array,
+) -> None:
+    """Write where the bags of features are, one after the other; note starts that are wrong in their table's fault.
+
+    Args:
+        features: see above.
+        skips: of each table, the row that does not count in bags, -1 for none.
+        offsets: int32 (bags + 1,) receives where the positions of each bag begin, and the last ones end.
+        bags: int32 (n,) receives the bag of each position.
+        words: int32 (bags,) receives twice the row that does not count in a bag, and 1 more for a mean.
+        faults: int64 (k, 4): see `mark`.
+    """
+    position = bag = 0
+    for feature in features:
+        starts, end = np.asarray(feature.starts, np.int64), position + feature.n
+        bounds, own = np.append(starts, feature.n), slice(bag, bag + len(starts))
+        if (len(starts) and starts[0] != 0) or (np.diff(bounds) < 0).any():
+            faults[feature.table, 0] = faults[feature.table, 0] or BAD_OFFSETS
+        else:
+            bags[position:end] = bag + np.repeat(np.arange(len(starts)), np.diff(bounds))
+        offsets[own] = position + np.clip(starts, 0, feature.n)
+        words[own] = 2 * skips[feature.table] + feature.is_mean
+        position, bag = end, own.stop
+    offsets[bag] = position
 
 
 def norms(

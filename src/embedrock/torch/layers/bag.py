@@ -174,10 +174,10 @@ class EmbeddingBag(RowLayer):
         joins = super().joined_by(given)
         if joins is None or isinstance(joins, Group):
             return joins
-        # A GPU reads bags of one id as rows, together with others.
-        ids, *others = *given.arguments, given.host
-        is_one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1 and not is_jagged(ids)
-        return joins if is_one and others == [None] * len(others) and self.padding_idx is None else None
+        ids, _, weights = given.arguments
+        is_one = isinstance(ids, Tensor) and not is_jagged(ids) and ids.ndim == 2 and ids.shape[1] == 1
+        is_pooled = self.mode != "max" or (is_one and weights is None and self.padding_idx is None)
+        return joins if is_pooled and isinstance(ids, Tensor) else None
 
     def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None) -> Asked:
         """Return what the layer asks of a lookup together with others.
@@ -187,9 +187,8 @@ class EmbeddingBag(RowLayer):
             host: the ids and offsets, where they are arrays already.
         """
         handle = self._usable_handle()
-        if not isinstance(handle.pending.side.joins, Group):  # each bag has one id: see `joined_by`
-            feature = handle.pending.side.feature(check_ids(ids, handle.label).reshape(-1), None)
-            return Asked(handle, feature, None, self.dtype, self._trains(handle))
+        if not isinstance(handle.pending.side.joins, Group):
+            return self._asked_of_gpu(handle, *BagInput(ids, offsets, weights).arguments)
         bounds = None
         if host is not None:
             array, bounds = host
@@ -204,6 +203,20 @@ class EmbeddingBag(RowLayer):
             weights = self._flat_weights(ids, weights, array.size)
             values = host_weights(weights)
         feature = Feature(self.table, array, bounds, values, self.mode, self.padding_idx)
+        return Asked(handle, feature, weights, self.dtype, self._trains(handle))
+
+    def _asked_of_gpu(self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Asked:
+        mode = "sum" if self.mode == "max" else self.mode  # of bags of one id: see `joined_by`
+        if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
+            flat, starts = check_ids(ids, handle.label), None
+        elif offsets is not None and self._has_starts_there(ids, offsets, handle):
+            flat, starts = check_ids(ids, handle.label), check_ids(offsets, f"the offsets of {handle.label}")
+        else:
+            flat, bounds = self._flat(ids, offsets, handle)
+            starts = bounds[:-1]
+        weights = self._flat_weights(ids, weights, flat.numel())
+        side: Any = handle.side()
+        feature = side.pooled_feature(flat, self.padding_idx, mode, starts, weights)
         return Asked(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
@@ -226,7 +239,7 @@ class EmbeddingBag(RowLayer):
             raise ArgumentError(
                 f"`input` must be 2-D, or 1-D with 1-D `offsets`: got an input of shape {tuple(flat.shape)} and {got}."
             )
-        if offsets.device.type != "cpu" and not self.include_last_offset and handle.rows_on is not None:
+        if self._has_starts_there(ids, offsets, handle):
             end = torch.full((1,), len(flat), dtype=torch.int64, device=offsets.device)
             return flat, torch.cat([check_ids(offsets, f"the offsets of {handle.label}").long(), end])
         # Those on a GPU are waited for, where they say how many ids are in a bag at all.
@@ -234,6 +247,11 @@ class EmbeddingBag(RowLayer):
         bounds = starts if self.include_last_offset else np.append(starts, len(flat))
         check_bounds(bounds, len(flat))
         return flat[: bounds[-1]], torch.from_numpy(bounds)
+
+    def _has_starts_there(self, ids: Tensor, offsets: Tensor, handle: Handle) -> bool:
+        """Return whether offsets stay on the GPU, where it is found out whether they go with ids (n,)."""
+        are_there = offsets.device.type != "cpu" and handle.rows_on is not None
+        return are_there and not self.include_last_offset and ids.ndim == offsets.ndim == 1
 
     def _flat_weights(self, ids: Tensor, weights: Tensor | None, count: int) -> Tensor | None:
         """Return the weights of the first `count` positions."""

@@ -159,7 +159,7 @@ class GroupReading:
 
 
 class DeviceReading:
-    """A lookup in tables of one kind on a GPU: a `JointReading` of rows, as which bags of one id are read, too.
+    """A lookup in tables of one kind on a GPU: a `JointReading`.
 
     Args:
         asked: of it.
@@ -172,9 +172,9 @@ class DeviceReading:
         self._reading = Reading([one.feature for one in asked], any(one.trains for one in asked))
 
     def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature."""
+        """Return the output of each feature; `for_weights`: `weight_grads` will be asked for."""
         with span("read"):
-            found = self._reading.read()
+            found = self._reading.read(for_weights)
         return [
             out if out.dtype is one.dtype and out.device == one.handle.device else out.to(one.handle.device, one.dtype)
             for one, out in zip(self.asked, found, strict=True)
@@ -182,7 +182,7 @@ class DeviceReading:
 
     def trains(self) -> list[bool]:
         """Return for each output whether gradients come back to it."""
-        return [one.trains for one in self.asked]
+        return [one.trains or _weights_train(one) for one in self.asked]
 
     @staticmethod
     def taken(grads: Tensor) -> Tensor:
@@ -196,8 +196,13 @@ class DeviceReading:
         return {one.handle: found[one.feature.side] for one in self.asked if one.feature.side in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
-        """Return nothing: there are no weights of positions."""
-        return []
+        """Return the gradients of the positions' weights: (n,), of each feature that has some."""
+        found = self._reading.weight_grads(grads)
+        return [
+            found[number].to(one.weights.device, one.weights.dtype)
+            for number, one in enumerate(self.asked)
+            if one.weights is not None
+        ]
 
 
 class JointLookup(torch.autograd.Function):

@@ -1,0 +1,139 @@
+"""Bags of several tables on a GPU, pooled together: see `joint`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from embedrock.device.plan import carved
+from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import pooling
+
+if TYPE_CHECKING:
+    from embedrock.device.joint import JointPlan
+
+
+class Bags(NamedTuple):
+    """How the ids of a feature lie in bags.
+
+    Attributes:
+        mode: "sum" or "mean".
+        size: ids of each bag; 0 where `starts` tells.
+        starts: where each bag begins, int32 or int64 (bags,), on the host or there; those on the host were checked.
+        weights: of the ids, float32 (n,), on the device; None for ones.
+    """
+
+    mode: str
+    size: int
+    starts: Tensor | None
+    weights: Tensor | None
+
+    def count(self, n: int) -> int:
+        """Return how many bags n ids are in."""
+        return n // self.size if self.starts is None else len(self.starts)
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether each bag is the row of its id, if no id is left out."""
+        return self.size == 1 and self.weights is None
+
+
+class Cuts(NamedTuple):
+    """Where the bags of features are that lie one after the other.
+
+    Attributes:
+        words: what `kernels.join` and `kernels.bags` know of the features.
+        counts: bags of each.
+        is_even: no starts tell where bags are.
+    """
+
+    words: tuple[int, ...]
+    counts: list[int]
+    is_even: bool
+
+
+def cuts_of(all_bags: Sequence[Bags], sizes: Sequence[int]) -> Cuts:
+    """Return where bags are of features with so many ids; the words are those after the ones that are of ids."""
+    counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
+    firsts, begins = [0], [0]
+    for bags, count in zip(all_bags, counts, strict=True):
+        firsts.append(firsts[-1] + count)
+        begins.append(begins[-1] + (0 if bags.starts is None else count))
+    means = [int(bags.mode == "mean") for bags in all_bags]
+    words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
+    return Cuts(words, counts, begins[-1] == 0)
+
+
+class JointBags:
+    """A batch of bags of several tables, which lie feature by feature.
+
+    Args:
+        all_bags: of the features.
+        sizes: ids of each.
+        plan: of the ids.
+        cuts: int64, on the device, see `kernels.bags`.
+        tickets: int32 (tables + 1,), zeros.
+
+    Attributes:
+        counts: bags of each feature.
+        of_positions: int32 (n,), the bag of each position.
+        weights: of the positions, float32 (n,); (0,) for ones.
+        scale: float32 (bags,), by which sums were multiplied, once they are pooled.
+    """
+
+    scale: Tensor
+
+    def __init__(
+        self, all_bags: Sequence[Bags], sizes: Sequence[int], plan: JointPlan, cuts: Tensor, tickets: Tensor
+    ) -> None:
+        self._plan, device = plan, plan.bounds.device
+        self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
+        self.weights = _joined_weights(all_bags, sizes, plan.bounds)
+        starts = [bags.starts for bags in all_bags if bags.starts is not None]
+        joined = _joined_starts(starts, plan) if starts else cuts
+        count, n = sum(self.counts), sum(sizes)
+        self._offsets, self.of_positions, self._words = carved(torch.int32, device, (count + 1, n, count))
+        args = plan.tables, plan.bounds, tickets, self._offsets, self.of_positions, self._words
+        kernels.bags(joined, cuts, len(sizes), *args)
+        self._rows: Tensor | None = None
+
+    def pool(self, rows: Tensor, keeps_rows: bool) -> Tensor:
+        """Return the bags of the plan's rows: float32 (bags, dim).
+
+        Args:
+            rows: float32 (n, dim).
+            keeps_rows: `weight_grads` will be asked for.
+        """
+        out = torch.empty(len(self._words), rows.shape[1], dtype=torch.float32, device=rows.device)
+        self.scale = torch.empty(len(self._words), dtype=torch.float32, device=rows.device)
+        inverse = self._plan.plan.inverse
+        pooling.pool_sum(rows, inverse, self._offsets, self.weights, self._words, None, out, self.scale)
+        self._rows = rows if keeps_rows else None
+        return out
+
+    def weight_grads(self, grads: Tensor) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,), from those of the bags."""
+        assert self._rows is not None  # they were kept
+        out = torch.empty(len(self.of_positions), dtype=torch.float32, device=grads.device)
+        args = self._plan.plan.inverse, self.of_positions, self._words
+        pooling.weight_grads(grads, self._rows, *args, out, each=True)
+        return out
+
+
+def _joined_starts(starts: Sequence[Tensor], plan: JointPlan) -> Tensor:
+    if len({part.device for part in starts}) > 1:
+        starts = [plan.sides[0].on_device(part) for part in starts]
+    return plan.sides[0].on_device(torch.cat(list(starts)))
+
+
+def _joined_weights(all_bags: Sequence[Bags], sizes: Sequence[int], some: Tensor) -> Tensor:
+    """Return the weights of all positions, as kernels want them: (0,) for ones, which takes no memory but `some`."""
+    if all(bags.weights is None for bags in all_bags):
+        return some[:0].view(torch.float32)
+    return torch.cat([
+        torch.ones(n, dtype=torch.float32, device=some.device) if bags.weights is None else bags.weights
+        for bags, n in zip(all_bags, sizes, strict=True)
+    ])  # fmt: skip
