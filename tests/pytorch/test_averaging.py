@@ -223,7 +223,16 @@ def test_a_rule_that_moves_rows_without_steps_is_noticed():
     layer.handle.forget()
 
 
-@pytest.mark.parametrize("arguments", [{"rule": er.Adam(dense=True)}, {"max_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rule": er.Adam(dense=True)},
+        {"max_norm": 1.0},
+        {"eviction": er.Eviction(max_rows=9)},
+        {"admission": er.Admission(2, default="shared")},
+    ],
+    ids=str,
+)
 def test_rows_that_change_without_a_step_are_refused(arguments: dict[str, Any]):
     layer = ert.Embedding(ROWS, DIM, **arguments)
     with pytest.raises(er.UnsupportedError, match=r"Embedding\(23, 5\) cannot be averaged: with .*they change without"):

@@ -69,12 +69,20 @@ class RowAverage:
         self._latest = rows_of(self.table).version.of_rows
 
     def _check_steps_tell(self, max_norm: float | None = None) -> None:
-        rule = self.table.rule
-        if lags_behind(rule) or max_norm is not None:
-            what = f"{rule}" if max_norm is None else f"max_norm={max_norm}"
-            raise UnsupportedError(
-                f"rows of {self._label} cannot be averaged: with {what} they change without a step that says so."
-            )
+        spec = self.table.spec
+        if lags_behind(spec.rule):
+            what = f"{spec.rule}"
+        elif max_norm is not None:
+            what = f"{max_norm=}"
+        elif spec.eviction is not None:
+            what = f"{spec.eviction}"
+        elif spec.admission is not None and spec.admission.default == "shared":
+            what = f"{spec.admission}"
+        else:
+            return
+        raise UnsupportedError(
+            f"rows of {self._label} cannot be averaged: with {what} they change without a step that says so."
+        )
 
     def _check_version(self) -> None:
         if rows_of(self.table).version.of_rows > self._latest:
