@@ -102,6 +102,18 @@ def test_idle_may_be_a_time():
     assert uses.are_known(np.arange(10, 14)).all()
 
 
+def test_rows_are_idle_from_the_last_step_before_a_pause():
+    now = [1000.0]
+    uses = Uses(er.Eviction(idle="10d"), clock=lambda: now[0])
+    for number in range(1, 9):
+        uses.use(np.array([number]), number)
+        now[0] += 60
+    now[0] += 9 * 86400
+    uses.use(np.array([100]), 9)
+    now[0] += 86400
+    assert sorted(uses.victims(np.empty(0, np.int64), 0, 10)) == list(range(1, 9))
+
+
 def test_a_row_that_comes_back_starts_anew():
     table = made(2, er.Adam(lr=0.1), by="recency")
     fresh = er.Table(None, DIM, rule=er.Adam(lr=0.1), init=er.Constant(0.5), seed=0)

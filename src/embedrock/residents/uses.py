@@ -110,11 +110,12 @@ class Uses:
         seconds = self._eviction.idle_seconds()
         if not seconds:
             return
-        now = self._clock()
-        if not len(self._ticks) or now - self._ticks[-1, 1] >= seconds / TICKS:
-            expired = np.flatnonzero(self._ticks[:, 1] <= now - seconds)
-            first = int(expired[-1]) if expired.size else 0
-            self._ticks = np.concatenate([self._ticks[first:], np.array([[step, math.ceil(now)]], np.int64)])
+        now, ticks = self._clock(), self._ticks
+        if len(ticks) > 1 and now - ticks[-2, 1] < seconds / TICKS:
+            ticks = ticks[:-1]  # the last one is of the newest step, as nobody knows how long the next one is away
+        expired = np.flatnonzero(ticks[:, 1] <= now - seconds)
+        first = int(expired[-1]) if expired.size else 0
+        self._ticks = np.concatenate([ticks[first:], np.array([[step, math.ceil(now)]], np.int64)])
 
     # ---------------------------------------------------------------- rows that leave
 
