@@ -106,7 +106,8 @@ MISSING = r"Leave out what is missing, or give it a string of its own: \['' if v
         (np.array(["a", np.nan], object), rf".*got nan at \[1\] of values of shape \(2,\)\. {MISSING}"),
         (pyarrow.array(["a", None, "b"]), rf".*got None at \[1\] of values of shape \(3,\)\. {MISSING}"),
         (["a", 3], r"all strings or all bytes: got 3 at \[1\].*, of type int among str\. .*\[str\(value\) for"),
-        ([b"a", "b"], r"all strings or all bytes: got 'b' at \[1\] .*, of type str among bytes\."),
+        ([b"a", "b"], r"all strings or all bytes: got 'b' at \[1\] .*, of type str among bytes\. .*\.encode\(\)"),
+        ([bytearray(b"a")], r"got bytearray\(b'a'\) at \[0\] .* Make bytes of all of them: .*bytes\(value\) for"),
         ([7, "a"], r"got 7 at \[0\] of values of shape \(2,\), of type int\. Make strings of all of them"),
         (np.array([1.5]), r"got dtype float64\. Integers are ids as they are; pass .*\.astype\(str\)"),
         (pyarrow.array([1, 2]), r"got an Arrow array of int64"),
@@ -116,8 +117,8 @@ MISSING = r"Leave out what is missing, or give it a string of its own: \['' if v
         ((c for c in "ab"), r"strings in an array or a list: got a generator\. Pass list\(values\)"),
         ([["a"], ["b", "c"]], r"lists of several lengths\. Pass them end to end, np\.concatenate\(values\)"),
     ],
-    ids=["None", "nested", "NaN", "Arrow null", "mixed", "bytes and text", "first", "floats", "Arrow integers",
-         "surrogate", "surrogate in U", "Arrow table", "iterator", "ragged"],
+    ids=["None", "nested", "NaN", "Arrow null", "mixed", "bytes and text", "bytearray", "first", "floats",
+         "Arrow integers", "surrogate", "surrogate in U", "Arrow table", "iterator", "ragged"],
 )  # fmt: skip
 def test_what_is_no_string(values: Any, what: str):
     with pytest.raises(er.IdTypeError, match=f"^`values` of hash_ids must be .*{what}"):

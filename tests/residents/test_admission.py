@@ -202,6 +202,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
     }.values():
         with pytest.raises(er.ArgumentError, match=told):
             er.Admission(**wrong)
+    for numbers, told in (((0, 2), "`ids` of sketch_bytes must be .* at least 1"), ((9, 2, 0), "`error` of .* got 0")):
+        with pytest.raises(er.ArgumentError, match=told):
+            er.Admission.sketch_bytes(*numbers)
     with pytest.raises(er.ArgumentError, match=r"`admission` must be an Admission or None: got 2. For example er\."):
         made(admission=2)
     told = r"rows cannot come and go under Adam.* Leave dense=True out \(under an .* in the layer, rule=er.Adam\(\)\)"

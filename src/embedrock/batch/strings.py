@@ -256,9 +256,15 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
             "end, np.concatenate(values)."
         )
     among = f" among {kind.__name__}" if position else ""
+    is_binary = isinstance(value, bytes | bytearray | memoryview)
+    remedy = (  # str() of bytes is their repr
+        "Make bytes of all of them: [value.encode() if isinstance(value, str) else bytes(value) for value in values]."
+        if is_binary or isinstance(value, str)
+        else "Make strings of all of them: [str(value) for value in values]."
+    )
     return IdTypeError(
-        f"`values` of {subject} must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. Make "
-        "strings of all of them: [str(value) for value in values]."
+        f"`values` of {subject} must be all strings or all bytes: {got}, of type {type(value).__name__}{among}. "
+        + remedy
     )
 
 

@@ -102,10 +102,16 @@ class Admission:
         `error`, were all `ids` seen so often: by the formula of Bloom filters, with a fifth more as the cells of an id
         lie side by side.
 
+        Raises:
+            ArgumentError: `ids` or `min_count` is below 1, or `error` does not lie between 0 and 1.
+
         Example:
             >>> Admission.sketch_bytes(10**8, min_count=3) / 2**20 < 512
             True
         """
+        check_whole("ids", ids, 1, "of sketch_bytes")
+        if not isinstance(error, float) or not 0 < error < 1:
+            raise ArgumentError(f"`error` of sketch_bytes must be a probability, between 0 and 1: got {error!r}.")
         cells = -DEPTH * ids / math.log1p(-(error ** (1 / DEPTH)))
         return math.ceil(1.2 * cells * Admission(min_count).cell_bits / 8 / LINE_BYTES) * LINE_BYTES
 

@@ -47,7 +47,7 @@ from embedrock.tiers.part import Part
 from embedrock.tiers.pools import Pools
 from embedrock.tiers.tier import Ticket
 from embedrock.tiers.turn import Turn
-from embedrock.wording import did_you_mean
+from embedrock.wording import did_you_mean, with_article
 
 # Arguments of `Group.table`, by name.
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)
@@ -396,7 +396,7 @@ class Group:
             UnknownTableError: the group has no such member.
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        features = [Feature(self[name], of_table) for name, of_table in ids.items()]
+        features = self._features(ids)
         with self.turn.alone():
             return dict(zip(ids, batches.look_up(features, self._routes), strict=True))
 
@@ -415,11 +415,13 @@ class Group:
             ArgumentError: names in `ids` and `grads` differ.
             IdError, IdTypeError, GradientError, NonFiniteGradientError, MemoryBudgetError: as for `Table.update`.
         """
+        features = self._features(ids)
+        _check_by_name("grads", grads)
         if ids.keys() != grads.keys():
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
-        batch = self.plan([Feature(self[name], of_table) for name, of_table in ids.items()])
+        batch = self.plan(features)
         given = [_checked_grads(feature, grads[name]) for feature, name in zip(batch.features, ids, strict=True)]
         rules = {table: checks.rule_of_step(table.rule, lr, {}, table.subject) for table in batch.tables}
         summed = batches.sum_gradients(batches.unread(batch), given)
@@ -430,6 +432,10 @@ class Group:
                 error, ids_of_table = checks.nonfinite(own, table.subject), np.asarray(feature.ids)
                 raise checks.nonfinite_in(error, make_plan(ids_of_table), array.reshape(*ids_of_table.shape, -1))
         step_all([Due(table, rules[table], own) for table, own in summed])
+
+    def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[Feature]:
+        _check_by_name("ids", ids)
+        return [Feature(self[name], of_table) for name, of_table in ids.items()]
 
     def plan(self, features: Sequence[Feature]) -> GroupPlan:
         """Return what a batch of some members needs: see `Feature`.
@@ -742,6 +748,12 @@ def abandon(files: GroupFiles) -> None:
 def _checked_grads(feature: Feature, grads: npt.ArrayLike) -> np.ndarray:
     table = feature.table
     return checks.floats("grads", grads, (*np.shape(feature.ids), table.dim), table.subject)
+
+
+def _check_by_name(name: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        got = with_article(type(given).__name__)
+        raise ArgumentError(f"`{name}` of the group must be a dict, by the names of its tables: got {got}.")
 
 
 def _names(tables: Mapping[str, Any]) -> str:

@@ -84,8 +84,8 @@ def average(model: nn.Module, decay: float | None = 0.999) -> AveragedModel:
 
     Raises:
         ArgumentError: `decay` is not a number from 0 to 1.
-        UnsupportedError: rows that change without a step: with ``dense=True``, ``max_norm``, an eviction, or an admission's
-            shared row.
+        UnsupportedError: rows that change without a step: with ``dense=True``, ``max_norm``, an eviction or the shared
+            row of an admission.
 
     Example:
         >>> import embedrock.torch as ert
