@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -283,8 +283,18 @@ def test_what_is_refused_changes_nothing_in_any_member() -> None:
         (ids | {"b": [1, 2, 100]}, grads, er.IdError, "table 'b'"),
         (ids | {"b": [1.5, 2, 3]}, grads, er.IdTypeError, "table 'b'"),
         (ids, grads | {"b": np.ones((3, 4))}, er.GradientError, r"`grads` of table 'b' must have shape \(3, 6\)"),
-        ([1], grads, er.ArgumentError, "`ids` of the group must be a dict, by the names of its tables: got a list"),
-        (ids, [bad], er.ArgumentError, "`grads` of the group must be a dict, by the names of its tables: got a list"),
+        (
+            cast("Any", [1]),
+            grads,
+            er.ArgumentError,
+            "`ids` of the group must be a dict, by the names of its tables: got a list",
+        ),
+        (
+            ids,
+            cast("Any", [bad]),
+            er.ArgumentError,
+            "`grads` of the group must be a dict, by the names of its tables: got a list",
+        ),
         (ids, {"a": grads["a"]}, er.ArgumentError, r"must be for the tables in `ids`, 'a', 'b', 'c': got 'a'\."),
         (ids | {"e": [1]}, grads | {"e": bad}, er.UnknownTableError, "no table 'e'"),
         (ids | {"d": [1, 2, 3]}, grads | {"d": np.ones((3, 4))}, er.ArgumentError, "table 'd' has no rule to step by"),
