@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import embedrock as er
 from embedrock.cli.main import FAILED, main
+from embedrock.demo import collisions
 from embedrock.demo.data.interactions import LogError
 from embedrock.demo.data.logged_stream import LoggedStream
 from embedrock.demo.data.planted_stream import PlantedStream
@@ -31,6 +33,11 @@ TINY = [
     "--dim",
     "2",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_torchrec(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collisions, "are_installed", lambda: False)
 
 
 def test_each_day_brings_new_items_and_takes_as_many():
@@ -61,6 +68,46 @@ def test_it_learns_with_fewer_rows(tmp_path: Path, capsys: pytest.CaptureFixture
     assert last["eviction"]["disk_bytes"] < last["every id"]["disk_bytes"]
     assert last["eviction"]["rows"] <= 1024
     assert "every id" in capsys.readouterr().out
+
+
+class TwoSlots:
+    """Ids share two slots, of which one begins anew before each batch."""
+
+    nbytes = 123
+
+    def __init__(self, name: str, rows: int) -> None:
+        assert rows == 1024
+
+    def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return ids % 2, np.array([1])
+
+
+def test_torchrec_is_beside_it_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collisions, "are_installed", lambda: True)
+    monkeypatch.setattr(collisions, "ManagedCollisions", TwoSlots)
+    few = [*TINY, "--days", "1", "--steps-a-day", "2", "--json", str(tmp_path / "out.json")]
+    assert main(few) == 0
+    lines = {line["table"]: line for line in json.loads((tmp_path / "out.json").read_text())["days"]}
+    assert lines.keys() == {"every id", "admission", "eviction", "both", *collisions.POLICIES}
+    for name in collisions.POLICIES:
+        assert (lines[name]["rows"], lines[name]["ram_bytes"]) == (2, 2 * 32 + 123)
+    assert main([*few, "--no-compare"]) == 0
+    assert [line["table"] for line in json.loads((tmp_path / "out.json").read_text())["days"]] == ["both"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_torchrec_gives_ids_slots_and_takes_them_back():
+    pytest.importorskip("torchrec")
+    slots = collisions.ManagedCollisions("TorchRec LFU", 64)
+    gone = 0
+    for step in range(60):
+        got, evicted = slots(er.hash_ids([f"{step} {k}" for k in range(20)]))
+        assert got.shape == (20,)
+        assert ((got >= 0) & (got < 64)).all()
+        gone += len(evicted)
+    assert gone > 20
+    assert slots.nbytes > 64 * 16
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
+from embedrock.demo import collisions
 from embedrock.demo.data.logged_stream import LoggedStream
 from embedrock.demo.data.planted_stream import PlantedStream
 from embedrock.demo.metrics import auc
@@ -36,6 +37,8 @@ def run(options: StreamOptions) -> dict[str, Any]:
     lines = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         learners = [Learner(name, policies, folder, options) for name, policies in _tables(options).items()]
+        if options.compare and collisions.are_installed():
+            learners += [Learner(name, {}, folder, options, _slots(name, options)) for name in collisions.POLICIES]
         for day in range(options.days):
             lines += [learner.live_through(stream, day) for learner in learners]
             print(("\n" if day == 0 else "") + _text(lines[-len(learners) :], with_head=day == 0))
@@ -81,17 +84,41 @@ def _days(options: StreamOptions) -> str:
 def _tables(options: StreamOptions) -> dict[str, dict[str, Any]]:
     """Return the ways to let rows come and go, by name."""
     admission = er.Admission(min_count=2, within=4 * options.steps_a_day, sketch=SKETCH)
-    eviction = er.Eviction(max_rows=max(options.alive, 2 * options.batch_size), idle=3 * options.steps_a_day)
+    eviction = er.Eviction(max_rows=_most_rows(options), idle=3 * options.steps_a_day)
     both = {"both": {"admission": admission, "eviction": eviction}}
     if not options.compare:
         return both
     return {"every id": {}, "admission": {"admission": admission}, "eviction": {"eviction": eviction}, **both}
 
 
-class Learner:
-    """A table on disk of one way, and a logistic model: the sum of an item's row is its logit."""
+def _slots(name: str, options: StreamOptions) -> collisions.ManagedCollisions:
+    return collisions.ManagedCollisions(name, _most_rows(options))
 
-    def __init__(self, name: str, policies: dict[str, Any], folder: str, options: StreamOptions) -> None:
+
+def _most_rows(options: StreamOptions) -> int:
+    return max(options.alive, 2 * options.batch_size)
+
+
+class Learner:
+    """A table on disk of one way, and a logistic model: the sum of an item's row is its logit.
+
+    Args:
+        name: of the way.
+        policies: of the table.
+        folder: that the table gets one in.
+        options: of the demo.
+        slots: gives items rows that they share; None: each has its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policies: dict[str, Any],
+        folder: str,
+        options: StreamOptions,
+        slots: collisions.ManagedCollisions | None = None,
+    ) -> None:
+        self._slots = slots
         self._name, self._options, self._path = name, options, os.path.join(folder, name.replace(" ", "-"))
         rule, init = er.Adam(lr=options.lr), er.Zeros()
         place: dict[str, Any] = {"path": self._path, "memory": MEMORY, "keep": 1}
@@ -104,7 +131,7 @@ class Learner:
         scores, labels, planted = [], [], []
         for step in range(options.steps_a_day):
             shown = stream.shown(day, step, options.batch_size)
-            ids = er.hash_ids(shown.names)
+            ids = self._rows_of(er.hash_ids(shown.names))
             logits = table.lookup(ids).sum(axis=1) + np.float32(self._bias)
             errors = (1 / (1 + np.exp(-logits)) - shown.labels) / len(ids)
             table.update(ids, np.repeat(errors[:, None], options.dim, axis=1).astype(np.float32))
@@ -115,16 +142,25 @@ class Learner:
         table.commit(step=(day + 1) * options.steps_a_day)
         table.compact()
         stats, truth = table.stats(), np.concatenate(labels)
+        known = stats.get("residents_bytes", 0) if self._slots is None else self._slots.nbytes
         return {
             "day": day + 1,
             "table": self._name,
             "auc": auc(truth, np.concatenate(scores)),
             "best": auc(truth, np.concatenate(planted)) if planted else None,
             "rows": stats["rows_touched"],
-            "ram_bytes": stats["rows_touched"] * table.spec.record_bytes + stats.get("residents_bytes", 0),
+            "ram_bytes": stats["rows_touched"] * table.spec.record_bytes + known,
             "disk_bytes": sum(file.stat().st_size for file in Path(self._path).rglob("*") if file.is_file()),
             "seconds": time.perf_counter() - started,
         }
+
+    def _rows_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of the table that the ids of a batch have."""
+        if self._slots is None:
+            return ids
+        slots, evicted = self._slots(ids)
+        self._table.forget(evicted)
+        return slots
 
     def close(self) -> None:
         """Close the table."""
@@ -145,7 +181,7 @@ def _text(lines: list[dict[str, Any]], with_head: bool) -> str:
         ]
         for line in lines
     ]
-    wide = [head.rjust(width) for head, width in zip(HEAD, (3, 9, 6, 6, 9, 10, 10, 7), strict=True)]
+    wide = [head.rjust(width) for head, width in zip(HEAD, (3, 12, 6, 6, 9, 10, 10, 7), strict=True)]
     table = format_table(wide, cells).splitlines()
     return "\n".join(table if with_head else table[2:])
 
@@ -164,13 +200,14 @@ def _draw(pyplot: Any, lines: list[dict[str, Any]], options: StreamOptions) -> N
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
     kinds = (("auc", "AUC of the day", 1), ("rows", "rows with records", 1), ("disk_bytes", "on disk, MB", 1e-6))
     for axis, (key, title, factor) in zip(axes, kinds, strict=True):
-        for name in _tables(options):
+        for name in dict.fromkeys(line["table"] for line in lines):
             own = [line for line in lines if line["table"] == name]
             axis.plot([line["day"] for line in own], [line[key] * factor for line in own], label=name)
         if key == "auc" and options.data is None:
             own = [line for line in lines if line["table"] == "both"]
             axis.plot([line["day"] for line in own], [line["best"] for line in own], "k:", label="best there is")
         axis.set_xlabel("day")
+        axis.locator_params(axis="x", integer=True)
         axis.set_title(title)
         axis.legend()
     figure.tight_layout()
