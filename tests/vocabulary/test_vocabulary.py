@@ -159,7 +159,7 @@ def test_files_are_merged_as_they_grow(monkeypatch: pytest.MonkeyPatch):
         vocabulary.verify()
         before = vocabulary.stats()["disk_bytes"]
         vocabulary.compact()
-        assert vocabulary.stats()["files"] == 2  # those that came first stay in one of their own
+        assert vocabulary.stats()["files"] == 1 + files.HEADS  # those that came first stay in some of their own
         assert vocabulary.stats()["disk_bytes"] <= before
         check(vocabulary, known)
         vocabulary.verify()

@@ -24,7 +24,8 @@ from embedrock.vocabulary.manifest import Manifest, StringFile
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
 
 KIND = folders.Kind("vocabulary", 'er.Vocabulary(path, mode="r")', ("vocabulary", "runs"))
-HEAD_BYTES = 24 << 20  # in the first file: those that came first are seen most, and are kept in RAM where there is some
+HEAD_BYTES = 24 << 20  # in each of the first files: those that came first are seen most, and are kept in RAM where ...
+HEADS = 2  # ... there is some: one of them, or both
 GROWTH = 2  # a file is merged with those behind it once they have half as many strings
 _RUN = re.compile(r"\d{10}-([0-9a-f]{8})-\d+\.voc", re.ASCII)
 
@@ -134,6 +135,11 @@ class Files:
         """RAM that is taken."""
         return sum(run.nbytes for run in self.runs)
 
+    @property
+    def index_bytes(self) -> int:
+        """RAM that it takes to know which page to read."""
+        return sum(run.index_bytes for run in self.runs)
+
     def keep_resident(self, nbytes: int) -> None:
         """Keep in RAM what finds the strings of those files that fit so many bytes; the small ones first."""
         for run in sorted(self.runs, key=lambda run: run.hash_bytes):
@@ -156,12 +162,13 @@ class Files:
         self.runs = [*self.runs, *made]
 
     def _cuts(self, fresh: Fresh) -> list[tuple[int, int]]:
-        """Return which strings go to which file: the first ones of all to one of their own."""
+        """Return which strings go to which file: the first ones of all to some of their own."""
         if self.runs:
             return [(0, fresh.count)]
         used = fresh.bounds[1:] + 12 * np.arange(1, fresh.count + 1)
-        head = min(max(int(np.searchsorted(used, HEAD_BYTES, "right")), 1), fresh.count)
-        return [(0, head), (head, fresh.count)][: 1 + (head < fresh.count)]
+        ends = np.searchsorted(used, HEAD_BYTES * np.arange(1, HEADS + 1), "right")
+        cuts = np.unique(np.clip(np.append(ends, fresh.count), 1, fresh.count)).tolist()
+        return list(zip([0, *cuts], cuts, strict=False))
 
     def merge(self, first: int) -> None:
         """Make one file of all from one on.
@@ -192,14 +199,20 @@ class Files:
 
     def _is_small(self, number: int, count: int) -> bool:
         """Return whether a run should be merged with those behind it, of so many strings."""
-        if number == 0 and sum(run.hash_bytes for run in self.runs) > HEAD_BYTES:
+        if number < HEADS and self._exceed_a_head(number):
             return False
         return self.runs[number].entry.count <= GROWTH * count
 
     @property
     def head(self) -> int:
         """How many files at the beginning stay as they are when all are merged."""
-        return int(len(self.runs) > 1 and sum(run.hash_bytes for run in self.runs) > HEAD_BYTES)
+        staying = 0
+        while staying < min(HEADS, len(self.runs) - 1) and self._exceed_a_head(staying):
+            staying += 1
+        return staying
+
+    def _exceed_a_head(self, number: int) -> bool:
+        return sum(run.hash_bytes for run in self.runs[number:]) > HEAD_BYTES
 
     def _write(self, write: Callable[[Log], StringFile]) -> StringRun:
         """Return a new file, open, that `write` fills and seals."""

@@ -83,10 +83,15 @@ class StringRun:
         return self.entry.hash_pages * PAGE_BYTES
 
     @property
+    def index_bytes(self) -> int:
+        """RAM that it takes to know which page to read."""
+        return self._strings.nbytes + self._hashes.nbytes
+
+    @property
     def nbytes(self) -> int:
         """RAM that it takes now."""
         resident = 0 if self._resident is None else self._resident.pages.nbytes
-        return self._strings.nbytes + self._hashes.nbytes + resident
+        return self.index_bytes + resident
 
     @property
     def is_resident(self) -> bool:

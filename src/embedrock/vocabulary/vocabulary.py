@@ -106,7 +106,7 @@ class Vocabulary:
         try:
             if step is not None:
                 self._as_of = self._strings_at(self._files, step)
-            self._files.keep_resident(self._memory // RESIDENT_SHARE)
+            self._files.keep_resident(self._resident_bytes(self._files))
         except BaseException:
             self._close()
             raise
@@ -225,7 +225,11 @@ class Vocabulary:
             files.write(self._fresh)
             self._fresh = Fresh()
         files.merge_small()
-        files.keep_resident(self._memory // RESIDENT_SHARE)
+        files.keep_resident(self._resident_bytes(files))
+
+    def _resident_bytes(self, files: Files) -> int:
+        """Return how much RAM what finds strings without a read may take: all that there is, where none come."""
+        return self._memory // RESIDENT_SHARE if self._writes else self._memory - files.index_bytes
 
     def _unknown(self, wanted: Wanted, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = wanted.data[wanted.starts[position] : wanted.stops[position]].tobytes()
@@ -320,7 +324,7 @@ class Vocabulary:
                 if self._fresh.count:
                     self._write_out(files)
                 files.merge(files.head)
-                files.keep_resident(self._memory // RESIDENT_SHARE)
+                files.keep_resident(self._resident_bytes(files))
             except OSError as error:
                 raise files.commit_error(error) from error
             return self.commit()
