@@ -385,21 +385,23 @@ def test_pieces_are_whole_blocks_where_they_can_be(record_bytes: int, nbytes: in
     assert most < block_rows or rows * (record_bytes + CRC_BYTES) % BLOCK == 0
 
 
-@given(st.lists(st.lists(st.integers(LOWEST, BEYOND - 1), max_size=9), max_size=20), st.sampled_from([1, 8, 24, 999]))
-def test_joined_arrays_have_the_same_elements(parts: list[list[int]], least: int):
-    arrays = [np.array(part, np.int64) for part in parts]
+@given(st.lists(st.lists(st.integers(LOWEST, BEYOND - 1), max_size=9), max_size=20), st.sampled_from([1, 3, 24, 999]))
+def test_ids_that_come_one_after_the_other_are_all_there(parts: list[list[int]], block: int):
+    ids = runs.Ids()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_JOINED_BYTES", least)
-        made = list(runs._joined(iter(arrays)))
-    assert [row for array in made for row in array.tolist()] == [row for part in parts for row in part]
-    assert all(array.dtype == np.int64 for array in made)
-    assert all(least <= array.nbytes < least + 9 * 8 for array in made[:-1])
-    assert len(made) <= len(arrays)
+        patch.setattr(runs, "_BLOCK_IDS", block)
+        for part in parts:
+            ids.append(np.array(part, np.int64))
+        made, joined = list(ids), ids.joined()
+    expected = [row for part in parts for row in part]
+    assert joined.tolist() == [row for array in made for row in array.tolist()] == expected
+    assert ids.count == len(expected) == ids.nbytes // 8
+    assert all(len(array) == block for array in made[:-1])
 
 
-@pytest.mark.parametrize("least", [1, 40, 1 << 20])
-def test_an_index_is_the_same_however_it_is_joined(least: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runs, "_JOINED_BYTES", least)
+@pytest.mark.parametrize("block", [1, 5, 1 << 17])
+def test_an_index_is_the_same_however_its_ids_are_kept(block: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "_BLOCK_IDS", block)
     system, all_ids = new_system(), np.random.default_rng(0).integers(LOWEST, BEYOND - 1, 50)
     log = new_log(system)
     for ids in np.split(all_ids, [3, 4, 20, 49]):

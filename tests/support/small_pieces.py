@@ -22,7 +22,7 @@ SIZES: dict[ModuleType, dict[str, int]] = {
     keeper: {"LEAST_COMPACTED_BYTES": 1 << 14},
     upkeep: {"FOLDED_AT_ONCE": 1 << 11},
     reading: {"STAGING_BYTES": 1 << 15, "LONGEST_REQUEST": 1 << 13},
-    runs: {"_BEHIND_BYTES": 1 << 12, "_JOINED_BYTES": 100, "_BLOCK_ROWS": 2},
+    runs: {"_BEHIND_BYTES": 1 << 12, "_BLOCK_IDS": 12, "_BLOCK_ROWS": 2},
     store: {"SCAN_ROWS": 64, "REWRITE_ROWS": 8},
     rows: {"EXPORT_BATCH_ROWS": 50},
     vfs: {
@@ -42,6 +42,14 @@ def cut_small() -> Iterator[None]:
         for module, sizes in SIZES.items():
             for name, size in sizes.items():
                 patch.setattr(module, name, size)
+        yield
+
+
+@contextmanager
+def files_replaced() -> Iterator[None]:
+    """Let commits write all rows, where these are in RAM, however little has changed and is gained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "replaces_files", lambda tier: tier.resident_rows >= tier.count)
         yield
 
 

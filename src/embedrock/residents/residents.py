@@ -211,9 +211,9 @@ class Residents:
         parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def changes(self) -> dict[str, np.ndarray] | None:
-        """Return what has changed since `saved`, as arrays for `merged`; None: it is not saved."""
-        if not self._is_saved:
+    def changes(self, most: int) -> dict[str, np.ndarray] | None:
+        """Return what has changed since `saved`, as arrays for `merged`; None: not saved, or more than `most` bytes."""
+        if not self._is_saved or sum(part.changed_bytes for part in self._parts.values()) > most:
             return None
         changed = {name: (part, part.changes()) for name, part in self._parts.items()}
         return self._arrays({name: part.state() if own is None else own for name, (part, own) in changed.items()})

@@ -10,7 +10,7 @@ from embedrock import kernels
 from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import reserve
 from embedrock.residents.admission import Admission
-from embedrock.residents.changes import Arrays, copied, damaged, int64
+from embedrock.residents.changes import LINE_WORDS, Arrays, copied, damaged, int64
 from embedrock.residents.pairs import Pairs
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
@@ -61,6 +61,11 @@ class Sightings(ABC):
     def changes(self) -> dict[str, np.ndarray] | None:
         """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
 
+    @property
+    @abstractmethod
+    def changed_bytes(self) -> int:
+        """How large `changes` would be, or `state` where that is to be saved, about."""
+
     @abstractmethod
     def saved(self) -> None:
         """Note that what it is now is saved."""
@@ -107,6 +112,10 @@ class Exact(Sightings):
             return None
         ids = np.unique(np.concatenate([np.empty(0, np.int64), *self._changed]))
         return {"changed_ids": ids, "changed_counts": self.of(ids)}
+
+    @property
+    def changed_bytes(self) -> int:
+        return 16 * (self._counts.count if self._changed is None else self._noted)
 
     def saved(self) -> None:
         self._changed, self._noted = [], 0
@@ -155,6 +164,11 @@ class Sketch(Sightings):
         if not self._is_saved or 2 * len(lines) > len(self._lines):
             return None
         return {"changed_lines": copied(lines), "changed_sketch": copied(self._lines.view(np.int64), lines).reshape(-1)}
+
+    @property
+    def changed_bytes(self) -> int:
+        changed = (LINE_WORDS + 1) * 8 * int(np.count_nonzero(self._changed))
+        return min(changed, self._lines.nbytes) if self._is_saved else self._lines.nbytes
 
     def saved(self) -> None:
         self._changed[:], self._is_saved = 0, True

@@ -244,6 +244,12 @@ class Uses:
         changed = {f"changed_{name}": copied(array, at) for name, array in self._of_rows.items()}
         return {"changed_at": copied(at), **changed, "count": np.array([self.count]), **self._small()}
 
+    @property
+    def changed_bytes(self) -> int:
+        """How large `changes` would be, or `state` where that is to be saved, about."""
+        changed = 32 * int(np.count_nonzero(self._changed[: self.count]))
+        return min(changed, 24 * self.count) if self._is_saved else 24 * self.count
+
     def saved(self) -> None:
         """Note that what it is now is saved."""
         self._changed[:], self._is_saved = False, True

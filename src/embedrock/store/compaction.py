@@ -219,7 +219,7 @@ def _source(store: Store, first_kept: int, rows: int | None, goal: Goal | None) 
     ids, locations = scan.rows_in(ranges)
     with store.lock:
         dropped = store.dropped.intersection(store.content.dropped) if goal is None else frozenset[int]()
-        base, runs, is_ahead = store.base, tuple(store.base_runs), any(log.count or log.noted for log in store.logs)
+        base, runs, is_ahead = store.base, tuple(store.base_runs), not all(log.is_unused for log in store.logs)
         is_ahead |= rows != store.content.rows
     needed, of_logs = frozenset[int]() if goal is None else scan.runs_without(locations), (ids, locations)
     kept, gone = _are_kept(ids, dropped), _chosen_of(is_gone, locations)

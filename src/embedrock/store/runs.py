@@ -12,7 +12,7 @@ import errno
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError
+from embedrock.machine.arena import returned
 from embedrock.machine.vfs import BLOCK, File, System, create, open_file, retried
 from embedrock.wording import counted
 
@@ -35,7 +36,7 @@ NONCE_BYTES = 8
 _HEADER = struct.Struct(f"<8s4I16s{NONCE_BYTES}s")
 _PIECE = 1 << 16  # words of which the bits are unpacked at a time
 _BLOCK_ROWS = BLOCK // 4  # whatever the size of their records, a multiple of 4 bytes
-_JOINED_BYTES = 1 << 20  # of an index, written at once
+_BLOCK_IDS = 1 << 17  # have memory together, until they are written
 _BEHIND_BYTES = 8 << 20  # appended between two calls of `System.behind`
 REMEDY = "Restore the file from a copy of the table, or go back: `embedrock verify` names the newest good commit."
 
@@ -237,6 +238,44 @@ class Run:
         self.file.close()
 
 
+class Ids:
+    """Ids that come in small arrays, and go at once. Their memory is not `malloc`'s, which would keep it."""
+
+    def __init__(self) -> None:
+        self._blocks, self._size, self.count = list[np.ndarray](), _BLOCK_IDS, 0
+
+    def append(self, ids: np.ndarray) -> None:
+        """Copy ids behind those that there are."""
+        while len(ids):
+            place = self.count % self._size
+            if not place:
+                self._blocks.append(returned(self._size, np.int64, "the index of a file"))
+            part, ids = np.split(ids, [self._size - place])
+            self._blocks[-1][place : place + len(part)] = part
+            self.count += len(part)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Go through them, many at a time."""
+        for number, block in enumerate(self._blocks):
+            yield block[: self.count - number * self._size]
+
+    def joined(self) -> np.ndarray:
+        """Return them as one array of its own."""
+        made, end = returned(self.count, np.int64, "ids of a file"), 0
+        for part in self:
+            made[end : end + len(part)], end = part, end + len(part)
+        return made
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._blocks, self.count = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """RAM that they take."""
+        return 8 * self.count
+
+
 class Log(Run):
     """A run that grows until it is sealed. Its records can be read from the start.
 
@@ -250,8 +289,8 @@ class Log(Run):
     def __init__(self, system: System, file: File, path: str, record_bytes: int, number: int) -> None:
         super().__init__(file, path, record_bytes, number)
         self.broken = False
-        self._system, self._ids, self._behind = system, list[np.ndarray](), 0
-        self.noted, self.gone = list[np.ndarray](), np.empty(0, np.int64)
+        self._system, self._ids, self._behind = system, Ids(), 0
+        self.noted, self.gone = Ids(), np.empty(0, np.int64)
 
     @classmethod
     def create(cls, system: System, folder: str, path: str, uuid: str, record_bytes: int, number: int) -> Log:
@@ -279,7 +318,7 @@ class Log(Run):
             OSError: nothing was appended.
         """
         assert self.entry is None and sealed.shape == (len(ids), self.stride)  # noqa: PT018
-        first, ids = self.count, np.array(ids, np.int64)
+        first = self.count
         if not len(ids):
             return first
         kernels.cpu.launch(kernels.cpu.storage.stamp, sealed, self.salt, first)
@@ -293,7 +332,7 @@ class Log(Run):
 
     def ids(self) -> np.ndarray:
         """Return the ids of all its records, in order: int64 (count,)."""
-        return self.index() if self.entry is not None else np.concatenate([np.empty(0, np.int64), *self._ids])
+        return self.index() if self.entry is not None else self._ids.joined()
 
     def seal(self) -> RunFile:
         """Write the index and make the file and its name durable. After an error it can be called again.
@@ -311,7 +350,7 @@ class Log(Run):
             lo, hi = (min(lo, ends[0]), max(hi, ends[1])) if self.count else ends
         self.file.size = self.first + self.count * self.stride  # an index may lie there that was written in part
         crc = 0
-        for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": _joined(self._ids)}[kind]:
+        for piece in {"full": (), "bits": _bits(self._ids, lo, hi), "ids": self._ids}[kind]:
             self._append(piece)
             crc = zlib.crc32(piece, crc)
         if len(self.gone):
@@ -331,6 +370,11 @@ class Log(Run):
         return not self.count and not len(self.gone)
 
     @property
+    def is_unused(self) -> bool:
+        """Whether it got no record yet, and no id was noted."""
+        return not self.count and not self.noted.count
+
+    @property
     def can_grow(self) -> bool:
         """Whether it takes more records."""
         return self.entry is None and not self.broken
@@ -338,7 +382,7 @@ class Log(Run):
     @property
     def nbytes(self) -> int:
         """RAM that the ids take until they are written."""
-        return sum(ids.nbytes for ids in self._ids)
+        return self._ids.nbytes
 
     def _append(self, data: np.ndarray) -> None:
         self.file.append(data.data)
@@ -491,19 +535,6 @@ def _bits(pieces: Iterable[np.ndarray], lo: int, hi: int) -> Iterable[np.ndarray
         starts = np.flatnonzero(np.diff(places, prepend=-1))
         bits[places[starts]] |= np.bitwise_or.reduceat(np.uint8(1) << (offsets & 7).astype(np.uint8), starts)
     yield bits
-
-
-def _joined(arrays: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
-    """Yield the same elements in fewer, larger arrays."""
-    waiting, nbytes = list[np.ndarray](), 0
-    for array in arrays:
-        waiting.append(array)
-        nbytes += array.nbytes
-        if nbytes >= _JOINED_BYTES:
-            yield np.concatenate(waiting)
-            waiting, nbytes = [], 0
-    if waiting:
-        yield np.concatenate(waiting)
 
 
 def _count_ones(words: np.ndarray) -> int:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from embedrock import kernels
+from embedrock.machine.arena import returned
 from embedrock.machine.vfs import DIRECT_BYTES, System, aligned_empty
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base, Chunk
 from embedrock.store.manifest import KEYS, MAX_PARTS, PART_BITS, Content, RunFile
 from embedrock.store.overlay import Overlay, room
 from embedrock.store.reading import read_records
-from embedrock.store.runs import CRC_BYTES, Log, Run, damaged, piece_rows
+from embedrock.store.runs import CRC_BYTES, ID_BYTES, Log, Run, damaged, piece_rows
 
 if TYPE_CHECKING:
     from embedrock.store.volume import Volume
@@ -33,12 +34,16 @@ class Freeze:
         store: whose.
         base, delta: the runs of earlier commits.
         logs: those in the making, of which the last one takes the rows that are still in RAM.
+        is_whole: these are all rows, so that it needs no run of earlier commits.
+        replaced: runs that are of no use once it is published.
         parts, dropped: see `Content`.
     """
 
-    def __init__(self, store: Store, logs: Sequence[Log]) -> None:
-        self.store, self.logs = store, list(logs)
-        self.base, self.delta = tuple(store.base_runs), tuple(store.delta)
+    def __init__(self, store: Store, logs: Sequence[Log], is_whole: bool = False) -> None:
+        self.store, self.logs, self.is_whole = store, list(logs), is_whole
+        self.replaced: Sequence[Run] = ()
+        self.base = () if is_whole else tuple(store.base_runs)
+        self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
 
     @property
@@ -99,6 +104,7 @@ class Store:
         self.volume, self.system, self.folder, self.lock = volume, volume.system, volume.folder, volume.lock
         self.compacting, self.hurry, self.commit_is_awaited = threading.Lock(), False, False
         self.folding, self.compacted_below = threading.Lock(), 0
+        self._is_kept_unfolded = False
         self._overlay_bytes = self.buffer_bytes = 1 << 62
         self.counts = {"reads": 0, "read_requests": 0, "bytes_read": 0, "bytes_written": 0, "read_seconds": 0.0}
         self.counts |= {"bytes_compacted": 0}
@@ -229,15 +235,26 @@ class Store:
     def look_for_gone(self) -> None:
         """Note whether the index of rows in logs still has some without a record."""
         named = (run.entry.gone for run in self.delta if run.entry is not None)
-        self.some_are_gone = any(named) or any(log.noted for log in self.logs)
+        self.some_are_gone = any(named) or any(log.noted.count for log in self.logs)
 
     def _name_gone(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> None:
         """Decide which ids logs are to name as gone: those that have no newer record."""
         for log in self.logs:
-            if log.noted and log.entry is None:
-                ids = np.unique(np.concatenate(log.noted))
-                ids = ids[self.overlay.find(ids) == gone_at(log.number)]
-                log.gone = ids[~have_newer(ids)]
+            if log.noted.count and log.entry is None:
+                ids = log.noted.joined()
+                ids.sort()
+                log.gone = self._gone_in(log, ids, have_newer)
+
+    def _gone_in(self, log: Log, ids: np.ndarray, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # Some at a time: there may be as many as rows.
+        made, end = returned(len(ids), np.int64, "rows without a record"), 0
+        for start in range(0, len(ids), SCAN_ROWS):
+            part = np.unique(ids[start : start + SCAN_ROWS])
+            part = part[int(start > 0 and part[0] == ids[start - 1]) :]
+            part = part[self.overlay.find(part) == gone_at(log.number)]
+            part = part[~have_newer(part)]
+            made[end : end + len(part)], end = part, end + len(part)
+        return made[:end]
 
     def _new_log(self) -> Log:
         log = self._create_log(self.next_run())
@@ -291,6 +308,11 @@ class Store:
         with self.lock:
             return sum(run.file.size for run in (*self.base_runs, *self.delta, *self.logs))
 
+    def excess_bytes(self, rows: int, written: int = 0) -> int:
+        """Return how much larger its files are than those of so many rows alone, were `written` more rows in a log."""
+        with self.lock:
+            return self.disk_bytes + (written - rows) * (self.content.record_bytes + CRC_BYTES + ID_BYTES)
+
     @property
     def base_is_published(self) -> bool:
         """Whether the last commit has the base that is read from, and not one before it."""
@@ -319,8 +341,26 @@ class Store:
 
     # ---------------------------------------------------------------- commits
 
+    def keep_unfolded(self) -> bool:
+        """Keep others from folding until the commit to come has ended, unless they are at it; return whether."""
+        if not self.compacting.acquire(blocking=False):
+            return False
+        if not self.folding.acquire(blocking=False):
+            self.compacting.release()
+            return False
+        self._is_kept_unfolded = True
+        return True
+
+    def _let_fold(self) -> None:
+        if self._is_kept_unfolded:
+            self._is_kept_unfolded = False
+            self.folding.release()
+            self.compacting.release()
+
     def freeze(self, have_newer: Callable[[np.ndarray], np.ndarray]) -> Freeze:
         """Begin a commit: records that are appended from now on belong to the one after it.
+
+        Where others were kept from folding for it (`keep_unfolded`), it is going to write all rows.
 
         Args:
             have_newer: tells which ids have records that this commit is going to write, bool (n,).
@@ -330,7 +370,7 @@ class Store:
             if self._active is None:
                 self._new_log()
             self._active = None
-            return self._frozen_as(Freeze(self, self.logs))
+            return self._frozen_as(Freeze(self, self.logs, self._is_kept_unfolded))
 
     def as_committed(self) -> Freeze:
         """Return a freeze without what no commit has yet."""
@@ -351,23 +391,55 @@ class Store:
 
     def take_published(self, freeze: Freeze, content: Content) -> None:
         """Take note that a freeze is a commit now. The caller has the lock."""
+        if freeze.is_whole:
+            freeze.replaced = [*self.base_runs, *self.delta]
+            self.base, self.base_runs, self.delta = Base([]), [], []
         self.delta = [*self.delta, *(log for log in freeze.logs if not log.is_empty)]
         self.logs = [log for log in self.logs if log not in freeze.logs]
         self.content, self._frozen = content, set()
         self.base_is_ahead = self.base_is_ahead and tuple(self.base_runs) != freeze.base
 
-    def remove_empty(self, freeze: Freeze) -> None:
-        """Remove the logs of a freeze that got no records."""
-        self._remove([log for log in freeze.logs if log.is_empty])
+    def clear_up(self, freeze: Freeze) -> None:
+        """Remove what a freeze that is a commit now has no use for: logs without records, and, of all rows, traces."""
+        self._remove([*freeze.replaced, *(log for log in freeze.logs if log.is_empty)])
+        if freeze.is_whole:
+            self._forget_gone_before(freeze.logs[0].number)
+        self._let_fold()
+
+    def _forget_gone_before(self, number: int) -> None:
+        """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
+        gone = self._gone_before(number)
+        # Not in the order in which the overlay has them: what others insert meanwhile would crowd the rest of it.
+        parts = -(-gone.shape[1] // SCAN_ROWS)
+        for first in range(parts):
+            ids, locations = np.ascontiguousarray(gone[:, first::parts])
+            with self.lock:
+                self.overlay.remove(ids, locations)
+        with self.lock:
+            self.overlay.fit()
+            self.look_for_gone()
+
+    def _gone_before(self, number: int) -> np.ndarray:
+        """Return the ids, and the locations, of rows without a record since a run before that number: int64 (2, n)."""
+        found, count, last = returned((2, self.overlay.count), np.int64, "rows without a record"), 0, None
+        while True:
+            with self.lock:
+                ids, locations = self.overlay.behind(last, SCAN_ROWS)
+            if not len(ids):
+                return found[:, :count]
+            last, is_old = int(ids[-1]), locations >> INDEX_BITS < number
+            end = count + int(np.count_nonzero(is_old))
+            found[0, count:end], found[1, count:end], count = ids[is_old], locations[is_old], end
 
     def take_back(self) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes."""
         with self.lock:
-            empty = [log for log in self.logs if not log.count and not log.noted and log is not self._active]
+            empty = [log for log in self.logs if log.is_unused and log is not self._active]
             self.logs = [log for log in self.logs if log not in empty]
             if self._active is None and self.logs and self._can_grow(self.logs[-1]):
                 self._active = self.logs[-1]
             spared, self._frozen = self._frozen - self.needed(), set()
+            self._let_fold()
             self.drop(empty)
             for log in empty:  # nobody reads it, and an error's traceback would keep it open
                 log.close()
@@ -394,7 +466,8 @@ class Store:
                 new = self._copied(ids, old, made)
                 newest = self.overlay.find(ids) == old
                 self.overlay.insert(ids[newest], new[newest])
-                made.gone, made.noted = log.gone, [log.gone]
+                made.gone = log.gone
+                made.noted.append(log.gone)
             except BaseException:
                 made.close()
                 self.volume.unlink([made.path], lambda: False)
@@ -456,10 +529,10 @@ class Store:
             committed = {entry.file for entry in self.content.delta}
             self.volume.unlink([run.path for run in runs if run.path not in committed | self._frozen])
 
-    def _remove(self, logs: Sequence[Log]) -> None:
-        """Remove logs that hold nothing of use."""
-        self.drop(logs)
-        self.volume.unlink([log.path for log in logs], lambda: any(log.entry for log in logs))
+    def _remove(self, runs: Sequence[Run]) -> None:
+        """Remove runs that hold nothing of use."""
+        self.drop(runs)
+        self.volume.unlink([run.path for run in runs], lambda: any(run.entry for run in runs))
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""

@@ -226,7 +226,7 @@ class Volume:
                 freeze.store.take_published(freeze, content)
             self.manifest = manifest
         for freeze in freezes:
-            freeze.store.remove_empty(freeze)
+            freeze.store.clear_up(freeze)
         self.collect(keep)
 
     def _publish(self, freezes: Sequence[Freeze], changes: Mapping[str, Any]) -> AnyManifest:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from embedrock.errors import ArgumentError, CommitError, CorruptTableError, ReadOnlyTableError, UnsupportedError
 from embedrock.machine.paths import local_path
 from embedrock.machine.sizes import Size, format_bytes
@@ -47,8 +49,11 @@ MODES = ("w", "r")
 FULLNESS = 0.95  # of the overlay, which it should not reach before the next commit: then compaction makes room
 PART_FULLNESS = 1 / 16  # of the overlay, made free each time
 LOG_SHARE = 1.5  # of the bytes of the base, that logs may come to
-WHOLE_LOG_SHARE = 0.6  # where all is folded at once, so that a second base is made beside the first
-MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again
+WHOLE_LOG_SHARE = 0.6  # of the rows, that files may have beyond them where all is folded at once ...
+REPLACED_SHARE = 0.8  # ... or, with what the next commit will add, where a commit may write all rows
+LEAST_CHANGED = 4  # one row in so many, at least, has changed where a commit writes all of them
+MOST_CHANGES = 32  # files of changes of who has a record, before it is written whole again ...
+WHOLE_OVER_CHANGES = 2  # ... as it is where they come to so great a part of the whole
 LEAST_OVERLAY_BYTES = 64 << 10  # an overlay of fewer bytes waits, and ...
 LEAST_COMPACTED_BYTES = 64 << 20  # ... so do logs
 
@@ -242,6 +247,10 @@ class Keeper(ABC):
         tiers, self._histories, self._saving = self.tiers(rows), dict[str, NewHistory](), []
         try:
             fields |= {"time": publishing.now(), **self._described(rows)}
+            if replaced := [tier.store for tier in tiers if replaces_files(tier)]:
+                self.stop_compaction()  # what that would make, the commit makes
+                for store in replaced:
+                    store.keep_unfolded()
             args = self.volume, tiers, self.turn(rows), fields, self._histories, self.opening.keep
             commit = Commit(*args, self._after_commit_of(tiers))
             self._histories = {}  # they are the commit's, which lets them go
@@ -267,7 +276,7 @@ class Keeper(ABC):
             before: its files as of the last commit: of who has a record, changes of them may do.
         """
         residents, after = table.residents, tuple(before)
-        arrays = None if residents is None or not _may_add(after) else residents.changes()
+        arrays = None if residents is None else residents.changes(_room_for_changes(after))
         if arrays is None:
             arrays, after = remembered(table), ()
         if arrays:
@@ -376,29 +385,33 @@ class Keeper(ABC):
 
     def _after_commit(self, tiers: Sequence[Disk]) -> None:
         """Compact in the background where logs take more RAM or disk than they should."""
-        goals = {tier.store: self._goal(tier.store) for tier in tiers}
+        goals = {tier.store: self._goal(tier) for tier in tiers}
         if due := {store: goal for store, goal in goals.items() if goal is not None}:
             self.upkeep.compact(due)
         self.upkeep.fold([tier.store for tier in tiers])
         for tier in tiers:
             self._check_index(tier)
 
-    def _goal(self, store: Store) -> Goal | None:
+    def _goal(self, tier: Disk) -> Goal | None:
         """Return what compaction should come down to; None: neither the overlay nor logs are too large."""
+        store = tier.store
         with store.lock:
             rows, base = store.overlay.count, sum(run.file.size for run in store.base_runs)
             logs = [(run.number, run.file.size) for run in store.delta]
-            share = WHOLE_LOG_SHARE if store.some_are_gone else LOG_SHARE
             age, nbytes = mean_age(store.base, logs, store.content.count), store.overlay.nbytes
         room, before = store.overlay_rows, self._rows_in_logs.get(store, rows)
         self._rows_in_logs[store] = rows
         most = FULLNESS * room - min(max(0, rows - before), room // 2)  # as many may come until the next commit
         # Logs that are dropped one after another are half as old as the oldest of them, on average.
-        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(share * max(base, LEAST_COMPACTED_BYTES) / 2))
+        goal = Goal(max(0, int(most - PART_FULLNESS * room)), int(LOG_SHARE * max(base, LEAST_COMPACTED_BYTES) / 2))
         is_crowded = nbytes > LEAST_OVERLAY_BYTES and rows > most
-        # All at once makes a second base beside the first: no third one, until that is published.
-        is_old = age > goal.age and (store.base_is_published or not store.some_are_gone)
+        is_old = self._should_fold_all(tier) if store.some_are_gone else age > goal.age
         return goal if is_crowded or is_old or store.content.dropped else None
+
+    def _should_fold_all(self, tier: Disk) -> bool:
+        """Return whether files of a tier, some of whose rows are gone, are too large, and there is no second base."""
+        share = WHOLE_LOG_SHARE if _may_be_written_whole(tier) else WHOLE_LOG_SHARE / 2
+        return tier.store.base_is_published and _is_wasteful(tier, share)
 
     def _check_index(self, tier: Disk) -> None:
         """Say once that the rows are so many that to know which are there takes more RAM than was kept for it."""
@@ -545,10 +558,34 @@ class Keeper(ABC):
         self._leave_budget()
 
 
-def _may_add(files: Sequence[HistoryFile]) -> bool:
-    """Return whether changes may be added to who has a record: those that there are take less than the whole did."""
-    changes = sum(part.size for part in files[1:])
-    return 0 < len(files) <= MOST_CHANGES and changes <= files[0].size
+def _room_for_changes(files: Sequence[HistoryFile]) -> int:
+    """Return how many bytes changes of who has a record may take, or else it is written whole: half of that in all."""
+    if not 0 < len(files) <= MOST_CHANGES:
+        return -1
+    return files[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in files[1:])
+
+
+def replaces_files(tier: Disk) -> bool:
+    """Return whether the next commit had better write all rows of a tier, and so need no older file.
+
+    That is where all of them would have to be folded after it, and are in RAM, and many of them have changed.
+    """
+    if not _may_be_written_whole(tier):
+        return False
+    changed = int(np.count_nonzero(tier.cache.flags[: tier.cache.used_slots] & DIRTY))
+    # Its own log, and that of the next commit: were this one not to write all rows, that one would.
+    return LEAST_CHANGED * changed >= tier.count and _is_wasteful(tier, REPLACED_SHARE, 2 * changed)
+
+
+def _may_be_written_whole(tier: Disk) -> bool:
+    rows, store = tier.count, tier.store
+    return store.some_are_gone and tier.resident_rows >= rows and 2 * rows <= store.overlay_rows
+
+
+def _is_wasteful(tier: Disk, share: float, written: int = 0) -> bool:
+    """Return whether files are larger than those of the rows alone by a share of these, once `written` are in a log."""
+    least = max(tier.count * tier.spec.record_bytes, LEAST_COMPACTED_BYTES)
+    return tier.store.excess_bytes(tier.count, written) > share * least
 
 
 def check_step(step: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
+from embedrock.process import platform
 from embedrock.process.spans import spanned
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import CRC_BYTES
@@ -30,6 +31,7 @@ PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
 QUIET_BYTES = 1 << 20  # where nobody waits for the end ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
+LARGE_BYTES = 32 << 20  # of rows in a commit, after which memory is given back: that takes some milliseconds
 PART_SLOTS = 1 << 20  # whose rows are put in order at a time, at most ...
 PART_SLOT_BYTES = 256  # ... so that the buffers' part of the budget has room for what that takes ...
 LEAST_PART_SLOTS = 1 << 14  # ... but for very small ones
@@ -81,13 +83,13 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 class Frozen:
-    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then.
+    """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
 
     They are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself (`save`),
     so that the commit has the value of the moment that it began, and needs no memory but a piece.
 
     Attributes:
-        rows: that were dirty in the cache.
+        rows: that it writes.
 
     Args:
         commit: the whole.
@@ -98,7 +100,7 @@ class Frozen:
     def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
         self._commit, self._tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
-        self.rows = sum(self._freeze_rows(part) for _, part in self._parts())
+        self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
 
     @property
     def is_done(self) -> bool:
@@ -123,6 +125,12 @@ class Frozen:
         size = min(PART_SLOTS, max(LEAST_PART_SLOTS, self._tier.store.buffer_bytes // PART_SLOT_BYTES))
         for start in range(0, len(flags), size):
             yield start, flags[start : start + size]
+
+    def _freeze_all(self) -> int:
+        cache = self._tier.cache
+        for _, slots in cache.batches(LEAST_PART_SLOTS):
+            cache.flags[slots] = FROZEN
+        return cache.count
 
     def _freeze_rows(self, flags: np.ndarray) -> int:
         is_dirty = (flags & DIRTY) != 0
@@ -389,6 +397,8 @@ class Commit:
             with self._turn.ahead():
                 self.is_done = True
                 self._turn.notify()
+            if self.nbytes >= LARGE_BYTES:
+                platform.give_back_memory()  # or each of the threads of commits leaves some behind
 
     @spanned("commit")
     def _write_and_publish(self) -> None:

@@ -1,0 +1,135 @@
+"""Commits that write all rows where most have changed, so that no older file is needed and nothing is to be folded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.store.compaction import compact
+from embedrock.table import keeper
+from embedrock.table.upkeep import Upkeep
+from embedrock.testing.faultfs import FaultFS
+from same_tables import check_same
+from table_files import keeper_of, store_of
+
+DIM, MOST, BATCH = 30, 60, 40
+
+
+@pytest.fixture(autouse=True)
+def due(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the compactions that were due after a commit; none is made, as it could be under way at the next one."""
+    found: list[object] = []
+    monkeypatch.setattr(keeper, "LEAST_COMPACTED_BYTES", 1)
+    monkeypatch.setattr(Upkeep, "compact", lambda _, goals: found.append(goals))
+    return found
+
+
+def pair(system: FaultFS, **options: Any) -> tuple[er.Table, er.Table]:
+    options = {"rule": er.Adam(lr=0.1), "seed": 0, "eviction": er.Eviction(max_rows=MOST), **options}
+    return er.Table(None, DIM, path="/t", keep=1, system=system, **options), er.Table(None, DIM, **options)
+
+
+def step(tables: tuple[er.Table, ...], number: int) -> None:
+    """Step rows of which a quarter is new, and as many are evicted."""
+    ids = (np.arange(BATCH) + number * BATCH // 4) * 10**12
+    for table in tables:
+        table.update(ids, np.full((BATCH, DIM), 1.0 + number, np.float32))
+
+
+def files_of(table: er.Table) -> tuple[int, int]:
+    """Return how many files of each kind the last commit has: of its base, and logs."""
+    (content,) = keeper_of(table).volume.manifest.contents
+    return len(content.base), len(content.delta)
+
+
+def test_a_commit_of_most_rows_needs_no_older_file(due: list[object]):
+    system = FaultFS()
+    table, ram = pair(system)
+    files = []
+    for number in range(12):
+        if number == 3:  # rows have left by now
+            due.clear()
+        step((table, ram), number)
+        table.commit()
+        files.append(files_of(table))
+    assert files[3:] == [(0, 1)] * 9
+    assert due == []
+    table.close()
+    again = er.open("/t", system=system)
+    check_same(again, ram)
+    assert again.verify().problems == []
+    step((again, ram), 12)
+    check_same(again, ram)
+    again.commit()
+    again.close()
+
+
+def test_a_base_that_no_commit_has_goes_with_the_older_files():
+    system = FaultFS()
+    table, ram = pair(system)
+    for number in range(3):
+        step((table, ram), number)
+        table.commit()
+    compact(store_of(table), None, lambda: False)
+    assert system.listdir("/t/base") != []
+    step((table, ram), 3)
+    table.commit()
+    assert files_of(table) == (0, 1)
+    assert [name for folder in system.listdir("/t/base") for name in system.listdir(f"/t/base/{folder}")] == []
+    check_same(table, ram)
+    table.close()
+
+
+def test_rows_that_leave_while_it_is_written_stay_away():
+    system = FaultFS()
+    table, ram = pair(system)
+    for number in range(20):
+        step((table, ram), number)
+        table.commit(wait=False)
+        if number % 3 == 0:
+            forgotten = [number * BATCH // 4 * 10**12]
+            assert table.forget(forgotten) == ram.forget(forgotten) == 1
+    table.commit()
+    check_same(table, ram)
+    table.compact()
+    table.close()
+    with er.open("/t", system=system) as again:
+        check_same(again, ram)
+
+
+def test_one_that_fails_leaves_all_as_it_was():
+    system = FaultFS()
+    table, ram = pair(system)
+    for number in range(5):
+        step((table, ram), number)
+        table.commit()
+    kept, files = store_of(table).content, files_of(table)
+    step((table, ram), 5)
+    system.capacity = 0
+    with pytest.raises(er.CommitError, match="the disk is full"):
+        table.commit()
+    system.capacity = None
+    assert (store_of(table).content, files_of(table)) == (kept, files)
+    table.compact()  # others may fold again
+    check_same(table, ram)
+    step((table, ram), 6)
+    table.commit()
+    table.close()
+    with er.open("/t", system=system) as again:
+        check_same(again, ram)
+
+
+def test_where_few_rows_have_changed_only_these_are_written():
+    table, ram = pair(FaultFS())
+    for number in range(6):
+        step((table, ram), number)
+        table.commit()
+    before = table.stats()["bytes_written"]
+    for each in (table, ram):
+        each.update([5 * BATCH // 4 * 10**12], np.ones((1, DIM), np.float32))
+    table.commit()
+    assert table.stats()["bytes_written"] - before == ram.spec.record_bytes + 4
+    table.close()
