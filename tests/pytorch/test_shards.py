@@ -549,33 +549,51 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_which_says_what_each_was_at
     assert re.search(r"rank 0 was at a lookup in .*; rank 1 was at a lookup in", pair.result_of(1))
 
 
-def crosses(rank: int) -> list[tuple[str, str]]:
-    """Look up in tables of two groups, on each rank in another order; then in a third."""
-    layers, said = [one_layer(dist.new_group()) for _ in range(2)], list[tuple[str, str]]()
-    for layer in layers:
+def crosses(rank: int, ranks: int) -> str:
+    """Look up in tables of groups of two, which are a circle: each rank in that with the next one first."""
+    pairs = [sorted({first, (first + 1) % ranks}) for first in range(ranks)]
+    groups = [dist.new_group(pair) for pair in pairs]  # on all ranks
+    layers = {at: one_layer(groups[at]) for at, pair in enumerate(pairs) if rank in pair}
+    for layer in layers.values():
         layer(torch.tensor([1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("embedrock.shards.near.PATIENCE_S", 0.1)
-        for _ in range(2):
-            try:
-                layers[rank](torch.tensor([2]))
-            except er.EmbedrockError as error:
-                said.append((type(error).__name__, str(error)))
-        one_layer(dist.new_group())(torch.tensor([1]))
-    return said
+        with pytest.raises(er.OtherRankError) as caught:
+            layers[rank](torch.tensor([2]))
+        for layer in layers.values():
+            with pytest.raises(er.EmbedrockError, match=r"Start all again|closed the connection|Broken pipe"):
+                layer(torch.tensor([2]))
+    return str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups_hear_of_it(pair: Ranks) -> None:
-    found = pair.run(crosses)
-    told = r"is at a lookup in .*, and another one.* waits for it in another group, after a lookup in .*by empty ids"
-    assert "OtherRankError" in {said[0][0] for said in found}
-    for rank, said in enumerate(found):
-        assert said[0] == said[1]
-        kind, text = said[0]
-        if kind == "WorkerLostError":  # the other one has found out, and closed its lines
-            assert re.search("closed the connection|Broken pipe", text)
-        else:
-            assert re.search(rf"rank {rank} {told}", text)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_that_wait_for_each_other_in_several_groups_hear_of_it(pair: Ranks, ranks: int) -> None:
+    some = pair if ranks == 2 else Ranks(ranks)
+    try:
+        found = some.run(crosses, ranks)
+        some.run(looks_up_in_a_new_group)
+    finally:
+        some.close() if some is not pair else None
+    told = (
+        r"rank \d is at a lookup in .*, and waits for another one, .* in another group(, after a lookup in .*)?, or "
+        "for ranks that do: so all would wait for ever.*by empty ids"
+    )
+    assert all(re.search(told, said) for said in found)
+
+
+def looks_up_in_two_groups(rank: int) -> None:
+    """Share tables in a group beside that of all, on ranks of which one is in a third."""
+    beside, _ = dist.new_group([0, 1]), dist.new_group([0])
+    for layer in (one_layer(), one_layer(beside)):
+        layer(torch.tensor([1])).sum().backward()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(pair: Ranks) -> None:
+    pair.run(looks_up_in_two_groups)
+
+
+def looks_up_in_a_new_group(rank: int) -> None:
+    one_layer(dist.new_group())(torch.tensor([1]))
 
 
 def has_no_room_to_say_so(rank: int) -> str:

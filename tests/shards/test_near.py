@@ -37,7 +37,7 @@ def swaps(rank: int, meeting: Meeting, sizes: list[int]) -> list[list[list[int]]
     for size in sizes:
         letters: Any = [[np.full(size + to, 10 * rank + to, np.int32)] for to in range(3)]
         messages = pack_all(letters, near.room, rank) if size % 2 else pack_all(letters)  # those lie elsewhere
-        notes = near.swapped(near.left(messages), 30.0, lambda process: None)
+        notes = near.swapped(near.left(messages), 30.0)
         found.append([[len(one), *set(one.tolist())] for one in near.read(notes)])
     near.close()
     return found
@@ -61,7 +61,7 @@ def test_what_waits_for_a_rank_that_has_closed_its_lines_or_says_nothing_raises(
     if gone == "closed":
         theirs.close()
     with pytest.raises(OSError, match="Broken pipe" if gone == "closed" else "timed out"):
-        ours.swapped(numbers, 0.0, lambda process: None)
+        ours.swapped(numbers, 0.0)
 
 
 def test_one_that_does_not_see_the_others_has_all_of_them_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:

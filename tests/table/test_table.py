@@ -494,6 +494,8 @@ def test_pickling_is_by_reference() -> None:
         pickle.dumps(er.Table(5, DIM))
     text = pickle.dumps(table)
     newer = make(name="by reference")
+    with pytest.raises(er.UnsupportedError, match=r"a name of its own, as another table got 'by reference' since"):
+        pickle.dumps(table)
     with pytest.raises(er.UnsupportedError):
         pickle.dumps(table)
     assert pickle.loads(text) is newer

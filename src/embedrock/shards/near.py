@@ -10,9 +10,10 @@ import numpy as np
 from embedrock.machine.lines import Line
 from embedrock.machine.segments import Segment, Window
 from embedrock.shards.messages import WORD, pack_all
+from embedrock.shards.waits import waits_here
 
 Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
-PATIENCE_S = 5.0  # until it is looked into what a rank does that is waited for
+PATIENCE_S = 1.0  # until it is looked into what a rank does that is waited for
 NOTE = 2  # int64: where a message begins in its segment, and how many bytes it has
 
 
@@ -27,6 +28,7 @@ class NearRanks:
         segments: its own.
         windows: on those of each rank.
         lines: to each other rank.
+        boards: where each rank says for whom it waits.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class NearRanks:
         segments: Sequence[Segment],
         windows: Sequence[Sequence[Window]],
         lines: Mapping[int, Line],
+        boards: Sequence[Sequence[int]],
     ) -> None:
         self._rank, self._segments, self._windows, self._turn = rank, segments, windows, 0
-        self._lines = lines
+        self._lines, self._boards = lines, boards
 
     @staticmethod
     def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
@@ -47,15 +50,15 @@ class NearRanks:
         lines: dict[int, Line] = {}
         try:
             segments, lines = [Segment(), Segment()], {to: Line() for to in range(ranks) if to != rank}
-            told = np.concatenate([[*segment.address, *segment.token] for segment in segments])
+            told = np.concatenate([*([*segment.address, *segment.token] for segment in segments), waits_here().address])
         except (OSError, MemoryError):
-            segments, told = [], np.zeros(8, np.int64)
+            segments, told = [], np.zeros(12, np.int64)
         ends = np.array([lines[to].address[1] if to in lines else 0 for to in range(ranks)])
         theirs = gather(np.concatenate([told, ends]).astype(np.int64))
         try:
             windows = [[_window(each[:4]), _window(each[4:8])] for each in theirs]
             for to, line in lines.items():
-                line.connect((int(theirs[to][0]), int(theirs[to][8 + rank])))
+                line.connect((int(theirs[to][0]), int(theirs[to][12 + rank])))
         except (OSError, MemoryError):
             windows = []
         sees_all = bool(segments and windows)
@@ -63,30 +66,31 @@ class NearRanks:
             return None
         for line in lines.values():
             line.connected()
-        return NearRanks(rank, segments, windows, lines)
+        return NearRanks(rank, segments, windows, lines, [each[8:12].tolist() for each in theirs])
 
-    def swapped(self, numbers: np.ndarray, timeout_s: float, while_waiting: Callable[[int], None]) -> np.ndarray:
+    def swapped(self, numbers: np.ndarray, timeout_s: float) -> np.ndarray:
         """Give each rank its row of int64 (ranks, n), of `MOST` bytes at most; return those from each.
 
         Args:
             numbers: the rows.
             timeout_s: for how long a rank is waited for, in seconds.
-            while_waiting: is called now and then with the number of the process that is waited for.
 
         Raises:
+            CircleError: the rank that is waited for waits for this one, or for another one that does.
             OSError: a rank has closed its line, is gone, or did not answer in time.
         """
         theirs, until = numbers.copy(), time.monotonic() + timeout_s
         for to, line in self._lines.items():
             line.send(numbers[to].tobytes())
         for sender, line in self._lines.items():
-            message = _received(line, theirs[sender].nbytes, until, while_waiting)
+            message = _received(line, theirs[sender].nbytes, until, self._boards[sender])
             theirs[sender] = np.frombuffer(message, np.int64)
         return theirs
 
-    def is_waited_for_by(self, process: int) -> bool:
-        """Return whether a process has sent what this one has not read: it waits for the answer."""
-        return any(line.process == process and line.has_message for line in self._lines.values())
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a rank has sent what this one has not read: it waits for the answer."""
+        return any(line.has_message for line in self._lines.values())
 
     def close(self) -> None:
         """Close the lines: the others hear of it at once."""
@@ -112,15 +116,28 @@ class NearRanks:
         return [windows[turn].view(start, nbytes).view(WORD) for windows, (start, nbytes) in found]
 
 
-def _received(line: Line, nbytes: int, until: float, while_waiting: Callable[[int], None]) -> bytes:
-    while True:
-        begin = time.monotonic()
-        try:
-            return line.receive(nbytes, min(until, begin + PATIENCE_S))
-        except TimeoutError:
-            if begin + PATIENCE_S >= until:
-                raise
-            while_waiting(line.process)
+class CircleError(Exception):
+    """Processes of this machine wait for each other, in a circle."""
+
+
+def _received(line: Line, nbytes: int, until: float, board: Sequence[int]) -> bytes:
+    waits = None
+    try:
+        while True:
+            begin = time.monotonic()
+            try:
+                return line.receive(nbytes, min(until, begin + PATIENCE_S))
+            except OSError as error:
+                is_over = not isinstance(error, TimeoutError) or begin + PATIENCE_S >= until
+                waits = waits or waits_here()
+                if waits.look(board):
+                    time.sleep(PATIENCE_S)  # so that the others see it, too, before this one is gone
+                    raise CircleError from error
+                if is_over:
+                    raise
+    finally:
+        if waits is not None:
+            waits.end()
 
 
 def _window(told: np.ndarray) -> Window:

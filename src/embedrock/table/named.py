@@ -34,8 +34,9 @@ def reference_to(table: object, name: str | None, subject: str) -> tuple[Callabl
         UnsupportedError: it has no name, or another table has it now.
     """
     if name is None or _named.get(name) is not table:
+        remedy = "a name (name='users')" if name is None else f"a name of its own, as another table got {name!r} since,"
         raise UnsupportedError(
-            f"{subject} cannot be pickled: rows may be larger than memory. Give it a name (name='users') to "
+            f"{subject} cannot be pickled: rows may be larger than memory. Give it {remedy} to "
             "pickle it by reference inside this process, or save its rows: table.state(), in PyTorch "
             "model.state_dict()."
         )

@@ -55,7 +55,8 @@ class Embedding(RowLayer):
             is drawn (of every layer that makes its table and was given none). It is kept with the rows, as in
             ``state_dict()``; a table that is there at `path` keeps its own.
         dtype: of rows and outputs: torch.float32, torch.bfloat16 or torch.float16.
-        name: of the table, for error messages and for pickling by reference.
+        name: of the table, for error messages and for pickling by reference. What tells tables apart is their place in
+            the model, in state dicts and checkpoints, and their folders: two may have one name.
         sharded: who has the rows where several processes of torch.distributed train together: True, each those that
             it owns by a hash of their ids; "rank 0", that one has all; a ProcessGroup, its ranks share them out;
             False, each has all of them, and copies stay equal. See docs/shards.md.

@@ -57,7 +57,7 @@ class Handle(nn.Parameter):
         vigil: sees to it that the gradients are applied.
         followers: told of each step before it is made.
         terms: how the rows are shared with other processes.
-        known_as: what the table is called among processes that share it.
+        known_as: what the table is called among processes that share it; None: that is not said yet.
         average: None but for rows that are averages, see `AveragedHandle`.
         max_norm: of the layers on the table, None where none has one.
         is_applied: the pending gradients have made a step.
@@ -72,7 +72,7 @@ class Handle(nn.Parameter):
     followers: weakref.WeakSet[Follower]
     average: Any = None
     terms: Terms
-    known_as: str
+    known_as: str | None
     _sharing: Sharing | None
     _host: HostSide
     _nothing: Tensor  # a zero that nobody changes
@@ -95,7 +95,7 @@ class Handle(nn.Parameter):
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.vigil, self.max_norm = HostSide(table), Vigil(self), None
         self.followers, self.terms, self._sharing = weakref.WeakSet(), Terms(), None
-        self.known_as = known_as(table)
+        self.known_as = None
         self.pending = Pending(self._host)
         self._is_original = True
         self._write_zero(0)
@@ -366,6 +366,12 @@ class Handle(nn.Parameter):
                 "them out."
             )
         self.terms = terms
+        self.name_for_others()
+
+    def name_for_others(self) -> str:
+        """Return what the table is called among processes that share it, which name theirs in the same order."""
+        self.known_as = self.known_as or known_as(self)
+        return self.known_as
 
     @property
     def shard(self) -> Shard | None:
@@ -467,6 +473,7 @@ class Handle(nn.Parameter):
             made.move(self.device)
             made._placed_on, made.terms = self._placed_on, self.terms._replace(path=None)
             made.label, made.max_norm, made._is_original = self.label, self.max_norm, False
+            made.name_for_others()
             rows_of(made.table).name_by(self.label)
             self.check_untouched()
             self._write_zero(0)

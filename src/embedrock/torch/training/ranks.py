@@ -19,10 +19,14 @@ from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
 from embedrock.machine.buffers import buffers
 from embedrock.machine.lines import MOST
 from embedrock.shards.messages import WORD, joined
-from embedrock.shards.near import NearRanks
+from embedrock.shards.near import CircleError, NearRanks
 
+IN_CIRCLES = (
+    " If none of them hangs, they may wait for each other in several groups, as not all do the same in the same order."
+)
 PATIENCE_S = 1.0  # for what other ranks were at, once one is lost
 
+_made_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many, of each group
 _near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
 are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
@@ -49,7 +53,7 @@ class Ranks:
         self.waited_s = 0.0
         self.at = "the first message"
         self._lost: EmbedrockError | None = None
-        self._group: Any = dist.new_group(members, self._timeout, "gloo", use_local_synchronization=True)
+        self._group: Any = _group_beside(parent, self._timeout)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
         self._near: NearRanks | None = None
         if is_near:
@@ -93,24 +97,26 @@ class Ranks:
         near = self._near
         if near is not None and numbers[0].nbytes <= MOST:
             wait_s = self._timeout.total_seconds()
-            return self._do(lambda: near.swapped(numbers, wait_s, self._check_not_crossed))
+            return self._do(lambda: near.swapped(numbers, wait_s))
         theirs = np.empty_like(numbers)
         ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
         self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
         return theirs
 
-    def _check_not_crossed(self, process: int) -> None:
-        """Raise `OtherRankError` where a rank that is waited for here waits for this one, in another group."""
-        for other in _near_ones:
-            if other._lost is None and other._near is not None and other._near.is_waited_for_by(process):
-                other._lost = OtherRankError(
-                    f"rank {self.rank} is at {self.at}, and another one, which should be, too, waits for it in another "
-                    f"group, after {other.at}: so both would wait for ever. All ranks must do the same in the same "
-                    "order, in all groups that they are in: a table that a batch does not use is looked up by empty "
-                    "ids. Start all again."
-                )
-                other._close()
-                raise other._lost
+    def _crossed(self) -> OtherRankError:
+        """Return the error of a rank that waits in a circle, and close the groups in which others wait for this one."""
+        waiting = [other for other in _near_ones if other._lost is None and other._near and other._near.is_waited_for]
+        after = "".join(f", after {other.at}" for other in waiting)
+        error = OtherRankError(
+            f"rank {self.rank} is at {self.at}, and waits for another one, which should be, too, but waits for it in "
+            f"another group{after}, or for ranks that do: so all would wait for ever. All ranks must do the same in "
+            "the same order, in all groups that they are in: a table that a batch does not use is looked up by empty "
+            "ids. Start all again."
+        )
+        for other in waiting:
+            other._lost = error
+            other._close()
+        return error
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
         """Give all ranks an array; return that of each: see `Transport.gather`."""
@@ -150,18 +156,19 @@ class Ranks:
             done = operation()
             self.waited_s += time.perf_counter() - began
             return done
-        except OtherRankError as error:
+        except CircleError as circle:
+            self._lost = self._crossed()
             self._close()
-            self._lost = error
-            raise
+            raise self._lost from circle
         except (RuntimeError, OSError) as error:
             self._close()
             reason = " ".join(str(error).split()).rpartition("] ")[2].partition(" This is typically")[0]
+            is_late = "timed out" in str(error).lower()
             self._lost = WorkerLostError(
                 f"rank {self.rank} of {self.ranks} waited for another one that failed, is gone or did not answer "
                 f"within {self._timeout}: {reason.rstrip('.')}. {self._each_was_at()}. The others cannot go on without "
                 "it, and this process has to end, too: start all again, as torchrun --max-restarts does. How long a "
-                "rank is waited for is the timeout of dist.init_process_group."
+                f"rank is waited for is the timeout of dist.init_process_group.{IN_CIRCLES if is_late else ''}"
             )
             raise self._lost from error
 
@@ -187,6 +194,26 @@ class Ranks:
                 time.sleep(0.02)
         except RuntimeError:  # the store went with the rank that is lost
             return
+
+
+def _group_beside(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Make another group of the ranks of one, all of which do so at the same time, and nobody else need."""
+    if parent is dist.group.WORLD:
+        return _made(None, timeout)
+    # PyTorch calls such a group by its ranks, and by how many groups a process is in: so all are brought into as many.
+    # They tell each other by a store, as messages of the parent may need a GPU.
+    members, own = dist.get_process_group_ranks(parent), dist.get_rank()
+    _made_beside[parent] = nth = _made_beside.get(parent, 0) + 1
+    store: Any = distributed_c10d._get_process_group_store(parent)
+    count, key = len(distributed_c10d._world.pg_names), f"embedrock, group {nth}, groups of rank"
+    store.set(f"{key} {own}", str(count))
+    for _ in range(count, max(int(store.get(f"{key} {rank}")) for rank in members)):
+        _made([own], timeout)
+    return _made(members, timeout)
+
+
+def _made(members: list[int] | None, timeout: timedelta) -> Any:
+    return dist.new_group(members, timeout, "gloo", use_local_synchronization=members is not None)
 
 
 def _at(rank: int) -> str:

@@ -49,8 +49,8 @@ Sharded = Any  # bool, "rank N" or a ProcessGroup
 
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()
 
-# How many tables had a handle, by what tells them apart: of each time that processes were a group, so that what one of
-# them has made before does not count.
+# How many tables had a handle, by what tells them apart: of each group of processes, so that what one of them has made
+# before, or with others, does not count.
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _made_alone: dict[str, int] = {}
 
@@ -281,8 +281,8 @@ class Sharing:
         self._crew = Crew.of(group)
         self.placement = _placement(handle, self._crew.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
-        known_as = f"{handle.known_as} {self.placement._replace(rank=0)} {self._sent}"
-        self.key = int.from_bytes(hashlib.blake2b(known_as.encode(), digest_size=8).digest(), "little") >> 1
+        told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
+        self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
         self._crew.join(self)
         if isinstance(self.placement, Shard):
             self.side: HostSide = (ShardPositionSide if self.sums_positions else ShardSide)(handle.table, self)
@@ -416,14 +416,16 @@ def _placement(handle: Handle, ranks: Ranks) -> Placement:
     return Shard(ranks.rank, ranks.ranks, holder)
 
 
-def known_as(table: Table) -> str:
-    """Return what a table that gets a handle is known by to other processes, which make the same ones in turn."""
+def known_as(handle: Handle) -> str:
+    """Return what a handle's table is known by to the processes of its group, which make the same ones in turn."""
+    table, group = handle.table, handle.terms.sharded
     spec = table.spec
     name = "" if table.name is None else f"{table.name!r}, "
     told = f"{name}{spec.rows} x {spec.dim} {spec.dtype}, seed {spec.seed}, {type(spec.init).__name__}"
     is_in_group = are_there_groups()
     told += "" if is_in_group else ", made before the process group"
-    made = _made.setdefault(dist.group.WORLD, {}) if is_in_group else _made_alone
+    of_group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    made = _made.setdefault(of_group, {}) if is_in_group else _made_alone
     made[told] = nth = made.get(told, 0) + 1
     return told if nth == 1 else f"{told}, number {nth}"
 
