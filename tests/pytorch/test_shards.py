@@ -354,8 +354,11 @@ def refused(rank: int, which: str) -> tuple[str, str, torch.Tensor]:
         elif which == "evaluates" and rank:
             with torch.no_grad():
                 layer(torch.tensor([1]))
+        elif which == "bag":
+            bag = ert.EmbeddingBag(100, 4, seed=7, sharded=True)
+            bag(torch.tensor([1, 2]), torch.tensor([0, 3 * rank]))
         else:
-            loss = layer(torch.tensor([bad, 2])).sum()
+            loss = layer(torch.tensor([bad, 2.0 if rank and which == "floats" else 2])).sum()
             if which == "nan":
                 optimizer = ert.SGD(layer, lr=1.0)
                 (loss * (math.nan if rank else 1.0)).backward()
@@ -372,6 +375,12 @@ def refused(rank: int, which: str) -> tuple[str, str, torch.Tensor]:
             "id",
             ("OtherRankError", "IdError"),
             r"rank 1 refused a lookup in .* must lie in \[0, 100\).* So no other does",
+        ),
+        ("floats", ("OtherRankError", "IdTypeError"), r"rank 1 refused a lookup in .* must be a dense tensor of .*"),
+        (
+            "bag",
+            ("OtherRankError", "ArgumentError"),
+            r"rank 1 refused a lookup in EmbeddingBag.*offsets` must.*",
         ),
         (
             "order",

@@ -167,7 +167,7 @@ def _is_launched(layer: str) -> bool:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ArgumentError(
             f"{layer} with path= and sharded= must be made when this process knows its rank: call "
-            "torch.distributed.init_process_group() before."
+            "torch.distributed.init_process_group() before, or, under Lightning, make it in configure_model."
         )
     return False
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import Place, in_bags
-from embedrock.errors import ArgumentError, IdError, UnsupportedError
+from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError
 from embedrock.table.batches import Feature
 from embedrock.table.group import Group
 from embedrock.table.options import shows
@@ -158,10 +158,13 @@ class EmbeddingBag(RowLayer):
         self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
     ) -> tuple[PooledReading, Tensor | None]:
         """Plan a lookup, and return it with the weights of its positions, (n,)."""
-        flat, bounds = self._flat(ids, offsets, handle)
-        weights = self._flat_weights(ids, weights, len(flat))
         side = handle.side()
-        bounds = side.bounds(bounds, len(flat))
+        try:
+            flat, bounds = self._flat(ids, offsets, handle)
+            weights = self._flat_weights(ids, weights, len(flat))
+            bounds = side.bounds(bounds, len(flat))
+        except EmbedrockError as error:
+            handle.refuse(error, trains)
         try:
             plan = self._planned(side, flat, trains)
         except IdError as error:

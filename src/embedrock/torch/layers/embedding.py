@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import IdError
+from embedrock.errors import IdError, IdTypeError
 from embedrock.process.spans import span
 from embedrock.table.options import shows
 from embedrock.table.table import Table
@@ -180,7 +180,13 @@ class Embedding(RowLayer):
     def reading(self, handle: Handle, ids: Tensor) -> Reading:
         """Plan a lookup of rows that train."""
         side = handle.side()
-        return Reading(handle, side, self._planned(side, check_ids(ids, handle.label), trains=True), self._options())
+        return Reading(handle, side, self._planned(side, self._checked(handle, ids, True), True), self._options())
+
+    def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
+        try:
+            return check_ids(ids, handle.label)
+        except IdTypeError as error:
+            handle.refuse(error, trains)
 
     def asked(self, ids: Tensor) -> Asked:
         """Return what the layer asks of a lookup together with others: the rows of dense ids."""
@@ -194,7 +200,7 @@ class Embedding(RowLayer):
 
     def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
         """Look rows up that gradients do not come back to."""
-        side, ids = handle.side(), check_ids(ids, handle.label)
+        side, ids = handle.side(), self._checked(handle, ids, False)
         if self.max_norm is None:
             with span("read"):
                 return side.lookup(ids).to(handle.device, self.dtype)

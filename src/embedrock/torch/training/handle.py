@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
 from embedrock.shards.owners import Replica, Shard
@@ -372,6 +372,13 @@ class Handle(nn.Parameter):
         """Return what the table is called among processes that share it, which name theirs in the same order."""
         self.known_as = self.known_as or known_as(self)
         return self.known_as
+
+    def refuse(self, error: EmbedrockError, trains: bool) -> NoReturn:
+        """Raise the error of a lookup that does not begin, on all ranks that look up together with this one."""
+        if self.shard is not None:
+            assert self.sharing is not None  # as it has a shard
+            self.sharing.refuse(error, trains)
+        raise error
 
     @property
     def shard(self) -> Shard | None:
