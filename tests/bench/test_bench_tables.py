@@ -65,7 +65,15 @@ def run(tmp_path, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ours-adam", "ours-side-by-side", "ours-one-table", "ours-layers-adam", "torch-sparse-adagrad"]
+    "name",
+    [
+        "ours-adam",
+        "ours-adam-side-by-side",
+        "ours-side-by-side",
+        "ours-one-table",
+        "ours-layers-adam",
+        "torch-sparse-adagrad",
+    ],
 )
 def test_contenders_make_steps(name, monkeypatch):
     torch = pytest.importorskip("torch")

@@ -297,9 +297,13 @@ def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_pat
         # 24 bytes for each row of the small one, of which half of the budget holds all, and 3/16 of the rest.
         assert both.overlay_bytes == 2000 * 24 + ((8 << 20) - 2000 * 512) * 3 // 16
         assert both.slots > alone.slots
+        group.table("middle", 20_000, 128)  # which is larger than an even share, and has fewer rows than that has room
+        three, rest = tier_of(group).placement, (8 << 20) - 2000 * 512
+        assert rest * 3 / 32 > 20_000 * 24
+        assert three.overlay_bytes == (2000 + 20_000) * 24 + rest * 3 // 32
         group.commit()
     with er.open(tmp_path / "m", memory="8MiB") as group:
-        assert tier_of(group).placement == both
+        assert tier_of(group).placement == three
 
 
 # -------------------------------------------------------------------- reads of all members

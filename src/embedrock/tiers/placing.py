@@ -61,17 +61,18 @@ def place(
 def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:
     """Return how much of a budget is kept for the overlay.
 
-    It is for tables with more rows than are in RAM. Members of a pool that an even share of the budget holds whole need
-    no more than an entry for each row, as they would alone.
+    It is for tables with more rows than are in RAM. Members of a pool have as much as they would have alone, each with
+    an even share of the budget, of which those that it holds whole take no more than they need: and never more than an
+    entry for each row.
     """
     if spec.rows is None:
         return budget * OVERLAY_SIXTEENTHS // 16
     rows = np.sort(np.array(members or [spec.rows], np.float64))  # which is exact up to 2**53
-    nbytes, larger = rows * spec.record_bytes, np.arange(len(members or [0]) - 1, -1, -1)
+    nbytes, larger = rows * spec.record_bytes, np.arange(len(rows) - 1, -1, -1)
     whole = int(np.count_nonzero(np.cumsum(nbytes) + larger * nbytes <= budget))
-    rest = (budget - int(nbytes[:whole].sum())) * OVERLAY_SIXTEENTHS // 16
-    most = int(rows[:whole].sum()) * OVERLAY_ROW_BYTES + rest
-    return min(most, budget * OVERLAY_SIXTEENTHS // 16, spec.rows * OVERLAY_ROW_BYTES)
+    even = (budget - int(nbytes[:whole].sum())) * OVERLAY_SIXTEENTHS / 16 / max(1, len(rows) - whole)
+    entries = np.minimum(rows * OVERLAY_ROW_BYTES, np.where(np.arange(len(rows)) < whole, np.inf, even))
+    return min(int(entries.sum()), budget * OVERLAY_SIXTEENTHS // 16)
 
 
 def _slots_in(nbytes: int, record_bytes: int) -> int:

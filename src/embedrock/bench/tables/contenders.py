@@ -208,6 +208,7 @@ CONTENDERS = (
     _row("ours-rowwise-adagrad", "ert.EmbeddingBagCollection, RowwiseAdagrad", our_collection, 1.1, **ROWWISE),
     _row("ours-adam", "ert.EmbeddingBagCollection, Adam", our_collection, 3, optimizer="Adam"),
     _row("ours-side-by-side", "the same, by concatenate=True", our_side_by_side, 1.1, **ROWWISE),
+    _row("ours-adam-side-by-side", "Adam, by concatenate=True", our_side_by_side, 3, optimizer="Adam"),
     _row("ours-one-table", "one ert.EmbeddingBag with all rows, RowwiseAdagrad", our_table, 1.1, **ROWWISE),
     _row("ours-layers-rowwise-adagrad", "ert.EmbeddingBag each, RowwiseAdagrad", our_layers, 1.1, **ROWWISE),
     _row("ours-layers-adam", "ert.EmbeddingBag each, Adam", our_layers, 3, optimizer="Adam"),
