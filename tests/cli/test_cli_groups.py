@@ -48,6 +48,9 @@ def test_one_table_is_exported_and_imported(group: str, tmp_path: Path, capsys: 
         made.commit()
     assert main(["import", file, f"{group}#users", "--into"]) == 0
     assert "m.rock#users" in capsys.readouterr().out
+    for name in ("users", "new"):
+        assert main(["import", file, f"{group}#{name}"]) == 1  # which made a folder of that name, in the table's way
+        assert f"got a table of the group {group}. Pass --into" in capsys.readouterr().err
     with er.open(group, mode="r") as found:
         np.testing.assert_allclose(found["users"].lookup(IDS), -0.3, rtol=1e-6)
         assert found["items"].steps == 3

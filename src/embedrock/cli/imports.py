@@ -20,7 +20,7 @@ from embedrock.cli.ahead import ahead
 from embedrock.cli.formats import Batch, FileError, Format, ReadOptions, Source, fail, format_to_read, part_of
 from embedrock.cli.formats.vocabulary import VocabularyWriter
 from embedrock.cli.journal import RESTART, Journal
-from embedrock.cli.places import opened
+from embedrock.cli.places import opened, place_of
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.rules import RULES
 from embedrock.terminal.arguments import count
@@ -136,6 +136,12 @@ def _job(arguments: Namespace) -> ImportJob:
 def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     """Refuse to take a table for one that this import made."""
     known = kept is not None or (job.restart and job.journal.path.exists())
+    place = place_of(job.table)
+    if not job.into and place.member is not None and os.path.isdir(place.folder):
+        remedy = (
+            "Make it by er.Group(path=...).table(...) and a commit, if the group has none of that name. Pass --into."
+        )
+        fail(job.table, "the path of a new folder", f"a table of the group {place.folder}", remedy)
     if not job.into and job.table.is_file():
         fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
     if not known and not job.into and job.table.exists():
