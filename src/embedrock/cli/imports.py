@@ -138,9 +138,7 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
     known = kept is not None or (job.restart and job.journal.path.exists())
     place = place_of(job.table)
     if not job.into and place.member is not None and os.path.isdir(place.folder):
-        remedy = (
-            "Make it by er.Group(path=...).table(...) and a commit, if the group has none of that name. Pass --into."
-        )
+        remedy = "Pass --into; if the group has none of that name, make it by er.Group(path=...).table(...) before."
         fail(job.table, "the path of a new folder", f"a table of the group {place.folder}", remedy)
     if not job.into and job.table.is_file():
         fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")

@@ -165,6 +165,8 @@ def _holder(path: str) -> str:
     try:
         with open(path) as file:
             told = json.loads(file.read(LOCK_BYTES))
+        if (told["pid"], told["host"]) == (os.getpid(), socket.gethostname()):
+            return "this process, which has not closed it yet"
         return f"process {int(told['pid'])} on host {str(told['host'])[:80]}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "an unknown process"
