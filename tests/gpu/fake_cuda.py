@@ -271,11 +271,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.record(tensor, stream))
     monkeypatch.setattr(side, "lack_for_kernels", lambda device_type: None)
     launch, load, store = interpreter.GridExecutor.__call__, builder.create_masked_load, builder.create_masked_store
-    rmw = builder.create_atomic_rmw
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
 
-    def touching(name: str, function: Any, writes: bool, pointers: int, mask: int) -> None:
+    def touching(name: str, function: Any, writes: bool, pointers: int, mask: int | None) -> None:
         def called(self: Any, *args: Any) -> Any:
-            gpu.touched(args[pointers].data, args[mask].data, writes)
+            gpu.touched(args[pointers].data, np.array(True) if mask is None else args[mask].data, writes)
             return function(self, *args)
 
         monkeypatch.setattr(builder, name, called)
@@ -283,5 +283,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     touching("create_masked_load", load, False, 0, 1)
     touching("create_masked_store", store, True, 0, 2)
     touching("create_atomic_rmw", rmw, True, 1, 3)
+    touching("create_atomic_cas", cas, True, 0, None)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **named: gpu.kernel(launch, *args, **named))
     return gpu

@@ -36,7 +36,8 @@ HOSTED = [
     Way("hashed, some near", None, (*HASHED, ("device_memory", 1600))),
     Way("hashed, most near", None, (*HASHED, ("device_memory", 8000))),
 ]
-WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED]
+OPEN = Way("open ids, all near", None, (("rows", None), ("device_memory", 1 << 16)))
+WAYS = [ALL_NEAR, NONE_NEAR, *SOME_NEAR, *HOSTED, OPEN]
 
 
 def memory_of(near: int | None) -> int:

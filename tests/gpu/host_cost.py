@@ -29,16 +29,16 @@ from embedrock.kernels.gpu import runtime
 
 ROWS, DIM, BATCH = 2000, 64, 96
 NEAR = {"near": ROWS, "in place": 0, "cached": 500}
+OPEN = 100_000  # records that there is room for, of a table of open ids
 TOGETHER = 10  # tables of a collection
 
 
 class Steps:
     """Lookups and steps of some tables, all alike, one by one or as a collection's."""
 
-    def __init__(self, near: int, tables: int, together: bool) -> None:
-        spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
-        memory = near and memory_for(spec, near)
-        self._layers = [ert.Embedding(ROWS, DIM, seed=k, device_memory=memory) for k in range(tables)]
+    def __init__(self, near: int, tables: int, together: bool, rows: int | None = ROWS) -> None:
+        memory = near and memory_for(er.Table(rows, DIM, rule=er.Adam()).spec, near)
+        self._layers = [ert.Embedding(rows, DIM, seed=k, device_memory=memory) for k in range(tables)]
         whole = torch.nn.ModuleList(self._layers)
         features = {str(k): layer for k, layer in enumerate(self._layers)}
         self._collection = ert.EmbeddingCollection(features) if together else None
@@ -142,6 +142,7 @@ def costs(seconds: float) -> dict[str, dict[str, Any]]:
     attach.check_interpreter = lambda: None
     torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
     ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
+    ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
     ways |= {"ten near": Steps(ROWS, TOGETHER, together=True), "ten of bags": BagSteps(ROWS, TOGETHER)}
     return {name: cost(steps, 1, seconds) for name, steps in ways.items()}
 

@@ -17,6 +17,7 @@ from gpu_models import (
     DIM,
     HOSTED,
     NONE_NEAR,
+    OPEN,
     ROWS,
     SOME_NEAR,
     Way,
@@ -68,6 +69,7 @@ class Scarce:
         *((ALL_NEAR, 4), (SOME_NEAR[1], 8)),
         *slow(*((ALL_NEAR, left) for left in (0, 2, 6, 8, 10, 12))),
         *slow(*((SOME_NEAR[1], left) for left in (0, 2, 4, 6, 10, 12))),
+        *slow(*((OPEN, left) for left in range(0, 12, 2))),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -140,7 +142,9 @@ def until_it_fits(act: Callable[[], object], after_failure: Callable[[], object]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2]], ids=lambda way: way.name)
+@pytest.mark.parametrize(
+    "way", [ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2], OPEN], ids=lambda way: way.name
+)
 def test_no_allocation_that_fails_leaves_half_a_step(way: Way):
     model, other = train(make(way), batches(2)), train(make(None), batches(2))
     before, ids = other.weights(), batches(1, seed=1)
@@ -161,7 +165,7 @@ def test_no_allocation_that_fails_leaves_half_a_step(way: Way):
     assert_same_table(model.table, other.table)
 
 
-@pytest.mark.parametrize("way", [ALL_NEAR, *slow(SOME_NEAR[1], HOSTED[2])], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(SOME_NEAR[1], HOSTED[2], OPEN)], ids=lambda way: way.name)
 def test_no_allocation_that_fails_loses_rows_that_are_brought_back(way: Way):
     model, other = train(make(way), batches(2)), train(make(None), batches(2))
     assert until_it_fits(model.weights, lambda: None) > 2

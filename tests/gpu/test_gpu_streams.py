@@ -16,7 +16,7 @@ from gpu_models import DIM, ROWS, memory_of
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, cuda_runtime, side, timeline
+from embedrock.device import attach, cuda_runtime, memory_for, side, timeline
 from embedrock.errors import UnsupportedError
 from slow import slow
 
@@ -33,11 +33,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 class Trained:
     """Some layers on the fake GPU, and the same on the CPU."""
 
-    def __init__(self, near: int | None, count: int = 1, **arguments: Any) -> None:
-        memory = memory_of(near)
+    def __init__(self, near: int | None, count: int = 1, rows: int | None = ROWS, **arguments: Any) -> None:
+        memory = memory_of(near) if rows else memory_for(er.Table(None, DIM, rule=er.Adam()).spec, 100)
         options = {"init": er.Normal(std=0.5), "seed": 5, **arguments}
-        self.layers = [ert.Embedding(ROWS, DIM, **options, device_memory=memory) for _ in range(count)]
-        self.others = [ert.Embedding(ROWS, DIM, **options) for _ in range(count)]
+        self.layers = [ert.Embedding(rows, DIM, **options, device_memory=memory) for _ in range(count)]
+        self.others = [ert.Embedding(rows, DIM, **options) for _ in range(count)]
         wholes = [torch.nn.ModuleList(layers) for layers in (self.layers, self.others)]
         self.optimizers = [ert.Adam(whole, lr=0.1) for whole in wholes]
         ert.place(wholes[0], "cuda")
@@ -75,6 +75,17 @@ def test_streams_may_change_from_step_to_step(gpu: FakeGPU, near: int | None):
         with gpu.on(streams[k % 2]):
             streams[k % 2].wait_stream(streams[1 - k % 2])  # the loop's own order: model, loss, gradients
             trained.step(torch.arange(6 + k) + 4 * k)  # scratch of other sizes
+    trained.check(gpu)
+
+
+@pytest.mark.slow
+def test_streams_may_change_where_the_directory_is_on_the_device(gpu: FakeGPU):
+    trained, streams = Trained(None, rows=None), [gpu.new_stream() for _ in range(2)]
+    for k, ids in enumerate(ert.prefetch(THERE_AND_BACK, {trained.layers[0]: lambda ids: ids})):
+        with gpu.on(streams[k % 2]):
+            streams[k % 2].wait_stream(streams[1 - k % 2])
+            trained.step(ids)
+    assert "open ids" in repr(trained.layers[0].table)
     trained.check(gpu)
 
 

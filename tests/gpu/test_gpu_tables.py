@@ -225,7 +225,7 @@ def test_a_cache_of_a_hashed_table_is_used():
 
 @pytest.mark.parametrize("memory", [200_000, *slow(None)])
 def test_hashed_tables_that_grow(memory: int | None):
-    layers = [ert.Embedding(None, 3, seed=1, device_memory=memory) for _ in range(2)]
+    layers = [ert.Embedding(11_000, 3, seed=1, directory="hashed", device_memory=memory) for _ in range(2)]
     steps = [ert.SGD(layer, lr=0.1) for layer in layers]
     on_device(layers[0])
     for k in range(3):

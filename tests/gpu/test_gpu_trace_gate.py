@@ -1,6 +1,7 @@
-"""The trace gate with the rows of the table on disk, alone or in a group, used on a device, behind any cache there.
+"""The trace gate with rows of one of the tables used on a device: of that on disk, or of that in RAM with open ids.
 
-All else that a table can be asked comes in between, from this thread and from others.
+There is a cache of any size of the one's, or none; and room for any number of the other's. All else that a table can be
+asked comes in between, from this thread and from others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from gpu_device import DEVICE
 import embedrock as er
 from disk_pair import BATCH, TOTAL, Case
 from embedrock.device import attach, memory_for
-from embedrock.device.side import DeviceSide
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
 from embedrock.torch.training.steps import DueStep, step_all
@@ -36,7 +36,8 @@ class DevicePair(TracedPair):
         super().__init__(case, folder)
         self._near = random.Random(case.seed).choice((case.in_group * 2, 1, BATCH // 2, 2 * BATCH, TOTAL))
 
-    def _side(self) -> DeviceSide:
+    def on_device(self) -> er.Table:
+        """Return the table that is used on the device, with the memory that it has there."""
         slots = rows_of(self.table).tier.used_slots
         given = self._near and memory_for(self.table.spec, self._near, slots)
         if self.table.group is None:
@@ -45,36 +46,55 @@ class DevicePair(TracedPair):
             most = max(tier.used_slots for tier in self.table.group.pools.tiers)
             given = memory_for(self.table.spec, self._near, most) * len(self.table.group.pools)
             self.table.group.device_memory = given
-        side = attach.side_of(self.table, torch.device(DEVICE))
-        assert side is not None
-        return side
+        return self.table
 
     def step(self, ids: np.ndarray) -> None:
         if not isinstance(self.ram.rule, TO_THE_BIT):
             return super().step(ids)
-        side, grads, lr = self._side(), self.grads(ids), float(self.rng.choice([0.1, 0.05]))
+        there = self.on_device()
+        other = self.ram if there is self.table else self.table
+        side = attach.side_of(there, torch.device(DEVICE))
+        assert side is not None
+        grads, lr = self.grads(ids), float(self.rng.choice([0.1, 0.05]))
         if self.rng.random() < 0.5:
             (later,) = self.batches(self._trace(), 1)
             side.expect(torch.from_numpy(later))
         plan = side.plan(torch.from_numpy(ids), trains=True)
-        np.testing.assert_array_equal(side.read(plan).cpu().numpy(), self.ram.lookup(ids))
+        np.testing.assert_array_equal(side.read(plan).cpu().numpy(), other.lookup(ids))
         summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), None, False)
-        step_all([DueStep(side, replace(cast(Any, self.ram.rule), lr=lr), summed)])
-        self.ram.update(ids, grads, lr=lr)
+        step_all([DueStep(side, replace(cast(Any, there.rule), lr=lr), summed)])
+        other.update(ids, grads, lr=lr)
+
+    def leave(self) -> None:
+        """Use the rows on the CPU for what a device cannot, or would tell otherwise."""
+        rows_of(self.table).leave_side()
+        rows_of(self.ram).leave_side()
+        if self.table.group is None:
+            self.table.device_memory = None
 
     def grow(self, to_open: bool = False) -> None:
-        rows_of(self.table).leave_side()
+        self.leave()
         super().grow(to_open)
 
     def forget(self) -> None:
-        rows_of(self.table).leave_side()
+        self.leave()
         super().forget()
 
     def facts(self) -> None:
-        rows_of(self.table).leave_side()
-        if self.table.group is None:
-            self.table.device_memory = None
+        self.leave()
         super().facts()
+
+
+class OpenPair(DevicePair):
+    """A pair of open ids, whose table in RAM is stepped on a device, where its directory is while they fit there."""
+
+    def __init__(self, case: Case, folder: Any) -> None:
+        super().__init__(case, folder)
+        self._near = random.Random(case.seed).choice((BATCH, 8 * BATCH, TOTAL // 2, TOTAL))
+
+    def on_device(self) -> er.Table:
+        self.ram.device_memory = memory_for(self.ram.spec, self._near)
+        return self.ram
 
 
 DevicePair.events = {
@@ -86,6 +106,9 @@ DevicePair.events = {
 }
 
 
+OpenPair.events = DevicePair.events
+
+
 def case_of(seed: int, in_group: bool) -> Case:
     rule = [rule for rule in LAZY if isinstance(rule, TO_THE_BIT)][seed % len(TO_THE_BIT)]
     return replace(drawn_case(seed), rule=rule, in_group=in_group, admission=None, eviction=None)
@@ -95,3 +118,9 @@ def case_of(seed: int, in_group: bool) -> Case:
 @pytest.mark.parametrize("in_group", [False, *slow(True)])
 def test_a_trace_on_a_device(seed: int, operations: int, in_group: bool, tmp_path: Path):
     play(case_of(seed, in_group), drawn_acts(seed, operations), tmp_path / "table", DevicePair)
+
+
+@pytest.mark.parametrize(("seed", "operations"), [(0, 6), *slow(*((seed, 100) for seed in range(1, 41)))])
+def test_a_trace_of_open_ids_on_a_device(seed: int, operations: int, tmp_path: Path):
+    case = replace(case_of(seed, in_group=False), rows=None)
+    play(case, drawn_acts(seed, operations), tmp_path / "table", OpenPair)

@@ -12,6 +12,7 @@ from embedrock.device.annex import Annex
 from embedrock.device.direct import DirectSide
 from embedrock.device.faults import in_use
 from embedrock.device.hosted import HostedSide
+from embedrock.device.open import OpenSide
 from embedrock.device.pinned import PinningError, warn_of
 from embedrock.device.side import DeviceSide, drawn_by, form_of
 from embedrock.device.timeline import enough_memory
@@ -91,12 +92,24 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
             stacklevel=5,
         )
         return None
+    if given and (memory := _open_tier(rows, budget)) is not None:
+        return OpenSide(rows, memory, device, budget)
     annex = _annex_of_pool(table, device)
     if annex is None:
         annex = _annex(table, device, 0 if given is None else budget)
         if given and not annex.near.placement.near_rows:
             _warn_of_no_room(table, given, annex.tier)
     return HostedSide(rows, annex)
+
+
+def _open_tier(rows: Rows, budget: int) -> Memory | None:
+    """Return the tier of open ids, all of whose rows are near; None where the host has to plan."""
+    spec, tier = rows.spec, rows.tier
+    if spec.rows is not None or drawn_by(spec.init) is None or not isinstance(tier, Memory):
+        return None
+    # The next ids get the slots after the last, not those of ids that were forgotten.
+    fits = tier.count == tier.used_slots and tier.count < device_placing.all_open(spec, budget).near_rows
+    return tier if fits else None
 
 
 def _annex(table: Table, device: torch.device, budget: int) -> Annex:

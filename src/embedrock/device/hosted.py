@@ -21,12 +21,11 @@ from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
+from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.table.member_steps import prepare_each
 from embedrock.table.rows import Rows
-
-DROPPED = -2  # key of a row that is not stepped
 
 
 class HostedSide(DeviceSide):
@@ -200,8 +199,7 @@ class HostedSide(DeviceSide):
                     return plan
                 return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))
 
-    @staticmethod
-    def _host(plan: DevicePlan) -> Plan:
+    def _host(self, plan: DevicePlan) -> Plan:
         assert plan.host is not None  # it was made here
         return plan.host
 
@@ -211,8 +209,7 @@ class HostedSide(DeviceSide):
         return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
 
     def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
-        # The host plans, so it has to know whether the earlier gradients still are there.
-        if earlier.number is not earlier.shown and bool(earlier.is_dropped):
+        if are_dropped(earlier):
             return later
         parts = [(self._host(earlier.plan), earlier.scaled()), (self._host(later.plan), later.values)]
         ids = np.concatenate([host.ids for host, _ in parts])
@@ -222,3 +219,8 @@ class HostedSide(DeviceSide):
             plan = self._planned(host)
         plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
         return sum_rows(values, plan, self.no_row)
+
+
+def are_dropped(grads: DeviceGradients) -> bool:
+    """Return whether gradients were zeroed, which who plans on the host has to know. Waits for the device."""
+    return grads.number is not grads.shown and bool(grads.is_dropped)

@@ -32,6 +32,7 @@ class DevicePlan:
         positions: int32 (n,), the key of each position, where the device planned.
         ordered: the same, sorted.
         host: the same on the host, where the host planned.
+        epoch: of the directory on the device that `keys` were found in; changes when ids get slots.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class DevicePlan:
     positions: Tensor | None = None
     ordered: Tensor | None = None
     host: Plan | None = None
+    epoch: int = 0
 
     @property
     def all_keys(self) -> Tensor:
@@ -86,6 +88,23 @@ def make_plan(
     kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
     shape = tuple(keys.shape)
     return DevicePlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+
+
+def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
+    """Decide what a batch of any ids needs, by sorting. Nothing waits for the device. `keys` are yet to be found.
+
+    Args:
+        ids: int64, any shape.
+        stamp: number of the batch.
+    """
+    n, device = ids.numel(), ids.device
+    sizes = 2 * n, 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n)
+    keys, unique, starts, inverse, count, counts, drawn = carved(torch.int32, device, sizes)
+    keys, unique = keys.view(torch.int64), unique.view(torch.int64)
+    ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
+    kernels.mark(ordered, None, counts, count, stamp)  # no id is wrong, so there is no fault
+    kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
+    return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp)
 
 
 def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:

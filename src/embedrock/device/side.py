@@ -408,6 +408,7 @@ class DeviceSide(ABC):
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
+            self.admit(plan, judged.verdict)
             seed = int(self.rows.spec.key)
             args = judged.verdict, grads.clip_value, plan.count, self.near.homes, self.first
             rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form)
@@ -434,6 +435,9 @@ class DeviceSide(ABC):
     @abstractmethod
     def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
         """Let a step by the verdict, int32 (LINE,), begin; return the plan with the keys that it is made of."""
+
+    def admit(self, plan: DevicePlan, verdict: Tensor) -> None:  # noqa: B027  # most have done so, or need not
+        """Give slots to the rows of a plan that was made ready, if they have none, and the step is made."""
 
     def skip_step(self) -> None:
         """Count a step that is left out."""

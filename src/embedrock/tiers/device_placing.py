@@ -12,6 +12,7 @@ from embedrock.wording import counted
 
 MAP_BYTES = 4  # for each row of the table: where it is
 SLOT_BYTES = 17  # for each record of the cache: whose it is, how often and when it was used, whether it changed
+OPEN_ENTRIES = 2  # of the directory of open ids, for each record, of 8 bytes; there are 8 bytes for its id, too
 FREE_SHARE = 2  # of the GPU memory that is free, one part in so many, where no budget is given
 
 
@@ -97,6 +98,17 @@ def slot_bytes(spec: Spec) -> int:
     return spec.record_bytes + SLOT_BYTES + MAP_BYTES
 
 
+def all_open(spec: Spec, budget: int) -> DevicePlacement:
+    """Return the placement of a table of open ids, all of whose rows are near while so many bytes hold them."""
+    rows = min(budget // open_bytes(spec), MOST_SLOTS)
+    return DevicePlacement("device" if rows else "host", rows, rows * open_bytes(spec))
+
+
+def open_bytes(spec: Spec) -> int:
+    """Return the bytes of a record of a table of open ids that are all near, with what finds it."""
+    return spec.record_bytes + MAP_BYTES + 8 * (1 + OPEN_ENTRIES)
+
+
 def cached(spec: Spec, near_rows: int) -> DevicePlacement:
     """Return the placement of a table whose slots are not its ids: a cache of so many records, or none."""
     if near_rows < 1:
@@ -117,4 +129,6 @@ def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:
         >>> memory_for(er.Table(rows=1000, dim=16, rule=er.Adam()).spec, 100)
         24900
     """
+    if spec.rows is None and slots is None:
+        return near_rows * open_bytes(spec)
     return ((spec.rows or 0) if slots is None else slots) * MAP_BYTES + near_rows * (spec.record_bytes + SLOT_BYTES)

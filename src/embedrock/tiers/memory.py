@@ -159,6 +159,10 @@ class Memory(Tier):
         self.directory.insert(ids, slots)  # last, so that nobody finds a record that was not made
         return slots
 
+    def enter(self, ids: np.ndarray) -> None:
+        """Give the next slots to new ids, in their order: their records were made beside it."""
+        self.directory.insert(ids, np.full(len(ids), -1, np.int64))
+
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         return (ids for ids, _ in self.directory.batches(size))
 

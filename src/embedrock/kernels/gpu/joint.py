@@ -308,7 +308,7 @@ def _read_tables(
         seed, a, b, c = _drawn(entry)
         own = key - tl.load(entry)
         mine = here & (own >= -1) & (own <= rows)
-        read_rows(u, mine, own, where, rows, near, far, out, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
+        read_rows(u, mine, own, None, where, rows, near, far, out, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
         table += 1
 
 

@@ -45,7 +45,7 @@ def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
     program = tl.program_id(0)
     _, heads = load_heads(keys, program * LANES + tl.arange(0, LANES), n)
     tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0))
-    if program == 0:
+    if limit is not None and program == 0:
         first, last = tl.load(keys).to(tl.int64), tl.load(keys + n - 1).to(tl.int64)
         bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
         tl.debug_barrier()  # what was read is overwritten
@@ -56,7 +56,10 @@ def _mark(keys, limit, counts, fault, n, number, LANES: tl.constexpr):
 
 
 def mark(keys, limit, counts, fault, number):
-    """Count the keys that begin in each block; note one outside ``[0, limit)`` in `fault`, unless there is a fault."""
+    """Count the keys that begin in each block; note one outside ``[0, limit)`` in `fault`, unless there is a fault.
+
+    Where `limit` is None, no key is outside.
+    """
     n = keys.shape[0]
     launch(_mark, blocks(n), keys, limit, counts, fault, n, number, LANES=BLOCK)
 

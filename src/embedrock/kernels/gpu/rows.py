@@ -56,6 +56,7 @@ def read_rows(
     u,
     here,
     key,
+    ids,
     where,
     limit,
     near,
@@ -72,7 +73,7 @@ def read_rows(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the weights of records to the lines `u` of `out` that are `here`."""
+    """Copy the weights of records to the lines `u` of `out` that are `here`. No `ids`: they are the keys."""
     place, known, has, _ = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
     may_read = known if KIND.is_identity else has  # near memory is there, whatever is in it
     _, inside = _tile(u, may_read, BLOCK, FORM)
@@ -83,7 +84,10 @@ def read_rows(
     else:
         absent = here & (has == 0)
         if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-            drawn = DRAW(key, seed, a, b, c, BLOCK)
+            row = key
+            if ids is not None:
+                row = tl.load(ids + u, mask=absent, other=0)
+            drawn = DRAW(row, seed, a, b, c, BLOCK)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
     at, inside = _tile(u, here, BLOCK, FORM)
     tl.store(out + at, values, mask=inside)
@@ -92,6 +96,7 @@ def read_rows(
 @kernel("count", "limit", "seed")
 def _read(
     keys,
+    ids,
     count,
     where,
     dirty,
@@ -113,7 +118,7 @@ def _read(
 ):
     u, here = rows_of_program(count, ROWS)
     key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
-    read_rows(u, here, key, where, limit, near, far, fresh, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
+    read_rows(u, here, key, ids, where, limit, near, far, fresh, seed, a, b, c, out, DRAW, KIND, FORM, ALIGN, BLOCK)
 
 
 @kernel("limit")
@@ -296,28 +301,29 @@ def _refresh(
     tl.store(rows + at, w, mask=inside)
 
 
-def read(keys, count, homes, seed, drawn, form, out):
+def read(keys, count, homes, seed, drawn, form, out, ids=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its first value, rounded to nearest as it will be stored.
 
     Args:
-        keys: int64 or int32 (n,), slots of rows, which are their ids: they decide first values, with `seed`.
+        keys: int64 or int32 (n,), slots of rows; those of none have no record.
         count: int32 (1,), or a number.
         homes: where the records are.
         seed: 64 bits.
         drawn: how first values are drawn, see `generator.draw_args`.
         form: of the records.
         out: see above.
+        ids: int64 (n,), which decide first values, with `seed`; None: the keys do.
     """
     programs, ready = _to_read(form, homes.kind, drawn[0])
-    ready.launch(programs(keys.shape[0]), keys, count, homes.arguments, out, draw_args(seed, drawn), out)
+    ready.launch(programs(keys.shape[0]), keys, ids, count, homes.arguments, out, draw_args(seed, drawn), out)
 
 
 def gather(keys, fresh, count, homes, form, out):
     """Copy the weights of records to `out` float32 (n, dim): as `read` does, but key ``-1 - k`` is of ``fresh[k]``."""
     programs, ready = _to_read(form, homes.kind, None)
-    ready.launch(programs(keys.shape[0]), keys, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
+    ready.launch(programs(keys.shape[0]), keys, None, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
 
 
 def scatter(keys, values, count, homes, form):

@@ -1,4 +1,5 @@
-"""What GPU kernels do that CPU kernels do otherwise: the specification of ``kernels/gpu/plan.py`` and ``cache.py``.
+"""What GPU kernels do that CPU kernels do otherwise: the specification of ``kernels/gpu/``: ``plan.py``, ``cache.py``,
+``directory.py`` and others.
 
 A batch's plan has room for n unique keys; `count`, int32 (1,), says how many there are. What lies beyond is neither
 read nor written.
@@ -32,17 +33,21 @@ AGES = (1 << 22) - 1
 OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
 MOST_SLOTS = CHANGED  # near ones
+NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
 
 # ---------------------------------------------------------------- the plan
 
 
-def mark(keys: Int64Array, limit: int, counts: Int32Array, fault: Int64Array, number: int) -> None:
+def mark(keys: Int64Array, limit: int | None, counts: Int32Array, fault: Int64Array, number: int) -> None:
     """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
 
     Args:
         keys: (n,), sorted; int32 or int64.
+        limit: see above; None: no key is outside.
         counts: how many keys begin in each block, for the fast `collect`.
     """
+    if limit is None:
+        return
     bad = keys[[0, -1]][[keys[0] < 0, keys[-1] >= limit]]
     if bad.size and not fault[0]:
         fault[:3] = OUT_OF_RANGE, number, bad[0]
@@ -301,6 +306,38 @@ def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
         root = np.sqrt(np.square(values[: count[0]], dtype=np.float64).sum()).astype(np.float32)
     root = np.inf if np.isnan(root) else root
     norms[:] = root, 0, root
+
+
+# ---------------------------------------------------------------- open ids
+
+
+def search(keys: Int64Array, count: Int32Array, known: Int64Array, ids: Int64Array, used: int) -> Int64Array:
+    """Return the slots of ids that are to be stepped, `NEW` where there is none.
+
+    Args:
+        keys: (n,), the ids, none of them twice.
+        count: int32 (1,), how many there are.
+        known: (n,), `DROPPED` where a row is not stepped, which the slots keep.
+        ids: of the slots, in their order.
+        used: how many slots were given.
+    """
+    slots = {key: slot for slot, key in enumerate(ids[:used].tolist())}
+    found = np.array([slots.get(key, NEW) for key in keys[: count[0]].tolist()], np.int64)
+    return np.where(known[: count[0]] == DROPPED, DROPPED, found)
+
+
+def enter(keys: Int64Array, slots: Int64Array, is_live: bool, ids: Int64Array, used: int) -> int:
+    """Give the next slots to ids that have none, in their order, and return how many are given then.
+
+    Args:
+        keys, ids, used: see `search`; `ids` receives the new ones.
+        slots: as `search` returned them; it receives the new ones.
+        is_live: whether a step is made; if not, nothing happens.
+    """
+    new = np.flatnonzero(slots == NEW) if is_live else slots[:0]
+    slots[new] = used + np.arange(len(new))
+    ids[slots[new]] = keys[new]
+    return used + len(new)
 
 
 # ---------------------------------------------------------------- several tables

@@ -1,0 +1,189 @@
+"""Where the records of open ids are, by a hash table in GPU memory: see ``kernels/reference/device.py``.
+
+An entry, 8 bytes, has 32 bits of its id's hash and the slot + 1, 0: empty. Others decide where it lies: there, or where
+the next place is free, so that a line of 128 bytes has most of what is looked at. Who is there last is no matter to who
+is found, and slots are given by rank: so programs may claim places in any order.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu.plan import sum_before
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.reference import device as reference
+
+LANES = 512
+NEW, DROPPED = reference.NEW, reference.DROPPED
+
+_NEW, _DROPPED = tl.constexpr(NEW), tl.constexpr(DROPPED)
+_LIVE = tl.constexpr(gate.LIVE)
+_SLOTS = tl.constexpr((1 << 32) - 1)  # bits of an entry
+_NO_ENTRY = tl.constexpr(-1)
+_MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC53)
+
+
+class Entries(NamedTuple):
+    """A directory: tensors that stay from batch to batch.
+
+    Attributes:
+        table: int64 (size,), at least twice as many as there are slots.
+        ids: int64 (slots,), in the order of the slots that were given.
+        seed: of the hash, 63 bits.
+    """
+
+    table: Any
+    ids: Any
+    seed: int
+
+
+def blocks(n):
+    """Return the number of counts that n rows have."""
+    return -(-n // LANES)
+
+
+@inlined
+def _mix(key):
+    # The finalizer of MurmurHash3, as in kernels/reference/directory.py.
+    h = key
+    h = (h ^ (h >> 33)) * _MIX_1
+    h = (h ^ (h >> 33)) * _MIX_2
+    return h ^ (h >> 33)
+
+
+@inlined
+def _home(key, seed, size):
+    """Return where an id's entry would be, and the bits of its hash that it has."""
+    h = _mix(key.to(tl.uint64) ^ seed)
+    return (((h >> 32) * size.to(tl.uint64)) >> 32).to(tl.int64), (h << 32).to(tl.int64)
+
+
+@inlined
+def _after(place, size):
+    return tl.where(place + 1 == size, 0, place + 1)
+
+
+@inlined
+def _seek(key, here, table, ids, seed, size):
+    """Return the slots of ids that are `here`, `NEW` where there is none."""
+    place, digest = _home(key, seed, size)
+    slot = tl.zeros_like(key) + _NEW
+    seeks = here
+    while tl.max(seeks.to(tl.int32), 0) > 0:
+        entry = tl.load(table + place, mask=seeks, other=0)
+        at = (entry & _SLOTS) - 1
+        alike = seeks & (entry != 0) & ((entry >> 32) == (digest >> 32))
+        same = alike & (tl.load(ids + at, mask=alike, other=0) == key)
+        slot = tl.where(same, at, slot)
+        seeks = seeks & (entry != 0) & (same == 0)
+        place = _after(place, size)
+    return slot
+
+
+@inlined
+def _claim(key, slot, new, table, seed, size):
+    """Make entries for ids that have none."""
+    place, digest = _home(key, seed, size)
+    entry = digest | (slot + 1)
+    claims = new
+    while tl.max(claims.to(tl.int32), 0) > 0:
+        # There is no mask: who claims nothing compares with what is no entry.
+        free = tl.zeros_like(entry) + tl.where(claims, 0, _NO_ENTRY)
+        was = tl.atomic_cas(table + place, free, entry, sem="relaxed")
+        claims = claims & (was != 0)
+        place = tl.where(claims, _after(place, size), place)
+
+
+@kernel("size", "seed")
+def _find(keys, count, slots, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+    u = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    here = u < tl.load(count)
+    key = tl.load(keys + u, mask=here, other=0)
+    tl.store(slots + u, _seek(key, here, table, ids, seed, size), mask=here)
+
+
+def find(keys, count, entries, slots):
+    """Write the slot of each id, int64 (n,), or `NEW` where there is none.
+
+    Args:
+        keys: int64 (n,), the ids.
+        count: int32 (1,), how many there are.
+        entries: see `Entries`.
+        slots: see above; nothing is written beyond those that there are.
+    """
+    table, ids, seed = entries
+    launch(_find, blocks(len(keys)), keys, count, slots, table, ids, table.shape[0], seed, LANES=LANES)
+
+
+@kernel("size", "seed")
+def _search(keys, count, known, slots, counts, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    u = program * LANES + tl.arange(0, LANES)
+    here = u < tl.load(count)
+    dropped = tl.load(known + u, mask=here, other=_DROPPED) == _DROPPED
+    seeks = here & (dropped == 0)
+    key = tl.load(keys + u, mask=here, other=0)
+    slot = _seek(key, seeks, table, ids, seed, size)
+    tl.store(slots + u, tl.where(dropped, _DROPPED, slot), mask=here)
+    tl.store(counts + program, tl.sum((seeks & (slot == _NEW)).to(tl.int32), axis=0))
+
+
+def search(keys, count, known, entries, slots, counts):
+    """Write the slots of ids that are to be stepped, and count those that have none, for `enter`.
+
+    Args:
+        keys, count, entries, slots: see `find`.
+        known: int64 (n,): `DROPPED` where a row is not stepped, which `slots` keep.
+        counts: int32, see `blocks`.
+    """
+    table, ids, seed = entries
+    args = keys, count, known, slots, counts, table, ids, table.shape[0], seed
+    launch(_search, blocks(len(keys)), *args, LANES=LANES)
+
+
+@kernel("size", "seed", "turn", "parts")
+def _enter(
+    keys, count, slots, counts, parts, verdict, used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
+):
+    program = tl.program_id(0)
+    u = program * LANES + tl.arange(0, LANES)
+    live = tl.load(verdict + _LIVE) != 0
+    first = tl.load(used + turn)
+    new = (u < tl.load(count)) & live
+    new &= tl.load(slots + u, mask=new, other=_DROPPED) == _NEW
+    key = tl.load(keys + u, mask=new, other=0)
+    slot = first + sum_before(counts, program) + tl.cumsum(new.to(tl.int32), axis=0) - 1
+    tl.store(slots + u, slot, mask=new)
+    tl.store(ids + slot, key, mask=new)
+    _claim(key, slot, new, table, seed, size)
+    if program == 0:
+        tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
+
+
+def enter(keys, count, slots, counts, verdict, used, turn, entries):
+    """Give the next slots to ids that have none, in their order, and make entries for them.
+
+    Args:
+        keys, count, slots, counts: as `search` left them; `slots` receives the new ones.
+        verdict: int32 (LINE,) of `gate.judge`: where no step is made, no id gets a slot.
+        used: int64 (2,): how many slots were given, at `turn`; the other receives how many are.
+        turn: 0 or 1.
+        entries: see `find`.
+    """
+    table, ids, seed = entries
+    args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
+    launch(_enter, counts.shape[0], *args, LANES=LANES)
+
+
+@kernel("start", "stop", "size", "seed")
+def _file(start, stop, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+    slot = start + tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    new = slot < stop
+    _claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
+
+
+def file(start, stop, entries):
+    """Make entries for the ids in slots from `start` up to `stop`, which have none."""
+    table, ids, seed = entries
+    launch(_file, blocks(stop - start), start, stop, table, ids, table.shape[0], seed, LANES=LANES)

@@ -1,0 +1,35 @@
+"""How directory.py is called, and what open ids need of others, for compile_all.py."""
+
+from __future__ import annotations
+
+import torch
+from examples_rows import forms
+
+from embedrock.kernels.gpu import directory, plan, rows
+from embedrock.kernels.gpu.homes import Homes, RecordMemory
+from embedrock.rules import Adam
+
+N, SLOTS = 100, 1000
+
+
+def example_directory() -> None:
+    keys, count = torch.arange(N), torch.full((1,), N, dtype=torch.int32)
+    counts, verdict = torch.zeros(directory.blocks(N), dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    used, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
+    for slots, seed in ((SLOTS, 1), (SLOTS + 1, 2**63 - 1), (1, 16)):  # what Triton compiles kernels anew for
+        entries = directory.Entries(torch.zeros(2 * slots, dtype=torch.int64), ids, seed)
+        directory.find(keys, count, entries, keys)
+        directory.search(keys, count, keys, entries, keys, counts)
+        for turn in range(2):
+            directory.enter(keys, count, keys, counts, verdict, used, turn, entries)
+        for start, stop in ((0, 1), (0, 16), (1, 18)):
+            directory.file(start, stop, entries)
+
+
+def example_open_rows() -> None:
+    keys, counts = torch.arange(N), torch.zeros(plan.blocks(N), dtype=torch.int32)
+    plan.mark(keys, None, counts, counts, 7)
+    where, count = torch.zeros(N, dtype=torch.int32), torch.full((1,), N, dtype=torch.int32)
+    for form in forms(Adam()):
+        homes = Homes(where, None, True, N, RecordMemory(2**40, 2**41, form.record_bytes))
+        rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)

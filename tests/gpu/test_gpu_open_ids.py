@@ -1,0 +1,314 @@
+"""Open ids whose directory is on the device, against the reference and against tables that the CPU plans."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import race_detector
+import torch
+from gpu_device import DEVICE
+from gpu_models import on_device
+from tensors import Poisoned, one, tensor, verdict
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device import memory_for
+from embedrock.device.open import OpenSide
+from embedrock.kernels.gpu import directory as kernels
+from embedrock.kernels.reference import device, directory
+from slow import slow
+
+DIM = 5
+EXTREMES = [-(2**63), 2**63 - 1, 0, -1, 1, 2**62, -(2**31), 2**32]
+MASK = 2**64 - 1
+
+# ---------------------------------------------------------------- kernels
+
+
+def unmix(h: int) -> int:
+    """Return the id that is scattered to a hash: `directory.mix` backwards."""
+    for factor in (0xC4CEB9FE1A85EC53, 0xFF51AFD7ED558CCD):
+        h ^= h >> 33
+        h = h * pow(factor, -1, 2**64) & MASK
+    return h ^ (h >> 33)
+
+
+def forged(hashes: Sequence[int], seed: int) -> np.ndarray:
+    """Return ids that have these hashes in a directory with a seed."""
+    ids = np.array([unmix(h) ^ seed for h in hashes], np.uint64).view(np.int64)
+    np.testing.assert_array_equal([directory.mix(int(each) ^ seed) for each in ids], hashes)
+    return ids
+
+
+class Pair:
+    """A directory on the device, and the reference's."""
+
+    def __init__(self, slots: int, seed: int) -> None:
+        table = torch.zeros(2 * slots, dtype=torch.int64, device=DEVICE)
+        self.entries = kernels.Entries(table, Poisoned((slots,), torch.int64).inside, seed)
+        self.used, self.turn = torch.zeros(2, dtype=torch.int64, device=DEVICE), 0
+        self.ids, self.count = np.zeros(slots, np.int64), 0
+
+    def step(self, ids: np.ndarray, dropped: np.ndarray, live: bool, spare: int) -> None:
+        """Look ids up and enter them; `spare` are beyond the count."""
+        n = len(ids)
+        keys = tensor(np.append(ids, np.full(spare, 7)))
+        known = tensor(np.where(np.append(dropped, np.zeros(spare, bool)), device.DROPPED, device.NEW))
+        count = one(n)
+        found, slots = (Poisoned((n + spare,), torch.int64) for _ in range(2))
+        counts = Poisoned((kernels.blocks(n + spare),), torch.int32)
+        expected = device.search(ids, np.array([n]), np.where(dropped, device.DROPPED, 0), self.ids, self.count)
+        kernels.find(keys, count, self.entries, found.inside)
+        np.testing.assert_array_equal(found.check(n)[~dropped], expected[~dropped])
+        kernels.search(keys, count, known, self.entries, slots.inside, counts.inside)
+        np.testing.assert_array_equal(slots.check(n), expected)
+        assert counts.inside.sum() == np.count_nonzero(expected == device.NEW)
+        kernels.enter(keys, count, slots.inside, counts.inside, verdict(live), self.used, self.turn, self.entries)
+        self.turn = 1 - self.turn
+        self.count = device.enter(ids, expected, live, self.ids, self.count)
+        np.testing.assert_array_equal(slots.check(n), expected)
+        assert int(self.used[self.turn]) == self.count
+        np.testing.assert_array_equal(self.entries.ids[: self.count].cpu().numpy(), self.ids[: self.count])
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 20))])
+def test_ids_get_the_slots_of_the_reference(seed: int):
+    rng = np.random.default_rng(seed)
+    pair = Pair(3000, int(rng.integers(2**63)))
+    for k in range(5):
+        some = rng.integers(-(2**63), 2**63 - 1, rng.integers(1, 700)), rng.integers(-9, 9, 5), EXTREMES
+        known = rng.choice(pair.ids[: max(1, pair.count)], 20)
+        ids = np.unique(np.concatenate([*some, known]))
+        if len(ids) + pair.count < 3000:
+            pair.step(ids, rng.random(len(ids)) < 0.1, k != 1, int(rng.integers(0, 600)))
+    assert pair.count > 100
+
+
+@pytest.mark.parametrize("alike", ["place", "digest"])
+@pytest.mark.parametrize("count", [40, *slow(4000)])
+def test_ids_that_collide(count: int, alike: str):
+    # An id's place is decided by the upper half of its hash, and its digest is the lower one.
+    hashes = [(7 << 32) | k if alike == "place" else (k << 32) | 7 for k in range(count)]
+    ids, pair = np.unique(forged(hashes, 99)), Pair(2 * count, 99)
+    for some in ids[: count // 2], ids, ids:
+        pair.step(some, np.zeros(len(some), bool), True, 3)
+    assert pair.count == count
+
+
+def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.MonkeyPatch):
+    detector = race_detector.install(monkeypatch)
+    pair = Pair(2000, 1)
+    for k in range(2):
+        ids = np.arange(900) * 3 - 450 * k
+        pair.step(ids, ids % 7 == 0, True, 0)
+    assert detector.found == set()
+    assert {"_find", "_search", "_enter"} <= detector.launched
+
+
+def test_entries_are_made_of_ids_as_they_are():
+    ids = np.unique(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 900))
+    pair = Pair(1000, 3)
+    pair.entries.ids[: len(ids)] = tensor(ids)
+    pair.ids[: len(ids)], pair.count = ids, len(ids)
+    pair.used.fill_(len(ids))
+    kernels.file(0, len(ids), pair.entries)
+    assert int((pair.entries.table != 0).sum()) == len(ids)
+    pair.step(ids[::3], np.zeros(len(ids[::3]), bool), True, 2)
+
+
+# ---------------------------------------------------------------- tables
+
+
+class Trained:
+    """A layer of open ids on the device, and the same on the CPU."""
+
+    def __init__(self, near: int, rule: str = "Adam", **arguments: Any) -> None:
+        spec = er.Table(None, DIM, rule=getattr(er, rule)()).spec
+        options = {"init": er.Normal(std=0.5), "seed": 5, **arguments}
+        memories = memory_for(spec, near), None
+        self.layers = [ert.Embedding(None, DIM, **options, device_memory=memory) for memory in memories]
+        self.steps = [getattr(ert, rule)(layer, lr=0.1) for layer in self.layers]
+        on_device(self.layers[0])
+
+    @property
+    def table(self) -> er.Table:
+        return self.layers[0].table
+
+    @property
+    def side(self) -> Any:
+        return self.table.side
+
+    def backward(self, ids: torch.Tensor, scale: float = 1.0) -> None:
+        found = [layer(ids) for layer in self.layers]
+        assert torch.equal(found[0].cpu(), found[1])
+        for rows in found:
+            (scale * rows.float().square().sum()).backward()
+
+    def step(self) -> None:
+        for optimizer in self.steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, ids: torch.Tensor) -> None:
+        self.backward(ids)
+        self.step()
+
+    def check(self) -> None:
+        """Compare all bits: which rows there are, their weights and state, and steps."""
+        mine, other = (layer.table.state() for layer in self.layers)
+        assert mine["steps"] == other["steps"]
+        orders = [np.argsort(state["ids"]) for state in (mine, other)]
+        for name in ("ids", "records"):
+            got, expected = (state[name][order] for state, order in zip((mine, other), orders, strict=True))
+            np.testing.assert_array_equal(got, expected)
+
+
+def batch(rng: np.random.Generator, size: int = 20) -> torch.Tensor:
+    kind = rng.integers(4)
+    if kind == 0:
+        return torch.from_numpy(rng.choice(EXTREMES, size))
+    if kind == 1:
+        return torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, size))
+    return torch.from_numpy(rng.integers(-size, size, size)).reshape(-1, 2)
+
+
+@pytest.mark.parametrize(("seed", "count"), [(3, 4), *slow(*((seed, 60) for seed in range(25)))])
+def test_a_trace_of_open_ids(seed: int, count: int):
+    rng = np.random.default_rng(seed)
+    rule, dtype = rng.choice(["SGD", "Adam", "Adagrad"]), (torch.float32, torch.bfloat16)[rng.integers(2)]
+    trained = Trained(int(rng.choice([1, 30, 300, 10**5])), str(rule), dtype=dtype)
+    for _ in range(count):
+        act = rng.integers(10)
+        if act < 5:
+            trained.train(batch(rng))
+        elif act == 5:
+            for _ in range(3):
+                trained.backward(batch(rng), 0.5)
+            trained.step()
+        elif act == 6:
+            rows = rng.standard_normal((4, DIM)).astype(np.float32)
+            ids = np.unique(batch(rng).numpy())[:4]
+            for layer in trained.layers:
+                layer.table.assign(ids, rows[: len(ids)])
+        elif act == 7:
+            trained.check()
+        elif act == 8 and seed % 2:
+            ids = np.unique(batch(rng).numpy())[:2]
+            for layer in trained.layers:
+                layer.handle.leave_side()
+                layer.table.forget(ids)
+        else:
+            bad = trained.layers[0](batch(rng))
+            assert bad.isfinite().all()
+    trained.check()
+
+
+def test_new_rows_wait_for_nobody():
+    trained = Trained(100)
+    for k in range(3):
+        trained.train(torch.arange(10) * 10**15 + 5 * k)
+    assert isinstance(trained.side, OpenSide)
+    stats = trained.table.stats()
+    assert stats["device_host_waits"] == 0
+    assert stats["rows_touched"] == 30
+    assert trained.table.side is not None
+    assert "open ids" in repr(trained.table)
+    trained.check()
+
+
+def test_rows_that_outgrow_the_memory_are_planned_by_the_host():
+    trained = Trained(25)
+    for k in range(3):
+        trained.train(torch.arange(15) - 5 * k)  # 15, 20, 25 rows: as many as there is room for
+    assert "open ids" in repr(trained.table)
+    trained.backward(torch.arange(30))  # planned on the device
+    trained.step()
+    assert "planned by the host" in repr(trained.table)
+    assert trained.table.stats()["device_slots"] > 0  # a cache
+    trained.train(torch.arange(20, 40))
+    trained.check()
+
+
+@pytest.mark.slow
+def test_gradients_of_both_plans_are_added_where_the_host_begins_to_plan_in_between():
+    trained = Trained(20)
+    trained.train(torch.arange(20))
+    trained.backward(torch.arange(15, 25))
+    side = trained.side
+    with side.working():
+        side._finish()
+        side._give_up()
+    trained.backward(torch.arange(10, 30))
+    trained.step()
+    assert "planned by the host" in repr(trained.table)
+    trained.check()
+
+
+@pytest.mark.slow
+def test_gradients_that_were_zeroed_are_not_added():
+    trained = Trained(50)
+    trained.backward(torch.arange(4))
+    for optimizer in trained.steps:
+        optimizer.zero_grad(set_to_none=False)
+    trained.backward(torch.arange(2, 6))
+    trained.step()
+    trained.check()
+
+
+def test_a_step_that_is_refused_makes_no_rows():
+    trained = Trained(50)
+    trained.train(torch.arange(4))
+    (trained.layers[0](torch.arange(8)) * float("nan")).sum().backward()
+    trained.steps[0].step()
+    trained.steps[0].zero_grad()
+    with pytest.raises(er.NonFiniteGradientError):
+        trained.table.lookup([0])
+    assert trained.table.stats()["rows_touched"] == 4
+    trained.train(torch.arange(20, 25))
+    trained.check()
+
+
+@pytest.mark.slow
+def test_the_row_of_padding_gets_no_gradient():
+    trained = Trained(50, padding_idx=-3)
+    trained.train(torch.tensor([-3, 5, -3, 9]))
+    trained.train(torch.tensor([5, 7]))
+    trained.check()
+    assert not trained.layers[0](torch.tensor([-3])).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 3])
+def test_batches_are_planned_ahead(depth: int):
+    trained = Trained(200)
+    rng = np.random.default_rng(1)
+    for ids in ert.prefetch([batch(rng) for _ in range(5)], {trained.layers[0]: lambda ids: ids}, depth=depth):
+        trained.train(ids)
+    assert trained.side._ahead is None or trained.side._ahead.plan is not None
+    trained.check()
+
+
+@pytest.mark.slow
+def test_checkpoints_and_copies():
+    trained = Trained(60)
+    trained.train(torch.arange(-9, 9))
+    twin = Trained(60)
+    for layer, other in zip(twin.layers, trained.layers, strict=True):
+        layer.load_state_dict(copy.deepcopy(other.state_dict()))
+    twin.steps[0].load_state_dict(trained.steps[0].state_dict())
+    for each in (trained, twin):
+        each.train(torch.arange(5, 30))
+        each.check()
+
+
+@pytest.mark.slow
+def test_the_memory_that_the_table_may_take_in_ram_is_a_bound_on_the_device_too():
+    trained = Trained(10**4, memory="24KiB")
+    trained.train(torch.arange(50))
+    with pytest.raises(er.MemoryBudgetError, match=r"has 50 rows in RAM and this batch touches 200 new ones"):
+        trained.train(torch.arange(50, 250))
+    assert len(trained.table.export()[0]) == 50
