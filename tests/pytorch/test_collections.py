@@ -526,6 +526,9 @@ def test_what_a_collection_refuses(group: bool):
         joint({"user": torch.tensor([1]), "x": torch.tensor([1])})
     with pytest.raises(ArgumentError, match=r"a dict by feature, or with a KeyedJaggedTensor: got Tensor\."):
         joint(torch.tensor([1]))
+    uneven = {**dict.fromkeys(joint.features, torch.tensor([1])), "hour": torch.tensor([1, 2])}
+    with pytest.raises(ArgumentError, match=r"only where each has as many bags: got 1 bag of 'user', 2 bags of 'hour'"):
+        joint(uneven, concatenate=True)
     for wrong, kind, text in (
         (torch.tensor([40]), IdError, r"feature 'user': .* must lie in \[0, 40\): got 40 at \[0, 0\]"),
         (torch.tensor([1.0]), IdTypeError, r"feature 'user': .* got torch.float32"),

@@ -26,6 +26,7 @@ from embedrock.torch.layers.features import (
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.layers.transforms import are_plain, flat_ids, is_jagged, jagged_like
 from embedrock.torch.training.joint_lookup import Asked, look_up, look_up_side_by_side
+from embedrock.wording import counted
 
 Given = TypeVar("Given")  # what a layer is called with for one feature
 Result = TypeVar("Result")
@@ -288,11 +289,31 @@ class EmbeddingBagCollection(Collection[BagInput]):
         given = self._given(features)
         if not concatenate:
             return dict(zip(self.features, self._each(given), strict=True))
+        try:
+            return self._concatenated(given)
+        except RuntimeError as error:
+            self._check_batch(given, error)
+            raise
+
+    def _concatenated(self, given: Sequence[BagInput]) -> Tensor:
         groups = self._groups(given) if are_plain() else {}
         if [len(parts) for parts in groups.values()] == [len(given)]:
             ((group, parts),) = groups.items()
             return self._asked_of(group, parts, look_up_side_by_side)
         return torch.cat(self._each(given), dim=1)
+
+    def _check_batch(self, given: Sequence[BagInput], error: RuntimeError) -> None:
+        """Raise `ArgumentError` where an error came from features with different numbers of bags."""
+        counts = dict[int, str]()
+        for feature, one in zip(self.features, given, strict=True):
+            ids, offsets, _ = one.arguments
+            counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
+        if len(counts) > 1:
+            told = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
+            raise ArgumentError(
+                f"{self._label} can put features side by side (concatenate=True) only where each has as many bags: "
+                f"got {told}. Give each feature as many, or leave concatenate=True out."
+            ) from error
 
     def _of_value(self, value: Any) -> BagInput:
         return bag_input(value)
