@@ -38,7 +38,8 @@ def example_rows() -> None:
             joint.read(KEYS.int(), len(KEYS), tables, values)
             joint.read(KEYS, ONE, tables, values)
             verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-            joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1))
+            for were in (None, values):
+                joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
     joint.step(KEYS, ONE, tables, (1, 2), values, torch.zeros(1, gate.LINE).int(), 0.5, 1, numbers(SGD(), 1))
 

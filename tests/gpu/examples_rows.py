@@ -53,7 +53,8 @@ def example_first_values() -> None:
         for home in homes(form)[1:]:
             rows.read(KEYS, ONE, home, seed, drawn, form, values)
             args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, seed, 1
-            rows.step(*args, numbers(Adam(), 1), form)
+            for were in (None, values):
+                rows.step(*args, numbers(Adam(), 1), form, were)
         for keys in (KEYS, KEYS.int()):
             rows.read(keys, 8, homes(form)[3], seed, drawn, form, values)
 

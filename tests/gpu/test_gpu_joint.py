@@ -97,9 +97,14 @@ JOINT = dict.fromkeys(
 @pytest.mark.parametrize(
     ("memory", "rule", "options"),
     [
-        (EVERYTHING, "Adam", {"padding": 0}),
-        (0, "SGD", {"dtype": "bfloat16"}),
-        *slow((0, "Adam", {"padding": 2}), (EVERYTHING, "SGD", {}), (EVERYTHING, "Ftrl", {"dtype": "float16"})),
+        (0, "Adam", {"padding": 0}),
+        *slow(
+            (EVERYTHING, "Adam", {"padding": 0}),
+            (0, "SGD", {"dtype": "bfloat16"}),
+            (0, "Adam", {"padding": 2}),
+            (EVERYTHING, "SGD", {}),
+            (EVERYTHING, "Ftrl", {"dtype": "float16"}),
+        ),
     ],
     ids=str,
 )

@@ -151,9 +151,12 @@ class HostedSide(DeviceSide):
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         with self._located(self._host(plan)) as host:
-            if host is not plan.host:  # records of it have been made since, or moved
-                plan = replace(plan, host=host, keys=self.uploaded(host.slots))
-            return super().read_rows(plan)
+            now = plan  # or records of it have been made since, or moved
+            if host is not plan.host:
+                now = replace(plan, host=host, keys=self.uploaded(host.slots))
+            out = self._read(now, None)
+            self.keep(plan, out)
+            return out
 
     def _planned(self, host: Plan) -> DevicePlan:
         self.clock.stamp += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from embedrock.device import faults
 from embedrock.device.gradients import DeviceGradients, room_for_sums
 from embedrock.device.joint_bags import Bags, JointBags, cuts_of
-from embedrock.device.plan import DevicePlan, make_plan
+from embedrock.device.plan import DevicePlan, Found, make_plan
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
@@ -257,14 +257,14 @@ class JointReading:
         with _working(plan.sides):
             for side in plan.sides:
                 side.timeline.wait_for_copies()
-            keys = plan.plan.keys if self._bags is not None else plan.plan.positions
-            assert keys is not None  # the device planned
-            out = torch.empty(keys.shape[0], dim, dtype=torch.float32, device=keys.device)
-            if self._bags is None:
-                kernels.read(keys, len(keys), plan.tables, out)
+            if self._bags is not None:
+                out = self._bags.pool(self._rows(), keeps_rows)
+            elif plan.tables.kind.is_identity:  # near rows go straight to where they are wanted
+                assert plan.plan.positions is not None  # the device planned
+                out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
+                kernels.read(plan.plan.positions, len(out), plan.tables, out)
             else:
-                kernels.read(keys, plan.plan.count, plan.tables, out)
-                out = self._bags.pool(out, keeps_rows)
+                out = self._rows().index_select(0, plan.plan.inverse)
             for side in plan.sides:
                 side.note_use()
         found = dict(zip(self._order, torch.split_with_sizes(out, self._outputs), strict=True))
@@ -272,6 +272,16 @@ class JointReading:
             found[k] if feature.ids.dim() == 1 or feature.bags is not None else found[k].view(*feature.ids.shape, dim)
             for k, feature in enumerate(self._features)
         ]
+
+    def _rows(self) -> Tensor:
+        """Return each row once: float32 (n, dim)."""
+        plan = self.plan
+        keys, dim = plan.plan.keys, plan.tables.form.dim
+        out = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
+        kernels.read(keys, plan.plan.count, plan.tables, out)
+        if all(side.keeps_weights for side in plan.sides):
+            plan.plan.found = Found(out, tuple(side.rows.version.of_rows for side in plan.sides))
+        return out
 
     @spanned("sum")
     def sum(self, grads: Sequence[Tensor | None]) -> dict[DirectSide, DeviceGradients]:
@@ -436,17 +446,21 @@ def step(run: Run, verdicts: Tensor, number: int) -> None:
         part.side.check_rule(part.rule)
     with _working(sides):
         sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
-        drafts = [
-            (side.begin_step(part.rule, number), side.rows.steps, part.grads.clip_value)
-            for side, part in zip(sides, run.due, strict=True)
-        ]
+        found, weights, drafts = plan.plan.found, None, []
+        if found is not None and found.weights is not None:
+            weights, found.weights = found.weights, None
+            sides[0].timeline.uses(weights)
+        for table, (side, part) in enumerate(zip(sides, run.due, strict=True), run.first):
+            is_known = found is not None and found.versions[table] == side.rows.version.of_rows
+            drafts.append((side.begin_step(part.rule, number), side.rows.steps, part.grads.clip_value, is_known))
         begin = 0
         for end in range(1, len(drafts) + 1):
             if end < len(drafts) and drafts[end] == drafts[begin]:
                 continue
-            numbers, steps, clip = drafts[begin]
+            numbers, steps, clip, is_known = drafts[begin]
+            were = weights if is_known else None
             which = run.first + begin, run.first + end
             own = verdicts[run.verdict + begin : run.verdict + end]
-            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, steps, numbers)
+            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, steps, numbers, were)
             begin = end
         faults.ask([side.faults for side in sides])

@@ -15,6 +15,19 @@ from embedrock.kernels.gpu.cache import Arrival
 from embedrock.kernels.gpu.sums import partial_rows
 
 
+@dataclass(eq=False)
+class Found:
+    """Weights of a plan's rows as a lookup read them, until a step goes on from them.
+
+    Attributes:
+        weights: float32 (n, dim), which nobody else has.
+        versions: of the rows of each table then, see `Version`.
+    """
+
+    weights: Tensor | None
+    versions: tuple[int, ...]
+
+
 @dataclass(eq=False)  # not frozen, which would take four times as long to make
 class DevicePlan:
     """What one batch needs, on a device. How many rows it has is known only there: arrays have room for n.
@@ -33,6 +46,7 @@ class DevicePlan:
         ordered: the same, sorted.
         host: the same on the host, where the host planned.
         epoch: of the directory on the device that `keys` were found in; changes when ids get slots.
+        found: what a lookup has read from RAM, for a step of the same rows.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +62,7 @@ class DevicePlan:
     ordered: Tensor | None = None
     host: Plan | None = None
     epoch: int = 0
+    found: Found | None = None
 
     @property
     def all_keys(self) -> Tensor:

@@ -19,7 +19,7 @@ from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.joint import Feature
 from embedrock.device.joint_bags import Bags
 from embedrock.device.near import KEPT_LOOKUPS, Near
-from embedrock.device.plan import DevicePlan
+from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.steps import Judged, judge
 from embedrock.device.timeline import Ordered, Timeline
@@ -261,7 +261,26 @@ class DeviceSide(ABC):
 
     def read_rows(self, plan: DevicePlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
-        return self._read(plan, None)
+        out = self._read(plan, None)
+        self.keep(plan, out)
+        return out
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a step goes on from the weights that a lookup has read: from RAM, and as records have them."""
+        return not self.near.placement.near_rows and self.rows.history is None
+
+    def keep(self, plan: DevicePlan, weights: Tensor) -> None:
+        """Keep the weights of a plan's rows, which were just read, for a step."""
+        if self.keeps_weights:
+            plan.found = Found(weights, (self.rows.version.of_rows,))
+
+    def _found(self, plan: DevicePlan) -> Tensor | None:
+        """Return, once, the weights of a plan's rows that a lookup has read, if nobody has changed a row since."""
+        if plan.found is None:
+            return None
+        weights, plan.found.weights = plan.found.weights, None
+        return weights if plan.found.versions[0] == self.rows.version.of_rows else None
 
     def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
         """Return the weights of a plan's rows, or those of the keys of positions: float32 (n, dim)."""
@@ -403,6 +422,9 @@ class DeviceSide(ABC):
             plan = grads.plan
             self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, judged.verdict)
             plan = self.ready(plan, judged.verdict)
+            were = self._found(plan)
+            if were is not None:
+                self.timeline.uses(were)
             numbers = self.rows.count_step(rule)
             self.note_change()
             numbers = self._uploaded_or_taken_back(numbers)
@@ -411,7 +433,7 @@ class DeviceSide(ABC):
             self.admit(plan, judged.verdict)
             seed = int(self.rows.spec.key)
             args = judged.verdict, grads.clip_value, plan.count, self.near.homes, self.first
-            rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form)
+            rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form, were)
             self.faults.ask()
 
     def check_rule(self, rule: Rule) -> None:

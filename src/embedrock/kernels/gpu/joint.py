@@ -372,6 +372,7 @@ def _step_tables(
     begin,
     end,
     values,
+    were,
     verdicts,
     clip,
     step: tl.uint32,
@@ -380,6 +381,7 @@ def _step_tables(
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     CLIPS: tl.constexpr,
+    READ: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -401,13 +403,13 @@ def _step_tables(
         homes = where, where, rows, near, far
         new = seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
         step_rows(
-            u, mine, own, keys, first, values, factor, clip, homes, new, step, numbers, steps,
-            DRAW, UPDATE, CLIPS, KIND, FORM, ALIGN, ROWS, BLOCK,
+            u, mine, own, keys, first, values, were, factor, clip, homes, new, step, numbers, steps,
+            DRAW, UPDATE, CLIPS, READ, KIND, FORM, ALIGN, ROWS, BLOCK,
         )  # fmt: skip
         table += 1
 
 
-def step(keys, count, tables, which, values, verdicts, clip, step, numbers):
+def step(keys, count, tables, which, values, verdicts, clip, step, numbers, were=None):
     """Step the rows of some tables that lie together: see `rows.step`.
 
     Args:
@@ -416,10 +418,12 @@ def step(keys, count, tables, which, values, verdicts, clip, step, numbers):
         which: the first of those that are stepped, and the one after the last.
         values: float32 (n, dim), the gradients of all rows.
         verdicts: int32 (stepped tables, LINE), of `gate.judge`.
-        clip, step, numbers: as for `rows.step`; the same for all.
+        clip, step, numbers, were: as for `rows.step`; the same for all.
     """
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), clip is not None)
-    args = keys, count, tables.entries, tables.entries.shape[0], *which, values, verdicts
+    does = clip is not None, were is not None
+    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), *does)
+    gradients = values, values if were is None else were, verdicts
+    args = keys, count, tables.entries, tables.entries.shape[0], *which, *gradients
     ready.launch(programs(keys.shape[0]), *args, clip or 0.0, step % 2**32, *apart(numbers))
 
 
@@ -429,6 +433,6 @@ def _to_read(form, kind, draw):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, clips):
-    constexprs = {"DRAW": DRAWS[draw], "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "KIND": kind}
+def _to_step(form, kind, draw, rule, clips, read):
+    constexprs = {"DRAW": DRAWS[draw], "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "READ": read, "KIND": kind}
     return prepared(_step_tables, form, most_rows(rule), **constexprs)

@@ -172,6 +172,7 @@ def step_rows(
     ids,
     shift,
     values,
+    were,
     factor,
     clip,
     homes,
@@ -182,13 +183,17 @@ def step_rows(
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     CLIPS: tl.constexpr,
+    READ: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step the records of keys that are `here`, by the lines `u` of `values`; their ids are ``ids[u] - shift``."""
+    """Step the records of keys that are `here`, by the lines `u` of `values`; their ids are ``ids[u] - shift``.
+
+    With `READ`, their weights are in the lines `u` of `were`.
+    """
     where, dirty, limit, near, far = homes
     seed, a, b, c, first_state = first
     place, here, has, word = find(key, here, where, limit, near, far, KIND, FORM.record_bytes)
@@ -204,7 +209,7 @@ def step_rows(
         if CLIPS:
             g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
         weights = _weights(place, BLOCK, FORM, ALIGN)
-        w = decode(tl.load(weights, mask=inside, other=0), FORM)
+        w = tl.load(were + at, mask=inside, other=0.0) if READ else decode(tl.load(weights, mask=inside, other=0), FORM)
         w = UPDATE(w, g, _state(place, FORM, ALIGN), here, numbers, steps, FORM)
         if FORM.dtype_name != "float32":
             random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, step, BLOCK)
@@ -217,6 +222,7 @@ def _step(
     keys,
     ids,
     values,
+    were,
     verdict,
     clip,
     count,
@@ -236,6 +242,7 @@ def _step(
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     CLIPS: tl.constexpr,
+    READ: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -255,6 +262,7 @@ def _step(
         ids,
         0,
         values,
+        were,
         factor,
         clip,
         homes,
@@ -265,6 +273,7 @@ def _step(
         DRAW,
         UPDATE,
         CLIPS,
+        READ,
         KIND,
         FORM,
         ALIGN,
@@ -339,7 +348,7 @@ class First(NamedTuple):
     state: Any
 
 
-def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numbers, form):
+def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numbers, form, were=None):
     """Step records by summed gradients. 16-bit weights are rounded stochastically.
 
     It is noted in `homes` which rows have a record from now on, and which records are newer.
@@ -357,10 +366,11 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         step: the number of the step.
         numbers: a tuple of `embedrock.kernels.arguments`, whose type says which rule it is. Its arrays are tensors.
         form: of the records.
+        were: the weights of the rows as they are, float32 (n, dim), which are not read again then.
     """
     drawn, state = (NOT_DRAWN, values) if first is None else first
-    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), clip is not None)
-    gradients = keys, ids, values, verdict, clip or 0.0, count
+    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), clip is not None, were is not None)
+    gradients = keys, ids, values, values if were is None else were, verdict, clip or 0.0, count
     made = draw_args(seed, drawn), state
     ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, step % 2**32, *apart(numbers))
 
@@ -384,8 +394,8 @@ def _to_read(form, kind, draw):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, clips):
-    constexprs = {"DRAW": DRAWS.get(draw), "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "KIND": kind}
+def _to_step(form, kind, draw, rule, clips, read):
+    constexprs = {"DRAW": DRAWS.get(draw), "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "READ": read, "KIND": kind}
     return prepared(_step, form, most_rows(rule), **constexprs)
 
 
