@@ -58,6 +58,7 @@ def test_a_fused_model_goes_on_as_it_would_have():
     group = ert.fuse(mine)
     assert list(group) == ["user", "features.embedding_bags.item", "features.embedding_bags.hour"]
     assert mine.friend.table is mine.user.table is group["user"]
+    assert ert.fuse(mine) is group  # a notebook's cell that is run again: it was a new group, without tables
     with pytest.raises(ClosedTableError):
         before.lookup([1])
     train(mine, optimizers[0], 3, seed=1)

@@ -31,7 +31,7 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
         group: for the tables; None: a new one, with all of the machine's RAM.
 
     Returns:
-        The group.
+        The group. Where nothing moves, as the model was fused before, that which it is in.
 
     Raises:
         ArgumentError: `group` is no group, or has a table of one of the names.
@@ -47,16 +47,24 @@ def fuse(model: nn.Module, group: Group | None = None) -> Group:
     """
     if not isinstance(group, Group | None):
         raise ArgumentError(f"`group` of ert.fuse must be an er.Group or None: got {group!r}.")
-    into = Group() if group is None else group
     found: dict[Handle, tuple[str, list[RowLayer]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, RowLayer) and _may_move(layer):
             found.setdefault(layer.handle, (_name(path, layer.table), []))[1].append(layer)
+    into = group
+    if into is None:
+        into = (None if found else _group_of(model)) or Group()
     for handle, (name, _) in found.items():
         _check(handle, name, into)
     for handle, (name, layers) in found.items():
         _move(handle.table, into, name, layers)
     return into
+
+
+def _group_of(model: nn.Module) -> Group | None:
+    """Return the group that the tables of a model are in; None where they are in several, or in none."""
+    groups = {layer.table.group for layer in model.modules() if isinstance(layer, RowLayer)} - {None}
+    return groups.pop() if len(groups) == 1 else None
 
 
 def _name(path: str, table: Table) -> str:
