@@ -226,9 +226,11 @@ class JointReading:
     def _all_bags(self) -> list[Bags] | None:
         """Return the bags of the features, in order; None where each is the row of its id."""
         features = [self._features[k] for k in self._order]
+        if features[0].bags is None:  # as of all others
+            return None
         all_bags = [feature.bags for feature in features if feature.bags is not None]
         are_rows = all(bags.are_rows for bags in all_bags) and all(feature.padding is None for feature in features)
-        return None if are_rows or not all_bags else all_bags
+        return None if are_rows else all_bags
 
     def _placed_cuts(self, side: DirectSide, tables: tuple[int, ...], all_bags: Sequence[Bags] | None) -> Tensor:
         """Return what kernels know of the features, int64, on the device."""
