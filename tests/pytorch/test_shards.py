@@ -281,6 +281,25 @@ def test_replicas_of_a_table_that_some_ranks_do_not_use_stay_equal(pair: Ranks) 
         np.testing.assert_array_equal(rows, other_rows)
 
 
+def lets_rows_come_and_go(rank: int, parts: Sequence[int] | None = None) -> tuple[list[Any], float]:
+    """Train with the batches of a rank, or with those of several `parts` of one after the other."""
+    layer = ert.Embedding(None, 4, seed=0, admission=er.Admission(2, within=6), eviction=er.Eviction(max_rows=40))
+    rows, blocks = ert.Adam(layer, lr=0.1), parts or [rank]
+    for step in range(12):
+        for part in blocks:
+            ids = torch.from_numpy(np.random.default_rng([step, part]).integers(0, 90, 25))
+            (layer(ids).square().sum() / len(blocks)).backward()
+        rows.step()
+        rows.zero_grad()
+    return [each.tolist() for each in layer.table.export()], layer.table.stats()["evicted"]
+
+
+def test_replicas_agree_which_rows_come_and_go_as_one_process_does(pair: Ranks) -> None:
+    expected = lets_rows_come_and_go(0, parts=[0, 1])
+    assert expected[1] > 20
+    assert pair.run(lets_rows_come_and_go) == [expected, expected]
+
+
 def halves(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     shared = one_layer(True, dtype=dtype)
     optimizer = ert.SGD(shared, lr=1.0)

@@ -394,6 +394,33 @@ def test_a_spawned_child_opens_it_for_reading(tmp_path: Path):
         child.join()
 
 
+def test_a_reader_goes_on_with_the_newest_commit(tmp_path: Path):
+    writer = er.Vocabulary(tmp_path / "v")
+    writer.add(["a"])
+    writer.commit(step=1)
+    with er.Vocabulary(tmp_path / "v", mode="r") as reader:
+        assert not reader.refresh()
+        writer.add(["b"])
+        assert not reader.refresh()  # no commit has it
+        writer.commit(step=2)
+        assert reader.lookup(["b"]).tolist() == [-1]
+        assert reader.refresh()
+        assert reader.lookup(["a", "b"]).tolist() == [0, 1]
+        assert reader.refresh(step=1)
+        assert (len(reader), reader.lookup(["b"]).tolist()) == (1, [-1])
+        with pytest.raises(ArgumentError, match="got 9, and the last ones are 1, 2"):
+            reader.refresh(step=9)
+        assert reader.lookup(["a", "b"]).tolist() == [0, -1]
+        assert reader.refresh()
+        assert len(pickle.loads(pickle.dumps(reader))) == 2
+    with pytest.raises(ClosedTableError):
+        reader.refresh()
+    for other in (writer, er.Vocabulary()):
+        with pytest.raises(UnsupportedError, match=r"refresh\(\) is for readers, .* has all strings already"):
+            other.refresh()
+    writer.close()
+
+
 def test_a_reader_has_the_strings_of_a_step_of_the_table(tmp_path: Path):
     words = er.Vocabulary(tmp_path / "words")
     table = er.Table(None, 2, path=tmp_path / "table", rule=er.SGD(lr=0.1), keep=9)

@@ -110,13 +110,15 @@ class Overlay:
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Set the locations of ids, in place of those they had; of equal ids, the last one's counts."""
         self._check()
-        done = self._insert(ids, locations, 0)
+        done, has_grown = self._insert(ids, locations, 0), False
         while done < len(ids):
             if self.count == _most(len(self._entries)):
                 self._resize(self._total_with(len(ids) - done))
+                has_grown = True
             self._homes = self._rebuild(len(self._entries))
             done = self._insert(ids, locations, done)
-        self.fit()  # many ids may have been there already
+        if has_grown:
+            self.fit()  # many ids may have been there already
 
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
         # Insert from `start` on, and return how far there was room.

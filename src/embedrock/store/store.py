@@ -246,11 +246,11 @@ class Store:
                 log.gone = self._gone_in(log, ids, have_newer)
 
     def _gone_in(self, log: Log, ids: np.ndarray, have_newer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        # Some at a time: there may be as many as rows.
+        # Of ascending ids, which may repeat. Some at a time: there may be as many as rows.
         made, end = returned(len(ids), np.int64, "rows without a record"), 0
         for start in range(0, len(ids), SCAN_ROWS):
-            part = np.unique(ids[start : start + SCAN_ROWS])
-            part = part[int(start > 0 and part[0] == ids[start - 1]) :]
+            part = ids[start : start + SCAN_ROWS]
+            part = part[np.append(start == 0 or part[0] != ids[start - 1], part[1:] != part[:-1])]
             part = part[self.overlay.find(part) == gone_at(log.number)]
             part = part[~have_newer(part)]
             made[end : end + len(part)], end = part, end + len(part)
@@ -415,8 +415,7 @@ class Store:
             ids, locations = np.ascontiguousarray(gone[:, first::parts])
             with self.lock:
                 self.overlay.remove(ids, locations)
-        with self.lock:
-            self.overlay.fit()
+        with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
             self.look_for_gone()
 
     def _gone_before(self, number: int) -> np.ndarray:

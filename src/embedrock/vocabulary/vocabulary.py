@@ -313,6 +313,47 @@ class Vocabulary:
             except OSError as error:
                 raise files.commit_error(error) from error
 
+    def refresh(self, step: int | None = None) -> bool:
+        """Let a reader go on with the newest commit, in place; return whether it has other strings now.
+
+        Lookups of other threads go on before and after it.
+
+        Args:
+            step: have the strings of the commit with that step, as ``Vocabulary(path, mode="r", step=...)``.
+
+        Raises:
+            ArgumentError: no commit was made with that step. The reader is as it was.
+            UnsupportedError: it is no reader.
+
+        Example:
+            >>> import tempfile
+            >>> writer = Vocabulary(tempfile.mkdtemp() + "/words.rock")
+            >>> reader = Vocabulary(writer.path, mode="r")
+            >>> writer.add(["red"]), writer.commit()
+            (array([0]), 1)
+            >>> reader.lookup(["red"]), reader.refresh(), reader.lookup(["red"])
+            (array([-1]), True, array([0]))
+        """
+        with self._lock:
+            self._check_open()
+            before = self._files
+            if self._writes or before is None or self.path is None:
+                raise UnsupportedError(
+                    f'refresh() is for readers, er.Vocabulary(path, mode="r"): {self.subject} has all strings already.'
+                )
+            newest = Files.open(before.system, self.path, False)
+            try:
+                as_of = MOST_STRINGS if step is None else self._strings_at(newest, step)
+                before.keep_resident(0)  # or both would have their strings in RAM
+                newest.keep_resident(self._resident_bytes(newest))
+            except BaseException:
+                newest.close(in_child=False)
+                raise
+            is_other = (newest.manifest.commit, as_of) != (before.manifest.commit, self._as_of)
+            self._files, self._as_of, self._step = newest, as_of, step
+            before.close(in_child=False)
+            return is_other
+
     def compact(self) -> int:
         """Merge files, so that a string is found by one read at most, and commit; return the commit's number.
 
