@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 EVERY = 10  # steps between two evictions
-POLICIES = {"TorchRec LFU": "LFU_EvictionPolicy", "TorchRec far": "DistanceLFU_EvictionPolicy"}  # by what a table shows
+# By the name that is shown.
+POLICIES = {"TorchRec LFU": "LFU_EvictionPolicy", "TorchRec dLFU": "DistanceLFU_EvictionPolicy"}
 
 
 def are_installed() -> bool:

@@ -181,7 +181,7 @@ def _text(lines: list[dict[str, Any]], with_head: bool) -> str:
         ]
         for line in lines
     ]
-    wide = [head.rjust(width) for head, width in zip(HEAD, (3, 12, 6, 6, 9, 10, 10, 7), strict=True)]
+    wide = [head.rjust(width) for head, width in zip(HEAD, (3, 13, 6, 6, 9, 10, 10, 7), strict=True)]
     table = format_table(wide, cells).splitlines()
     return "\n".join(table if with_head else table[2:])
 
