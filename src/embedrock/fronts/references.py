@@ -178,9 +178,10 @@ def _check_reference(table: Table, state: Mapping[str, Any], label: str, remedie
         )
     own = None if table.group is None else table.name
     if state.get(MEMBER) != own:
-        both = (f"table {name!r} of a group" if name else "a table alone" for name in (state.get(MEMBER), own))
-        meant_one, has = both
-        raise ArgumentError(f"the state of {label} refers to {meant}, {meant_one}: the layer has {has}.")
+        named = state.get(MEMBER)
+        meant_one, has = (f"table {name!r} of a group" if name else "a table alone" for name in (named, own))
+        remedy = f" Make the layer with name={named!r}, or group.rename({own!r}, {named!r})." if named and own else ""
+        raise ArgumentError(f"the state of {label} refers to {meant}, {meant_one}: the layer has {has}.{remedy}")
     there = [commit["commit"] for commit in table.commits()]
     if state["commit"] not in there:
         raise ArgumentError(
