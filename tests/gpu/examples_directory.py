@@ -18,8 +18,8 @@ def example_directory() -> None:
     used, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
     for slots, seed in ((SLOTS, 1), (SLOTS + 1, 2**63 - 1), (1, 16)):  # what Triton compiles kernels anew for
         entries = directory.Entries(torch.zeros(2 * slots, dtype=torch.int64), ids, seed)
-        directory.find(keys, count, entries, keys)
-        directory.search(keys, count, keys, entries, keys, counts)
+        for known in (None, keys):
+            directory.search(keys, count, known, entries, keys, counts)
         for turn in range(2):
             directory.enter(keys, count, keys, counts, verdict, used, turn, entries)
         for start, stop in ((0, 1), (0, 16), (1, 18)):

@@ -39,7 +39,7 @@ def test_every_kernel_compiles(told: dict[str, str]) -> None:
 
 # In a step of a table, or of ten that are looked up by a collection, ids or bags of two: kernels launched, and calls of
 # PyTorch that allocate or do work there. Fewer is better.
-COSTS = {"near": (6, 9), "in place": (6, 10), "cached": (10, 11), "open ids": (9, 9)}
+COSTS = {"near": (6, 9), "in place": (6, 10), "cached": (10, 11), "open ids": (8, 8)}
 COSTS |= {"ten near": (9, 13), "ten of bags": (11, 17)}
 
 
@@ -54,7 +54,7 @@ def test_a_step_costs_the_host_no_more_than_it_did(told: dict[str, str]) -> None
 # Of a thread, at most: more registers leave room for too few warps, and stack is memory. Ours are few where it matters.
 MOST_REGISTERS, MOST_STACK_BYTES = 240, 16
 FEW_REGISTERS = {"_step": 64, "_read": 64, "_sum": 128, "_step_tables": 80, "_read_tables": 64, "_norms": 64}
-FEW_REGISTERS |= {"_find": 64, "_search": 64, "_enter": 64, "_file": 64}
+FEW_REGISTERS |= {"_search": 64, "_enter": 64, "_file": 64}
 
 
 @pytest.mark.slow

@@ -62,8 +62,9 @@ class Pair:
         found, slots = (Poisoned((n + spare,), torch.int64) for _ in range(2))
         counts = Poisoned((kernels.blocks(n + spare),), torch.int32)
         expected = device.search(ids, np.array([n]), np.where(dropped, device.DROPPED, 0), self.ids, self.count)
-        kernels.find(keys, count, self.entries, found.inside)
+        kernels.search(keys, count, None, self.entries, found.inside, counts.inside)
         np.testing.assert_array_equal(found.check(n)[~dropped], expected[~dropped])
+        assert counts.inside.sum() == np.count_nonzero(found.inside[:n].cpu().numpy() == device.NEW)
         kernels.search(keys, count, known, self.entries, slots.inside, counts.inside)
         np.testing.assert_array_equal(slots.check(n), expected)
         assert counts.inside.sum() == np.count_nonzero(expected == device.NEW)
@@ -106,7 +107,7 @@ def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.Monke
         ids = np.arange(900) * 3 - 450 * k
         pair.step(ids, ids % 7 == 0, True, 0)
     assert detector.found == set()
-    assert {"_find", "_search", "_enter"} <= detector.launched
+    assert {"_search", "_enter"} <= detector.launched
 
 
 def test_entries_are_made_of_ids_as_they_are():
@@ -176,7 +177,7 @@ def batch(rng: np.random.Generator, size: int = 20) -> torch.Tensor:
     return torch.from_numpy(rng.integers(-size, size, size)).reshape(-1, 2)
 
 
-@pytest.mark.parametrize(("seed", "count"), [(3, 4), *slow(*((seed, 60) for seed in range(25)))])
+@pytest.mark.parametrize(("seed", "count"), [(3, 3), *slow(*((seed, 60) for seed in range(25)))])
 def test_a_trace_of_open_ids(seed: int, count: int):
     rng = np.random.default_rng(seed)
     rule, dtype = rng.choice(["SGD", "Adam", "Adagrad"]), (torch.float32, torch.bfloat16)[rng.integers(2)]

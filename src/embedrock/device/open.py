@@ -186,7 +186,8 @@ class OpenSide(HostedSide):
         if self._directory is None:
             return super().gather(plan, positions, out)
         if plan.epoch != self._directory.epoch:  # some of its rows may have got slots since
-            plan.keys, plan.epoch = self._directory.search(plan).keys, self._directory.epoch
+            plan.keys, plan.new = self._directory.search(plan)
+            plan.epoch = self._directory.epoch
         key = int(self.spec.key)
         return rows.read(plan.keys, plan.count, self.near.homes, key, self._drawn, self.form, out, plan.ids)
 
@@ -242,6 +243,9 @@ class OpenSide(HostedSide):
             plan.host = host
 
     # ------------------------------------------------------------ gradients
+
+    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+        return replace(super().masked(plan, drop), new=None)
 
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
         if padding is None or self._directory is None:

@@ -66,12 +66,14 @@ class OpenDirectory:
         return self.most
 
     def find(self, plan: DevicePlan) -> None:
-        """Write the slots that the rows of a new plan have now to its keys."""
-        kernels.find(plan.ids, plan.count, self._entries, plan.keys)
+        """Write the slots that the rows of a new plan have now to its keys, and how many have none."""
+        kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
     def search(self, plan: DevicePlan) -> Search:
-        """Return the slots that a plan's rows have now, but of those that are not stepped, and who has none."""
+        """Return the slots that a plan's rows have now, but of those that are not stepped, and how many have none."""
+        if plan.epoch == self.epoch and plan.new is not None:
+            return Search(plan.keys, plan.new)
         n = len(plan.ids)
         keys, counts = carved(torch.int32, plan.ids.device, (2 * n, kernels.blocks(n)))
         keys = keys.view(torch.int64)

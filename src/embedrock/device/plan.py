@@ -10,6 +10,7 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device.faults import LEAST_ID, MOST_ID
+from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.cache import Arrival
 from embedrock.kernels.gpu.sums import partial_rows
@@ -47,6 +48,7 @@ class DevicePlan:
         host: the same on the host, where the host planned.
         epoch: of the directory on the device that `keys` were found in; changes when ids get slots.
         found: what a lookup has read from RAM, for a step of the same rows.
+        new: how many of `keys` have no slot there, see `directory.search`; None where that is not known.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class DevicePlan:
     host: Plan | None = None
     epoch: int = 0
     found: Found | None = None
+    new: Tensor | None = None
 
     @property
     def all_keys(self) -> Tensor:
@@ -113,13 +116,13 @@ def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
         stamp: number of the batch.
     """
     n, device = ids.numel(), ids.device
-    sizes = 2 * n, 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n)
-    keys, unique, starts, inverse, count, counts, drawn = carved(torch.int32, device, sizes)
+    sizes = 2 * n, 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n), directory.blocks(n)
+    keys, unique, starts, inverse, count, counts, drawn, new = carved(torch.int32, device, sizes)
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
     kernels.mark(ordered, None, counts, count, stamp)  # no id is wrong, so there is no fault
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp)
+    return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 
 
 def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:

@@ -96,45 +96,28 @@ def _claim(key, slot, new, table, seed, size):
 
 
 @kernel("size", "seed")
-def _find(keys, count, slots, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
-    u = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    here = u < tl.load(count)
-    key = tl.load(keys + u, mask=here, other=0)
-    tl.store(slots + u, _seek(key, here, table, ids, seed, size), mask=here)
-
-
-def find(keys, count, entries, slots):
-    """Write the slot of each id, int64 (n,), or `NEW` where there is none.
-
-    Args:
-        keys: int64 (n,), the ids.
-        count: int32 (1,), how many there are.
-        entries: see `Entries`.
-        slots: see above; nothing is written beyond those that there are.
-    """
-    table, ids, seed = entries
-    launch(_find, blocks(len(keys)), keys, count, slots, table, ids, table.shape[0], seed, LANES=LANES)
-
-
-@kernel("size", "seed")
 def _search(keys, count, known, slots, counts, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
     here = u < tl.load(count)
-    dropped = tl.load(known + u, mask=here, other=_DROPPED) == _DROPPED
-    seeks = here & (dropped == 0)
+    seeks = here
+    if known is not None:
+        seeks &= tl.load(known + u, mask=here, other=_DROPPED) != _DROPPED
     key = tl.load(keys + u, mask=here, other=0)
     slot = _seek(key, seeks, table, ids, seed, size)
-    tl.store(slots + u, tl.where(dropped, _DROPPED, slot), mask=here)
+    tl.store(slots + u, tl.where(seeks, slot, _DROPPED), mask=here)
     tl.store(counts + program, tl.sum((seeks & (slot == _NEW)).to(tl.int32), axis=0))
 
 
 def search(keys, count, known, entries, slots, counts):
-    """Write the slots of ids that are to be stepped, and count those that have none, for `enter`.
+    """Write the slots of ids, `NEW` where there is none, and count those, for `enter`.
 
     Args:
-        keys, count, entries, slots: see `find`.
-        known: int64 (n,): `DROPPED` where a row is not stepped, which `slots` keep.
+        keys: int64 (n,), the ids.
+        count: int32 (1,), how many there are.
+        known: int64 (n,), `DROPPED` where a row is not stepped, which `slots` keep; None: all are.
+        entries: see `Entries`.
+        slots: int64 (n,), see above; nothing is written beyond those that there are.
         counts: int32, see `blocks`.
     """
     table, ids, seed = entries
@@ -169,7 +152,7 @@ def enter(keys, count, slots, counts, verdict, used, turn, entries):
         verdict: int32 (LINE,) of `gate.judge`: where no step is made, no id gets a slot.
         used: int64 (2,): how many slots were given, at `turn`; the other receives how many are.
         turn: 0 or 1.
-        entries: see `find`.
+        entries: see `search`.
     """
     table, ids, seed = entries
     args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
