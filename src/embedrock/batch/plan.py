@@ -164,6 +164,18 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
     return places, moved, bounds
 
 
+def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
+    """Return which ids, int64 (n,), a rank owns: `embedrock.shards.owners`.
+
+    Example:
+        >>> owned(np.array([4, 1, 5]), rank=0, ranks=2).tolist()
+        [True, False, True]
+    """
+    here = np.empty(ids.size, np.bool_)
+    kernels.cpu.plan.owned(_flat(ids), rank, ranks, here)
+    return here
+
+
 def _flat(ids: Int64Array) -> Int64Array:
     """Return a batch of ids as an array of one dimension, always contiguous and read-only.
 

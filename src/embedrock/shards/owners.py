@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import Plan, by_owner, make_plan, plan_by_owner
+from embedrock.batch.plan import Plan, by_owner, make_plan, owned, plan_by_owner
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -76,10 +76,9 @@ class Shard(NamedTuple):
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         """Return of ids, int64 (n,), which rows are here."""
-        bounds = self.split(ids).bounds
-        if bounds[self.rank + 1] - bounds[self.rank] == len(ids):
-            return np.ones(len(ids), bool)
-        return self.owners(ids) == self.rank
+        if self.holder is not None:
+            return np.full(len(ids), self.holder == self.rank)
+        return owned(ids, self.rank, self.ranks)
 
     def destinations(self, ids: np.ndarray) -> Sequence[Any]:
         """Return for each rank which positions of ids, int64 (n,), go to it: an index."""

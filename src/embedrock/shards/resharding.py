@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError
+from embedrock.machine.buffers import buffers
 from embedrock.machine.vfs import OS_SYSTEM
 from embedrock.shards.commits import Common, last_of, marks_of
 from embedrock.shards.folders import FILE, FOLDER, Layout, layout_of
@@ -37,6 +38,7 @@ SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the parts that are 
 
 
 Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
+Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several parts, and which rows of each, bool (n,)
 
 
 class Resharded(NamedTuple):
@@ -199,11 +201,7 @@ def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Se
         for parts in batches:
             owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
             for shard, feed in zip(shards, feeds, strict=True):
-                own = [
-                    (ids[of == shard.rank], records[of == shard.rank])
-                    for (ids, records), of in zip(parts, owned, strict=True)
-                ]
-                feed.put(_one(own))
+                feed.put([(part, of == shard.rank) for part, of in zip(parts, owned, strict=True)])
     except BaseException as error:
         for feed in feeds:
             feed.fail(error)
@@ -239,17 +237,17 @@ class _Feed:
     """
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[..., None], *args: Any) -> None:
-        self._batches: queue.Queue[Batch | BaseException | None] = queue.Queue(WAITING)
+        self._batches: queue.Queue[Picked | BaseException | None] = queue.Queue(WAITING)
         self.made = pool.submit(make, *args, self._come())
 
     def _come(self) -> Iterator[Batch]:
         while (batch := self._batches.get()) is not None:
             if isinstance(batch, BaseException):
                 raise batch
-            yield batch
+            yield _one(batch)  # by this thread, so that all copy at once
 
-    def put(self, batch: Batch | BaseException | None) -> None:
-        """Send a batch, once there is room for it. Raise what ended the other side."""
+    def put(self, batch: Picked | BaseException | None) -> None:
+        """Send rows, once there is room for them. Raise what ended the other side."""
         while not self.made.done():
             with contextlib.suppress(queue.Full):
                 self._batches.put(batch, timeout=POLL_S)
@@ -285,13 +283,24 @@ def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
         heads = [(stream, batch) for stream, batch in refilled if batch is not None]
 
 
-def _one(parts: Sequence[Batch]) -> Batch:
-    """Return the batch of all rows of several, in the order of their ids."""
-    if len(parts) == 1:
-        return parts[0]
-    ids = np.concatenate([ids for ids, _ in parts])
-    order = np.argsort(ids)
-    return ids[order], np.concatenate([records for _, records in parts])[order]
+def _one(picked: Picked) -> Batch:
+    """Return the rows that were picked of several batches as one, in the order of their ids."""
+    rows = [np.flatnonzero(own) for _, own in picked]
+    ids = np.concatenate([ids[own] for ((ids, _), _), own in zip(picked, rows, strict=True)])
+    order = np.argsort(ids, kind="stable")
+    places, start = np.empty(len(ids), np.int64), 0
+    places[order] = np.arange(len(ids))
+    found = buffers.empty((len(ids), picked[0][0][1].shape[1]), np.uint8)
+    for ((_, records), _), own in zip(picked, rows, strict=True):
+        found[places[start : start + len(own)]] = _taken(records, own)
+        start += len(own)
+    return ids[order], found
+
+
+def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return some of the records, in memory that is used again."""
+    out = buffers.empty((len(rows), records.shape[1]), np.uint8)
+    return np.take(records, rows, axis=0, out=out, mode="clip")
 
 
 def _records(table: Table, size: int) -> Iterator[Batch]:
@@ -299,7 +308,7 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
     for ids in tier.ascending_ids(size):
         if len(ids):
             records, slots = tier.reach(ids)
-            yield ids, records.bytes[slots]
+            yield ids, _taken(records.bytes, slots)
 
 
 def _ahead(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -137,10 +137,11 @@ class Rows:
         """Raise `ArgumentError` where rows are with other processes, so that first values do not pass for them."""
         assert self.owns is not None
         flat = ids.reshape(-1)
-        if len(others := flat[~self.owns(flat)]):
+        here = self.owns(flat)
+        if not here.all():
             raise ArgumentError(
                 f"rows of {self.subject} that other processes have cannot be reached here: got ids "
-                f"{others[:4].tolist()}. Look them up by the layer, on all processes at once."
+                f"{flat[~here][:4].tolist()}. Look them up by the layer, on all processes at once."
             )
 
     def check_process(self) -> None:

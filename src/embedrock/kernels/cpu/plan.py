@@ -128,6 +128,13 @@ def by_owner(ids, inverse, ranks, places, moved, bounds):
         inverse[i] = places[inverse[i]]
 
 
+@kernel()
+def owned(ids, rank, ranks, here):
+    """Write which ids a rank owns."""
+    for k in range(ids.shape[0]):
+        here[k] = _owner(ids[k], ranks) == rank
+
+
 @kernel(reads=("ids", "bounds"))
 def extremes(ids, bounds, lowest, highest):
     """Write the lowest and the highest id of each table."""
