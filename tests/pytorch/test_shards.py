@@ -1442,7 +1442,7 @@ FSDP = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 fully_shard(dense, mesh=init_device_mesh("cpu", (2,)))
-rows, weights = ert.Adam(users, lr=1e-2), torch.optim.Adam(dense.parameters(), lr=1e-2)
+rows, weights = ert.Adam(model, lr=1e-2), torch.optim.Adam(dense.parameters(), lr=1e-2)
 for ids in loader:
     model(ids + torch.distributed.get_rank()).square().mean().backward()
     for optimizer in (rows, weights):

@@ -100,10 +100,15 @@ def test_waiting_hides_behind_the_work_of_others_where_ranks_share_cores() -> No
 
 def measured_lines() -> list[dict[str, Any]]:
     workload = {"rows": 10_000, "dim": 8, "batch": 100, "features": 2, "batches": 9}
-    lines = [("ours-alone", 1, 4.0, 4.0), ("ours-sharded-2", 2, 10.0, 8.0), ("ours-sharded-4", 4, 22.0, 10.0)]
+    lines = [
+        ("ours-alone", 1, 4.0, 4.0),
+        ("ours-sharded-1", 1, 4.0, 4.0),
+        ("ours-sharded-2", 2, 10.0, 8.0),
+        ("ours-sharded-4", 4, 22.0, 10.0),
+    ]
     return [
         {"name": name, "status": "ok", "workload": workload, "ranks": ranks, "median_ms": ms, "cpu_ms": cpu}
-        | {"sent_bytes": 0.0}
+        | ({"sent_bytes": 0.0} if ranks > 1 else {})
         for name, ranks, ms, cpu in lines
     ]
 

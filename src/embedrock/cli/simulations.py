@@ -135,7 +135,7 @@ def compared(document: dict[str, Any]) -> list[dict[str, float]]:
         alone["cpu_ms"] / 1e3, two["median_ms"] / 1e3, load, cores, ids_of_ranks(workload, 2), two["cpu_ms"] / 1e3
     )
     found = []
-    for line in (line for name, line in lines.items() if name.startswith(SHARDED)):
+    for line in (line for name, line in lines.items() if name.startswith(SHARDED) and line["ranks"] > 1):
         ranks = line["ranks"]
         told = simulate(load, Cluster(ranks, ranks, cores), log=ids_of_ranks(workload, ranks), compute=compute)
         found.append(

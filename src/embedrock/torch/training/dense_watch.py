@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ from embedrock.process.callers import caller_level
 
 PROBE = 8  # elements: those who write to parameter.data leave its version as it is
 NAMED = 3
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A tensor of which this process has a part: a `DTensor`, whose module need not be there to ask."""
+
+    def to_local(self) -> Tensor:
+        """Return the part."""
+        ...
 
 
 class UntrainedWarning(UserWarning):
@@ -73,7 +82,9 @@ class DenseWatch:
 
 
 def _probe(parameter: Tensor) -> Tensor:
-    return parameter.detach().reshape(-1)[:PROBE].clone()
+    here = parameter.detach()
+    here = here.to_local() if isinstance(here, Sharded) else here  # of FSDP2, of which a process has a part
+    return here.reshape(-1)[:PROBE].clone()
 
 
 def _has_changed(seen: _Seen) -> bool:
