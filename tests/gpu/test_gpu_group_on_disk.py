@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
-from test_gpu_limits import until_it_fits
 
 import embedrock as er
 import embedrock.torch as ert
@@ -194,26 +193,3 @@ def test_a_member_has_no_gpu_memory_of_its_own(both: Both):
     with pytest.raises(er.UnsupportedError, match=said):
         both.group.table("more", rows=3, dim=2, device_memory="1MiB")
     assert "more" not in both.group
-
-
-@pytest.mark.slow
-def test_no_allocation_that_fails_loses_a_row(both: Both):
-    *before, last = batches(4)
-    for ids in before:
-        both.step(ids)
-
-    def step() -> None:
-        loss_of(both.mine, last).backward()
-        both.optimizers[0].step()
-
-    def is_as_before() -> None:
-        both.optimizers[0].zero_grad()
-        for name, layer in both.others.items():  # a record may have been made, of the same first values
-            every = np.arange(ROWS[name])
-            np.testing.assert_array_equal(both.table(name).lookup(every), layer.table.lookup(every))
-
-    assert until_it_fits(step, is_as_before) > 20
-    both.optimizers[0].zero_grad()
-    loss_of(both.others, last).backward()
-    both.optimizers[1].step()
-    both.check()

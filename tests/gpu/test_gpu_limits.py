@@ -475,9 +475,9 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     ert.place(layers, "cpu")
     starts, step = set(), DeviceSide.step
 
-    def noted(side: DeviceSide, grads: Any, judged: steps.Judged, begun: Any) -> None:
+    def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> None:
         starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        step(side, grads, judged, begun)
+        step(side, rule, grads, judged)
 
     monkeypatch.setattr(DeviceSide, "step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,20 +107,6 @@ class _Histories:
             copy[start : steps + 1] = uploaded(array[start : steps + 1], self._device)
         self._copies[name] = array, copy, steps
         return copy
-
-
-class Begun(NamedTuple):
-    """A step of a table that can be made.
-
-    Attributes:
-        plan: with the keys that it is made of.
-        were: see `rows.step`.
-        numbers: of the step, on the device.
-    """
-
-    plan: DevicePlan
-    were: Tensor | None
-    numbers: Any
 
 
 class DeviceSide(ABC):
@@ -423,8 +409,8 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def begin_step_alone(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> Begun:
-        """Count a step of the rule, and do all of it that can fail; `step` is the rest. No row is stepped.
+    def step(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> None:
+        """Make one step of the rule.
 
         Args:
             rule: laid out as the table's.
@@ -441,12 +427,7 @@ class DeviceSide(ABC):
                 self.timeline.uses(were)
             numbers = self.rows.count_step(rule)
             self.note_change()
-            return Begun(plan, were, self._uploaded_or_taken_back(numbers))
-
-    def step(self, grads: DeviceGradients, judged: Judged, begun: Begun) -> None:
-        """Make a step that `begin_step_alone` has begun."""
-        plan, were, numbers = begun
-        with self.working():
+            numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
             self.admit(plan, judged.verdict)

@@ -17,7 +17,7 @@ from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 
 if TYPE_CHECKING:
-    from embedrock.device.side import Begun, DeviceSide
+    from embedrock.device.side import DeviceSide
 
 
 class DeviceDue(Protocol):
@@ -57,28 +57,15 @@ class DeviceStep(NamedTuple):
     number: int
 
     def step(self) -> None:
-        """Make the step that was judged. Before a row is stepped, all is done that can fail for those stepped alone."""
-        runs, alone, k = list[joint.Run](), list[tuple[DeviceDue, Judged]](), 0
+        """Make the step that was judged."""
+        k = 0
         for part in joint.runs_of(self.due):
             if isinstance(part, joint.Run):
-                runs.append(part)
+                joint.step(part, self.verdicts, self.number)
                 k += len(part.due)
             else:
-                alone.append((part, Judged(self.verdicts.select(0, k), self.number)))
+                part.side.step(part.rule, part.grads, Judged(self.verdicts.select(0, k), self.number))
                 k += 1
-        begun: list[Begun] = []
-        try:
-            for part, judged in alone:
-                begun.append(part.side.begin_step_alone(part.rule, part.grads, judged))
-            for run in runs:
-                joint.step(run, self.verdicts, self.number)
-        except BaseException:
-            for part, _ in alone[: len(begun)]:
-                with part.side.working():
-                    part.side.rows.take_back(1)
-            raise
-        for (part, judged), one in zip(alone, begun, strict=True):
-            part.side.step(part.grads, judged, one)
 
 
 def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
