@@ -193,7 +193,7 @@ def test_a_table_in_use_can_be_looked_at(run: Run, refused: Refused):
         run("info", "t.rock")
         run("export", "t.rock", "a.npy")
         for command in (["rollback", "t.rock", 1], ["compact", "t.rock"], ["import", "a.npy", "t.rock", "--into"]):
-            assert "this process has the table open for writing already" in refused(*command)
+            assert "this process has it open for writing already" in refused(*command)
 
 
 # ---------------------------------------------------------------- verify

@@ -319,10 +319,8 @@ def test_of_very_many_members_none_is_listed(tmp_path: Path):
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[numbers._Recorder]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    before = {*opened.all_opened(), *opened.all_in_ram()}  # what other tests have left
-    for name in ("all_opened", "all_in_ram"):
-        there = getattr(opened, name)
-        monkeypatch.setattr(opened, name, lambda there=there: [each for each in there() if each not in before])
+    all_open, before = opened.all_open, set(opened.all_open())  # what other tests have left
+    monkeypatch.setattr(opened, "all_open", lambda: [each for each in all_open() if each not in before])
     made = numbers._Recorder(1e6)
     yield made
     made.stop()

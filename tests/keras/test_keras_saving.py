@@ -256,7 +256,7 @@ def test_table_of_another_writer_says_how_to_read(place, tmp_path):
     table_of(model).close()
     with (
         er.open(place["path"]),
-        pytest.raises((TableLockedError, ValueError), match="this process has the table open for writing"),
+        pytest.raises((TableLockedError, ValueError), match="this process has it open for writing"),
     ):
         load(tmp_path / "m.keras")
 

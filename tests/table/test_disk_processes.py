@@ -129,7 +129,7 @@ def test_a_second_writer_is_told_at_once_who_the_first_is(other: ProcessPoolExec
         there_it_is = (
             f"another writer has the table open: process {os.getpid()} on host {re.escape(socket.gethostname())}"
         )
-        here = f"this process has the table open for writing already: table {str(path)!r}, since {__file__}:"
+        here = f"this process has it open for writing already: table {str(path)!r}, since {__file__}:"
         for open_it, text in (
             (lambda: there(other, open_there, path), there_it_is),
             (lambda: er.open(path), re.escape(here)),

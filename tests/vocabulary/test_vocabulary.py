@@ -287,11 +287,25 @@ def test_what_was_not_committed_is_lost_and_told(tmp_path: Path):
         check(vocabulary, {"a": 0})
 
 
+def test_a_cell_that_is_run_again(tmp_path: Path):
+    path = tmp_path / "v"
+    first = er.Vocabulary(path)
+    first.add(["a", "b"])
+    assert er.opened(path) is first
+    first.commit()
+    er.close(path)
+    assert er.opened(path) is None
+    again = er.Vocabulary(path)
+    assert len(again) == 2
+    del again  # nobody has it any more
+    assert len(er.Vocabulary(path)) == 2
+
+
 def test_one_writer_and_readers(tmp_path: Path):
     writer = er.Vocabulary(tmp_path / "v")
     writer.add(["a", "b"])
     writer.commit()
-    with pytest.raises(TableLockedError, match=r"open: this process, which has not closed it yet\. .*mode=\"r\""):
+    with pytest.raises(TableLockedError, match=r"already: vocabulary '.*test_vocabulary\.py:\d+.*mode=\"r\""):
         er.Vocabulary(tmp_path / "v")
     reader = er.Vocabulary(tmp_path / "v", mode="r")
     for k in range(20):

@@ -263,7 +263,7 @@ class _Recorder:
 
     def sample(self) -> None:
         """Write a sample of each table and group."""
-        for thing in (*opened.all_opened(), *opened.all_in_ram()):
+        for thing in opened.all_open():
             if thing in self._lost:
                 continue
             try:

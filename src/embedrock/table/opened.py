@@ -1,4 +1,4 @@
-"""Tables and groups on disk that this process writes, found by their path: `opened`, `close`.
+"""Tables, groups and vocabularies on disk that this process writes, found by their path: `opened`, `close`.
 
 A path has one writer. In a notebook that is often the table of a cell that was run before: the old model still has it
 while the new one is made, or the traceback of an error does. Neither to share that table nor to close it can be meant
@@ -13,7 +13,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from embedrock.errors import TableLockedError
 from embedrock.machine.paths import local_path
@@ -25,23 +25,51 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_in_ram: weakref.WeakSet[Table | Group] = weakref.WeakSet()
-_writers: weakref.WeakValueDictionary[str, Table | Group] = weakref.WeakValueDictionary()
-_since: weakref.WeakKeyDictionary[Table | Group, str] = weakref.WeakKeyDictionary()  # where they were opened
+
+class Writer(Protocol):
+    """What this process has open for writing."""
+
+    @property
+    def subject(self) -> str:
+        """What it is, for error messages."""
+        ...
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether it has changes that no commit has."""
+        ...
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether it is open, and this process opened it."""
+        ...
+
+    def close(self) -> None:
+        """Let another writer in."""
+        ...
+
+
+_tables: weakref.WeakSet[Table | Group] = weakref.WeakSet()
+_writers: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
+_since: weakref.WeakKeyDictionary[Writer, str] = weakref.WeakKeyDictionary()  # where they were opened
 
 
 def note(table: Table | Group) -> None:
     """Take note of a table or group that was made, or opened for writing; others and members are left out."""
     if getattr(table, "group", None) is not None or table.mode != "w":
         return
-    if table.path is None:
-        _in_ram.add(table)
-    else:
-        _writers[os.path.realpath(table.path)], _since[table] = table, caller()
+    _tables.add(table)
+    if table.path is not None:
+        note_writer(table, table.path)
+
+
+def note_writer(writer: Writer, path: str) -> None:
+    """Take note of what was opened for writing at a path."""
+    _writers[os.path.realpath(path)], _since[writer] = writer, caller()
 
 
 def opened(path: str | os.PathLike[str]) -> Any:
-    """Return the `Table` or `Group` that this process has open for writing at a path; None where it has none.
+    """Return the `Table`, `Group` or `Vocabulary` that this process has open for writing at a path; None: nothing.
 
     Example:
         >>> import tempfile, embedrock as er
@@ -57,29 +85,24 @@ def opened(path: str | os.PathLike[str]) -> Any:
     return table if table is not None and table.is_open_here else None
 
 
-def all_opened() -> list[Table | Group]:
-    """Return the tables and groups on disk that this process has open for writing."""
-    return [table for table in list(_writers.values()) if table.is_open_here]
-
-
-def all_in_ram() -> list[Table | Group]:
-    """Return the tables and groups in RAM that are open."""
+def all_open() -> list[Table | Group]:
+    """Return the tables and groups that this process may change, in RAM and on disk."""
     while True:
         try:
-            return [table for table in list(_in_ram) if table.is_open_here]
+            return [table for table in list(_tables) if table.is_open_here]
         except RuntimeError:  # another thread has made one meanwhile
             continue
 
 
 def close(path: str | os.PathLike[str]) -> None:
-    """Close the table or group on disk that this process writes at a path, whoever has it; nothing where none is.
+    """Close what this process writes at a path, see `opened`, whoever has it; nothing where it writes none.
 
     As by its own `close`, changes that no commit has are lost, with an `UncommittedWarning`. A cell of a notebook that
     begins with it can be run again.
     """
-    table = opened(path)
-    if table is not None:
-        table.close()
+    writer = opened(path)
+    if writer is not None:
+        writer.close()
 
 
 def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
@@ -103,12 +126,12 @@ def open_alone(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
         raise _taken(table, str(error.filename)) from None
 
 
-def _taken(table: Table | Group, path: str) -> TableLockedError:
-    changes = ", and it has changes that no commit has" * table.uncommitted
+def _taken(writer: Writer, path: str) -> TableLockedError:
+    changes = ", and it has changes that no commit has" * writer.uncommitted
     return TableLockedError(
         errno.EWOULDBLOCK,
-        f"this process has the table open for writing already: {table.subject}, since {_since[table]}{changes}. Go "
+        f"this process has it open for writing already: {writer.subject}, since {_since[writer]}{changes}. Go "
         f"on with it, er.opened({path!r}), or close it first, er.close({path!r}). (A notebook's cell that begins with "
-        'either can be run again.) Or open it for reading: er.open(path, mode="r")',
+        'either can be run again.) Or open it for reading, mode="r"',
         path,
     )

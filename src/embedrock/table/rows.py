@@ -618,7 +618,10 @@ class Rows:
         """Step by another rule from now on; `Home.lay_out` where records must be laid out anew."""
         if rule == self.spec.rule:
             return
-        spec = self.spec.with_rule(rule)
+        try:
+            spec = self.spec.with_rule(rule)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.subject}: {error}") from None
         if rule is not None and rule.same_layout(self.spec.rule):
             self.spec = spec
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
 import warnings
@@ -31,6 +32,7 @@ from embedrock.process import forks
 from embedrock.process.callers import caller_level
 from embedrock.process.interrupts import held_back
 from embedrock.table.keeper import MODES, UncommittedWarning, check_step
+from embedrock.table.opened import note_writer, open_alone
 from embedrock.vocabulary.files import Files, holds_vocabulary
 from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import MOST_STRINGS
@@ -100,8 +102,7 @@ class Vocabulary:
             return
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
         system.check_usable(self.subject)
-        there = not self._writes or holds_vocabulary(system, self.path)
-        self._files = Files.open(system, self.path, self._writes) if there else Files.create(system, self.path)
+        self._files = self._opened_files(system, self.path)
         self._salt = self._files.manifest.salt
         try:
             if step is not None:
@@ -110,6 +111,14 @@ class Vocabulary:
         except BaseException:
             self._close()
             raise
+        if self._writes:
+            note_writer(self, self.path)
+
+    def _opened_files(self, system: System, path: str) -> Files:
+        if not self._writes:
+            return Files.open(system, path, False)
+        verb = functools.partial(Files.open, write=True) if holds_vocabulary(system, path) else Files.create
+        return open_alone(path, lambda: verb(system, path))
 
     def _strings_at(self, files: Files, step: int) -> int:
         known = dict(files.manifest.steps)
@@ -394,6 +403,11 @@ class Vocabulary:
         }
 
     # ------------------------------------------------------------ who has it
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether it is open, and this process made or opened it."""
+        return not self._closed and os.getpid() == self._process
 
     def close(self) -> None:
         """Close its files, and let another writer in. Strings that no commit has are lost, with a warning."""
