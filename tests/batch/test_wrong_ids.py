@@ -97,6 +97,7 @@ def test_strings(ids: Any):
     assert (found[0] != found[1]).any()
 
 
+@pytest.mark.slow
 def test_the_hash_is_that_of_every_process_and_pythons_is_not():
     """What the text says of both."""
     source = f"import embedrock as er; ids = ['b', 'a']; print({advised_source(refused(['b', 'a']))}, hash('b'))"

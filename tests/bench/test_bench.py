@@ -428,6 +428,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
     assert results["make_dying"].details == "last words"
 
 
+@pytest.mark.slow
 def test_a_hanging_contender_is_ended():
     racers = toys(toy("good"), toy("hangs", partial(make_sleeper, seconds=600)))
     results = measure(racers, Impatient(rounds=1, steps=1, seconds=5, threads=1, timeout_s=60))

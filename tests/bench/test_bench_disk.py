@@ -283,6 +283,7 @@ def check_disk(
         assert text in output.out
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     broken = DiskContender("broken", "cannot be made", BrokenSession, contenders.write_arrays)
     unwritten = DiskContender("unwritten", "has no files", DiskSession, write_nothing)
@@ -370,6 +371,7 @@ def test_a_cache_for_all_rows_has_no_best_misses():
 # ---------------------------------------------------------------- bench commit
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.filterwarnings("ignore:.*is closed with changes since commit")  # as in a process of its own
 def test_commit_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -137,6 +137,7 @@ def test_tables_on_disk_are_removed_at_the_end(cache: Path, capsys: pytest.Captu
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

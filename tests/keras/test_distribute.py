@@ -234,6 +234,7 @@ def check_tour(outcomes: dict[str, Any]) -> None:
         assert outcomes["scaled"]["iterations"] == (10, 10)
 
 
+@pytest.mark.slow
 def test_two_replicas_train_as_one_process_does() -> None:
     check_tour(run(tour, 2, workers=1)[0])
 

@@ -736,7 +736,7 @@ def _train_more(folder, file):
     return table_of(model).lookup(ALL), model.layers[-1].get_weights()[0]
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("on_disk", [True, *slow(False)])
 def test_fresh_process_goes_on_to_the_bit(tmp_path, on_disk):
     options = {"path": tmp_path / "t.rock"} if on_disk else {}
     whole, model = make_model("adam"), make_model("adam", **options)

@@ -72,7 +72,8 @@ def test_a_schedule_may_end_at_zero(rule: er.Rule) -> None:
 
 
 # Each is part of another case, or a rule that tests/keras/test_rules_against_keras.py follows step by step.
-PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam", "adam, schedule", "rmsprop", "nesterov", "adagrad"
+PARTS = "schedule", "accumulation", "loss scale", "momentum", "adam", "adam, schedule", "rmsprop", "nesterov"
+PARTS += "adagrad", "ftrl"
 
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in PARTS), *slow(*PARTS)])

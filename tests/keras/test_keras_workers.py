@@ -222,6 +222,7 @@ def check_tour(function: Any, folder: Path) -> None:
             assert parts == ["shard-0-of-2", "shard-1-of-2"]
 
 
+@pytest.mark.slow
 def test_two_workers_train_as_one_process(tmp_path: Path) -> None:
     check_tour(tour, tmp_path)
 

@@ -616,6 +616,7 @@ def looks_up_in_two_groups(rank: int) -> None:
         layer(torch.tensor([1])).sum().backward()
 
 
+@pytest.mark.slow
 def test_ranks_may_be_in_different_numbers_of_groups(pair: Ranks) -> None:
     pair.run(looks_up_in_two_groups)
 

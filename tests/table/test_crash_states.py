@@ -22,7 +22,7 @@ def explore(seed: int, kind: str, states: int, tmp_path: Path) -> int:
     return explore_life(recorded_life(seed, kind, ACTS), states, tmp_path / "life")
 
 
-FEW = "dense", "come and go", "group"  # what others have is in one of these, too
+FEW = "come and go", "group"  # what others have is in one of these, too
 
 
 @pytest.mark.parametrize("kind", [*FEW, *slow(*(kind for kind in KINDS if kind not in FEW))])

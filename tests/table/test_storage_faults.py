@@ -524,6 +524,7 @@ class TestTheOracle:
         assert any(call.startswith(f"unlink {PATH}/manifest/0") for call in system.journal)
 
 
+@pytest.mark.slow
 def test_crashes_after_every_call():
     assert crash_everywhere(CASES["adam"], 1, 0) > 200
 

@@ -89,7 +89,8 @@ class RowLayer(nn.Module):
         self._claim_max_norm()
         if terms is not None and not terms.are_default:  # layers on a table that is shared need not say so again
             self.handle.share_by(terms)
-        self.handle.name_for_others()
+        if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
+            self.handle.name_for_others()
 
     def name_in_errors(self, path: str | None = None) -> None:
         """Let error messages call the layer by its place in a model; None: the one that is known."""
