@@ -46,25 +46,23 @@ class Cuts(NamedTuple):
 
     Attributes:
         words: what `kernels.join` and `kernels.bags` know of the features.
-        counts: bags of each.
         is_even: no starts tell where bags are.
     """
 
     words: tuple[int, ...]
-    counts: list[int]
     is_even: bool
 
 
 def cuts_of(all_bags: Sequence[Bags], sizes: Sequence[int]) -> Cuts:
     """Return where bags are of features with so many ids; the words are those after the ones that are of ids."""
-    counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
     firsts, begins = [0], [0]
-    for bags, count in zip(all_bags, counts, strict=True):
+    for bags, n in zip(all_bags, sizes, strict=True):
+        count = bags.count(n)
         firsts.append(firsts[-1] + count)
         begins.append(begins[-1] + (0 if bags.starts is None else count))
     means = [int(bags.mode == "mean") for bags in all_bags]
     words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
-    return Cuts(words, counts, begins[-1] == 0)
+    return Cuts(words, begins[-1] == 0)
 
 
 class JointBags:
