@@ -251,8 +251,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     """Have `torch.cuda`, CUDA's runtime library and the interpreter be those of a fake GPU; enter it to use them."""
-    from embedrock.device import attach
-    from embedrock.torch.training import side
+    from embedrock.device import attach, requirements
 
     gpu, builder = FakeGPU(), interpreter.InterpreterBuilder
     fake_runtime.use(monkeypatch, fake_runtime.FakeLibrary())
@@ -269,7 +268,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.record(tensor, stream))
-    monkeypatch.setattr(side, "lack_for_kernels", lambda device_type: None)
+    monkeypatch.setattr(requirements, "lack_for_kernels", lambda device_type: None)
     launch, load, store = interpreter.GridExecutor.__call__, builder.create_masked_load, builder.create_masked_store
     rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
 

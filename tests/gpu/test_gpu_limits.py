@@ -33,7 +33,7 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, direct, hosted, pinned, steps, timeline
+from embedrock.device import attach, direct, hosted, pinned, requirements, steps, timeline
 from embedrock.device import side as device_side
 from embedrock.device.annex import Annex
 from embedrock.device.direct import DirectSide
@@ -41,7 +41,6 @@ from embedrock.device.side import DeviceSide
 from embedrock.errors import UnsupportedError
 from embedrock.table.table import rows_of
 from embedrock.tiers import device_placing, memory
-from embedrock.torch.training import side
 from slow import slow
 
 
@@ -219,8 +218,8 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_by_the_cpu(monkeypatch: p
 
 
 def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(side, "lack_for_kernels", side.lack_for_kernels.__wrapped__)
-    monkeypatch.setattr(side, "has_triton", lambda: False)
+    monkeypatch.setattr(requirements, "lack_for_kernels", requirements.lack_for_kernels.__wrapped__)
+    monkeypatch.setattr(requirements, "has_triton", lambda: False)
     model, asked = make(None), make(NONE_NEAR)
     on_device(model.whole)
     with pytest.warns(
@@ -234,10 +233,10 @@ def test_without_triton_the_cpu_uses_the_rows_and_says_so(monkeypatch: pytest.Mo
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Let the requirements of kernels be looked for anew, on a machine that has them all."""
-    monkeypatch.setattr(side, "lack_for_kernels", side.lack_for_kernels.__wrapped__)
+    monkeypatch.setattr(requirements, "lack_for_kernels", requirements.lack_for_kernels.__wrapped__)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(side.shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
-    assert side.lack_for_kernels("cuda") is None
+    monkeypatch.setattr(requirements.shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
+    assert requirements.lack_for_kernels("cuda") is None
     return monkeypatch
 
 
@@ -246,31 +245,31 @@ def test_without_what_triton_compiles_with_the_cpu_uses_the_rows_and_says_so(
     probes: pytest.MonkeyPatch, tmp_path: Path, lack: str
 ):
     if lack == "compiler":
-        probes.setattr(side.shutil, "which", lambda name: None)
+        probes.setattr(requirements.shutil, "which", lambda name: None)
         said, remedy = (
             "there is no C compiler, gcc or clang, with which Triton",
             "apt-get install gcc, or name one by .*CC",
         )
     else:
-        probes.setattr(side.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        probes.setattr(requirements.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
         said, remedy = rf"Python's headers are missing \({tmp_path}/Python\.h\)", "apt-get install python3-dev"
     with pytest.warns(
         ert.PlacementWarning, match=rf"^{said}.*: the table is read and stepped by the CPU.* {remedy}\.$"
     ):
-        assert side.device_side(er.Table(ROWS, DIM), torch.device("cuda")) is None
+        assert requirements.device_side(er.Table(ROWS, DIM), torch.device("cuda")) is None
     with pytest.raises(
         UnsupportedError, match=rf"^{said}.*: the table cannot have device_memory=0\. Install.*{remedy}"
     ):
-        side.device_side(er.Table(ROWS, DIM, device_memory=0), torch.device("cuda"))
-    assert side.lack_for_kernels("cpu") is None  # where Triton's interpreter needs neither
+        requirements.device_side(er.Table(ROWS, DIM, device_memory=0), torch.device("cuda"))
+    assert requirements.lack_for_kernels("cpu") is None  # where Triton's interpreter needs neither
 
 
 def test_a_compiler_may_be_named_or_be_clang(probes: pytest.MonkeyPatch):
-    probes.setattr(side.shutil, "which", {"clang": "/usr/bin/clang"}.get)
-    assert side.lack_for_kernels("cuda") is None
-    probes.setattr(side.shutil, "which", lambda name: None)
+    probes.setattr(requirements.shutil, "which", {"clang": "/usr/bin/clang"}.get)
+    assert requirements.lack_for_kernels("cuda") is None
+    probes.setattr(requirements.shutil, "which", lambda name: None)
     probes.setenv("CC", "/opt/cc")
-    assert side.lack_for_kernels("cuda") is None
+    assert requirements.lack_for_kernels("cuda") is None
 
 
 def test_without_the_interpreter_a_cpu_is_no_device(monkeypatch: pytest.MonkeyPatch):

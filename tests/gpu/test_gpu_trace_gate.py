@@ -19,9 +19,9 @@ from gpu_device import DEVICE
 import embedrock as er
 from disk_pair import BATCH, TOTAL, Case
 from embedrock.device import attach, memory_for
+from embedrock.fronts.steps import DueStep, step_all
 from embedrock.rules import RULES
 from embedrock.table.table import rows_of
-from embedrock.torch.training.steps import DueStep, step_all
 from same_tables import LAZY
 from slow import slow
 from traced_pair import ASKED, TracedPair, drawn_acts, drawn_case, play

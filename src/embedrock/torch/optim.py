@@ -17,6 +17,7 @@ from embedrock import rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.arguments import is_number
 from embedrock.fronts.rules import RuleTaker, bind_rule, check_may_bind, may_bind
+from embedrock.fronts.steps import DueStep, step_all
 from embedrock.rules import Rule
 from embedrock.table.checks import of_step
 from embedrock.torch.layers.row_layer import RowLayer
@@ -25,7 +26,6 @@ from embedrock.torch.training.dense_watch import DenseWatch
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.sharing import SharedStep, announce_steps, fall_behind
-from embedrock.torch.training.steps import DueStep, step_all
 
 Layers = nn.Module | Handle | Iterable[Any]
 

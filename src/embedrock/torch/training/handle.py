@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embedrock.device.requirements import device_side, indexed
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
 from embedrock.fronts.arguments import lags_behind
 from embedrock.rules import Rule
@@ -22,7 +23,7 @@ from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.pending import Pending
 from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import Sharing, Terms, known_as, sharing_of
-from embedrock.torch.training.side import Gradients, RowSide, device_side, indexed
+from embedrock.torch.training.side import Gradients, RowSide
 from embedrock.torch.training.vigil import BOTH, ForgottenGradientsError, Vigil
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one

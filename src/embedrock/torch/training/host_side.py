@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,11 +13,10 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
-from embedrock.table import stepping
+from embedrock.fronts.steps import judge_on_host
 from embedrock.table.batches import Feature
 from embedrock.table.group import Group
 from embedrock.table.table import Table
-from embedrock.torch.training.steps import DueStep
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -92,23 +89,6 @@ def _norm(grads: RowGradients) -> float:
     return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # NaN compares as false
 
 
-class HostStep(NamedTuple):
-    """A step of tables that nothing refuses any more."""
-
-    judged: Sequence[stepping.Judged]
-
-    def step(self) -> None:
-        """Make it."""
-        stepping.step_judged(self.judged)
-
-
-def judge(due: Sequence[DueStep], alone: bool) -> list[HostStep]:
-    """Prepare a step of tables: see `stepping.judge`, which finds out all the same who is stepped with them."""
-    tables = (cast(HostSide, part.side).table for part in due)  # sides are judged with their own kind
-    parts = [stepping.Due(table, part.rule, part.grads) for table, part in zip(tables, due, strict=True)]
-    return [HostStep(stepping.judge(parts))]
-
-
 class HostSide:
     """Rows that the CPU reads and steps: a `RowSide`.
 
@@ -117,7 +97,7 @@ class HostSide:
     """
 
     is_current = True
-    judge = staticmethod(judge)
+    judge = staticmethod(judge_on_host)
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -21,6 +21,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.fronts.steps import DueStep, step_all
 from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.shards import stages
@@ -34,7 +35,6 @@ from embedrock.torch.training.host_side import HostGradients, HostSide
 from embedrock.torch.training.positions import PositionGradients, PositionSide
 from embedrock.torch.training.ranks import Ranks, are_there_groups, group_of
 from embedrock.torch.training.shared_gradients import SharedGradients
-from embedrock.torch.training.steps import DueStep, step_all
 
 if TYPE_CHECKING:
     from embedrock.torch.training.ahead import Round

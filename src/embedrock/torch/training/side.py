@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-import shutil
-import sysconfig
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import UnsupportedError
-from embedrock.table.group import device_memory_of
-from embedrock.table.table import Table
-from embedrock.tiers.side import PlacementWarning
-
-LEAST_TRITON = (3, 4)  # older ones cannot take a rule's numbers as a tuple
+from embedrock.fronts.steps import PreparedStep
 
 
 class Gradients(Protocol):
@@ -61,14 +50,6 @@ class Gradients(Protocol):
 
     def growth_since(self, earlier: Self | None) -> float | Tensor:
         """Return by how much `shown` is more than that of the gradients before, which these contain."""
-        ...
-
-
-class PreparedStep(Protocol):
-    """A step of tables that nothing refuses any more."""
-
-    def step(self) -> None:
-        """Make it."""
         ...
 
 
@@ -165,76 +146,3 @@ class RowSide(Protocol):
     def prepare(self, grads: Any) -> Any:
         """Raise what a step by these gradients would raise. No row changes."""
         ...
-
-
-def device_side(table: Table, device: torch.device) -> RowSide | None:
-    """Return the rows of a table on a GPU; None, with a warning, where only the CPU can use them.
-
-    Raises:
-        UnsupportedError: what compiles kernels for GPUs is missing, and GPU memory was asked for.
-    """
-    lack = lack_for_kernels(device.type)
-    if lack is not None:
-        _say(lack, table)
-        return None
-    from embedrock.device.attach import side_of
-
-    return side_of(table, indexed(device))
-
-
-class Lack(NamedTuple):
-    """What is missing for kernels on a GPU, in words, and what brings it."""
-
-    what: str
-    remedy: str
-
-
-def indexed(device: torch.device) -> torch.device:
-    """Return a device by its number, as tensors name it: "cuda" is the current one."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-@functools.cache
-def lack_for_kernels(device_type: str) -> Lack | None:
-    """Return what kernels for a type of device lack; None where all is there.
-
-    Nothing is compiled: Triton would fail in the middle of a lookup. On CPU tensors it interprets kernels.
-    """
-    if not has_triton():
-        least = ".".join(map(str, LEAST_TRITON))
-        what = f"Triton {least} or newer, which compiles the kernels for GPUs, is not installed"
-        return Lack(what, 'pip install "embedrock[gpu]"')
-    if device_type == "cpu" or os.name != "posix":  # elsewhere Triton brings a compiler of its own
-        return None
-    if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
-        what = "there is no C compiler, gcc or clang, with which Triton makes what launches kernels on GPUs"
-        return Lack(what, "apt-get install gcc, or name one by the environment's CC")
-    header = os.path.join(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")  # as Triton finds it
-    if not os.path.exists(header):
-        what = f"Python's headers are missing ({header}), with which Triton makes what launches kernels on GPUs"
-        return Lack(what, "apt-get install python3-dev")
-    return None
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return whether there is a Triton that compiles the kernels."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
-
-
-def _say(lack: Lack, table: Table) -> None:
-    if (given := device_memory_of(table)) is not None:
-        asked = f"{table.subject} cannot have device_memory={given}"
-        raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")
-    warnings.warn(
-        f"{lack.what}: {table.subject} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU "
-        f"speed: {lack.remedy}.",
-        PlacementWarning,
-        stacklevel=4,
-    )
