@@ -9,6 +9,7 @@ import torch
 
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
+from embedrock.kernels.gpu.gate import Case
 from embedrock.kernels.gpu.homes import Homes, RecordMemory
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.rules import Adam, Rule
@@ -18,6 +19,7 @@ from embedrock.testing.kernels import DEFAULTS, DENSE, step_numbers
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
 VERDICT = torch.zeros(4, dtype=torch.int32)
+CASE = Case(torch.ones(()), torch.ones(()), torch.zeros(4, dtype=torch.int64), ONE, 3)
 KEYS = torch.zeros(8, dtype=torch.int64)
 WHERE, DIRTY = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
 
@@ -55,6 +57,7 @@ def example_first_values() -> None:
             args = KEYS, KEYS, values, VERDICT, None, ONE, home, first, seed, 1
             for were in (None, values):
                 rows.step(*args, numbers(Adam(), 1), form, were)
+                rows.step(*args[:3], CASE, *args[4:], numbers(Adam(), 1), form, were)
         for keys in (KEYS, KEYS.int()):
             rows.read(keys, 8, homes(form)[3], seed, drawn, form, values)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import Poisoned, same, tensor
+from tensors import Poisoned, one, same, tensor
 
 from embedrock.kernels import reference
 from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu.runtime import inlined, launch
 
 NUMBERS = st.sampled_from([0.0, 1.0, 0.5, 3e38, 1e-40, float("inf"), float("nan"), 2.0])
 TABLES = st.tuples(NUMBERS, NUMBERS, st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
@@ -32,3 +35,27 @@ def test_judge(tables: list[tuple[float, float, int]]):
     for part, wanted in zip((gate.LIVE, gate.FINITE), expected[1:], strict=True):
         np.testing.assert_array_equal(verdicts[:, part], wanted)
     same(mine, faults)
+
+
+@inlined
+def _note_alone(number, shown, fault, tickets, found, step):
+    is_made, factor = gate.judge_alone(number, shown, fault, tickets, step)
+    place = found + tl.program_id(0) * 2
+    tl.store(place, is_made)
+    tl.store(place + 1, factor.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize(
+    ("now", "shown"), [(1.0, 1.0), (0.5, 2.0), (0.0, 3.0), (np.inf, 1.0), (np.nan, 1.0), (0.0, 0.0)]
+)
+def test_programs_that_judge_a_table_alone_decide_as_judge_does(now: float, shown: float, code: int) -> None:
+    numbers, faults = np.array([[now], [shown]], np.float32), np.array([[code, 5, 6, 7 if code else 0]], np.int64)
+    mine, found, tickets = tensor(faults[0]), Poisoned((3, 2), torch.int32), one(0)
+    launch(_note_alone, 3, tensor(numbers[0]), tensor(numbers[1]), mine, tickets, found.inside, 9)
+    factor, live, finite = np.empty(1, np.float32), np.empty(1, np.int32), np.empty(1, np.int32)
+    reference.device.judge(numbers, faults, factor, live, finite, 9)
+    for line in found.check(3):
+        assert line.tolist() == [live[0], factor.view(np.int32)[0]]
+    same(mine, faults[0])
+    assert tickets.item() == 0  # they may be drawn again

@@ -475,6 +475,7 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     starts, step = set(), DeviceSide.step
 
     def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> None:
+        assert judged.verdict is not None
         starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
         step(side, rule, grads, judged)
 

@@ -18,6 +18,7 @@ from gpu_models import (
     DIM,
     HOSTED,
     NONE_NEAR,
+    OPEN,
     ROWS,
     SOME_NEAR,
     WAYS,
@@ -419,6 +420,17 @@ def test_streams_of_the_caller(way: Way):
             train(model, [ids.to(DEVICE)])
     torch.cuda.synchronize()
     assert_same_table(model.table, train(other, batches(6)).table)
+
+
+@pytest.mark.parametrize("way", [ALL_NEAR, *slow(NONE_NEAR, *SOME_NEAR, OPEN, *HOSTED)], ids=by_name)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_a_column_of_others(dtype: torch.dtype, way: Way):
+    model, columns = make(way), torch.stack(batches(3), dim=1).to(dtype)
+    train(model, columns.unbind(1))
+    assert_same_table(train(make(None), batches(3)).table, model.table)
+    with torch.no_grad():
+        found = model.rows(columns[:, 1])
+    np.testing.assert_array_equal(found.cpu().numpy(), model.table.lookup(columns[:, 1].numpy()))
 
 
 def test_ids_may_be_on_either_side():

@@ -165,7 +165,7 @@ class DirectSide(DeviceSide):
             plan = ahead.plan
             assert plan is not None  # the device planned
             assert ahead.fault is not None
-            self.timeline.uses(plan.starts, plan.order, plan.all_keys, ahead.fault)  # one of each part of memory
+            self.timeline.uses(plan.keys, plan.order, plan.all_keys, ahead.fault)  # one of each part of memory
             kernels.adopt(self.faults.tensor, ahead.fault)
             plan = replace(plan, shape=tuple(ids.shape))
         else:  # of a batch that was brought ahead it was counted then what was near
@@ -197,7 +197,10 @@ class DirectSide(DeviceSide):
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
         """Do nothing: the kernel that steps rows makes their records."""
 
-    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
+    def judges(self, grads: DeviceGradients) -> bool:
+        return grads.plan.keys.shape[0] > 0  # else none is launched
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
         self._begin()
         self.timeline.wait_for_copies()
         return plan

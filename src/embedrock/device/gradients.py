@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DevicePlan, carved
+from embedrock.device.plan import DevicePlan, aligned
 from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu.runtime import Part, as_tensor
 
 if TYPE_CHECKING:
     from embedrock.device.joint import JointPart
@@ -96,8 +97,8 @@ class DeviceGradients:
 
     def by_frequency(self) -> DeviceGradients:
         """Return each row's gradient divided by how often its id occurs in the plan."""
-        plan = self.plan
-        occurrences = (plan.starts[1:] - plan.starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
+        starts = as_tensor(self.plan.starts)
+        occurrences = (starts[1:] - starts[:-1]).clamp(min=1)  # beyond the rows that there are: anything
         values = self.values.clone()
         values[: len(occurrences)] /= occurrences[:, None]
         return self._with_values(values)
@@ -160,8 +161,12 @@ def room_for_sums(
     """
     n = plan.order.shape[0]
     later = sums.partial_rows(n)
-    sizes = 2 * (sums.square_sums(n, dim) if squares is None else squares), n * dim, later * dim
-    of_rows, values, partial = carved(torch.float32, plan.order.device, sizes)
+    squares = sums.square_sums(n, dim) if squares is None else squares
+    partial = aligned(n * dim)
+    of_rows = partial + aligned(later * dim)
+    whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=plan.order.device)
     room = torch.empty(norms, dtype=torch.float32, device=plan.order.device)  # handles may keep it, and nothing else
-    scratch = sums.Scratch(partial.view(later, dim), of_rows.view(torch.float64), plan.tickets)
-    return values.view(n, dim), room, scratch
+    scratch = sums.Scratch(
+        Part(whole, partial, (later, dim), torch.float32), Part(whole, of_rows, (squares,), torch.float64), plan.tickets
+    )
+    return whole[:n], room, scratch

@@ -22,6 +22,7 @@ from embedrock.device.side import DeviceSide, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
+from embedrock.kernels.gpu.runtime import as_tensor
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
 from embedrock.table.member_steps import prepare_each
@@ -192,7 +193,8 @@ class HostedSide(DeviceSide):
             for annex in {side.annex: None for side, _ in parts}:
                 annex.cover(sum(len(plan.ids) for plan in plans.values()))
 
-    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
+        assert verdict is not None  # it was judged before
         host = self._host(plan)
         with self._turn():
             # Where records are to be made, the host waits to know whether anything will be stepped.
@@ -220,7 +222,7 @@ class HostedSide(DeviceSide):
         dropped = torch.cat([grads.plan.keys == DROPPED for grads in (earlier, later)])
         with self._located(make_plan(ids)) as host:
             plan = self._planned(host)
-        plan = self.masked(plan, dropped[plan.order[plan.starts[:-1].long()]])
+        plan = self.masked(plan, dropped[plan.order[as_tensor(plan.starts)[:-1].long()]])
         return sum_rows(values, plan, self.no_row)
 
 

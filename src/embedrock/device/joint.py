@@ -20,7 +20,7 @@ from embedrock.device.plan import DevicePlan, Found, make_plan
 from embedrock.device.timeline import Ordered
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.runtime import Form, single
+from embedrock.kernels.gpu.runtime import Form, as_tensor, single
 from embedrock.process.spans import spanned
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class JointPlan:
         keys = whole.keys[place[:n].clamp(max=len(whole.keys) - 1)] - first
         is_none = (lane[:n] >= count) | (keys == self.paddings[table])
         keys = torch.where(is_none, rows, keys)
-        starts = whole.starts[place.clamp(max=len(whole.keys))] - begin
+        starts = as_tensor(whole.starts)[place.clamp(max=len(whole.keys))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
         tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
         return DevicePlan((n,), keys, keys, starts, order, inverse, count, tickets, self.stamps[table])

@@ -11,6 +11,7 @@ from torch import Tensor
 from embedrock.device.plan import carved
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling
+from embedrock.kernels.gpu.runtime import Part
 
 if TYPE_CHECKING:
     from embedrock.device.joint import JointPlan
@@ -85,7 +86,7 @@ class JointBags:
     scale: Tensor
 
     def __init__(
-        self, all_bags: Sequence[Bags], sizes: Sequence[int], plan: JointPlan, cuts: Tensor, tickets: Tensor
+        self, all_bags: Sequence[Bags], sizes: Sequence[int], plan: JointPlan, cuts: Tensor, tickets: Tensor | Part
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]

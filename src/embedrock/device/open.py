@@ -25,6 +25,7 @@ from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED
 from embedrock.kernels.gpu.rows import First
+from embedrock.kernels.gpu.runtime import as_tensor
 from embedrock.process.spans import spanned
 from embedrock.spec import Spec
 from embedrock.table.rows import Rows
@@ -211,7 +212,7 @@ class OpenSide(HostedSide):
             given + int(directory.search(plan).counts.sum()) <= self._rows_at_most
         )
 
-    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
         directory = self._open()
         if directory is None:
             return super().ready(plan, verdict)
@@ -219,8 +220,9 @@ class OpenSide(HostedSide):
         self._search = directory.search(plan)
         return replace(plan, keys=self._search.keys)
 
-    def admit(self, plan: DevicePlan, verdict: Tensor) -> None:
+    def admit(self, plan: DevicePlan, verdict: Tensor | None) -> None:
         if self._directory is not None and self._search is not None:
+            assert verdict is not None  # it was judged before
             self._directory.enter(plan, self._search, verdict)
 
     def note_change(self) -> None:
@@ -235,8 +237,8 @@ class OpenSide(HostedSide):
     def _hand_over(self, plan: DevicePlan) -> None:
         """Make a plan what the host would have made. Waits for the device."""
         count = int(plan.count)
-        plan.ids, plan.starts = plan.ids[:count], plan.starts[: count + 1]
-        parts = plan.ids, plan.inverse, plan.starts, plan.order.to(torch.int32)
+        plan.ids, plan.starts = plan.ids[:count], as_tensor(plan.starts)[: count + 1]
+        parts = plan.ids, plan.inverse, as_tensor(plan.starts), plan.order.to(torch.int32)
         ids, inverse, starts, order = (part.cpu().numpy() for part in parts)
         with self._located(Plan(plan.shape, ids, inverse, starts, order)) as host:
             plan.keys = torch.where(plan.keys[:count] == DROPPED, DROPPED, self.uploaded(host.slots))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.device.faults import LEAST_ID, MOST_ID
 from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.cache import Arrival
+from embedrock.kernels.gpu.runtime import Part
 from embedrock.kernels.gpu.sums import partial_rows
 
 
@@ -54,11 +56,11 @@ class DevicePlan:
     shape: tuple[int, ...]
     keys: Tensor
     ids: Tensor
-    starts: Tensor
+    starts: Tensor | Part
     order: Tensor
     inverse: Tensor
     count: Tensor
-    tickets: Tensor
+    tickets: Tensor | Part
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
@@ -96,11 +98,15 @@ def make_plan(
         tickets: how many there are beside those of sums.
     """
     n, device = keys.numel(), keys.device
-    sizes = 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n) + tickets
-    unique, starts, inverse, count, counts, drawn = carved(torch.int32, device, sizes)
-    unique, positions = unique.view(torch.int64), keys if keys.dim() == 1 else keys.reshape(-1)
-    if positions.dtype == torch.int64:  # half of the bytes to sort by; what does not fit is outside, and stays there
-        positions = positions.clamp(LEAST_ID, MOST_ID).to(torch.int32)
+    given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
+    is_wide = given.dtype == torch.int64
+    sizes, more = (2 * n, n, n if is_wide else 0, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets)
+    unique, inverse, positions, count, starts, counts, drawn = carved(torch.int32, device, sizes, more)
+    unique = unique.view(torch.int64)
+    if is_wide:  # half of the bytes to sort by
+        kernels.narrow(given, positions)
+    else:
+        positions = given
     ordered, order = torch.sort(positions, stable=True)
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
     kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
@@ -116,8 +122,8 @@ def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
         stamp: number of the batch.
     """
     n, device = ids.numel(), ids.device
-    sizes = 2 * n, 2 * n, n + 1, n, 1, kernels.blocks(n), 1 + partial_rows(n), directory.blocks(n)
-    keys, unique, starts, inverse, count, counts, drawn, new = carved(torch.int32, device, sizes)
+    sizes, more = (2 * n, 2 * n, n, 1, directory.blocks(n)), (n + 1, kernels.blocks(n), 1 + partial_rows(n))
+    keys, unique, inverse, count, new, starts, counts, drawn = carved(torch.int32, device, sizes, more)
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
     kernels.mark(ordered, None, counts, count, stamp)  # no id is wrong, so there is no fault
@@ -125,11 +131,26 @@ def make_open_plan(ids: Tensor, stamp: int) -> DevicePlan:
     return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 
 
-def carved(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:
-    """Return tensors of so many elements of 4 bytes, in one allocation: each begins at a multiple of 16 bytes."""
-    parts, places = [], []  # with room between them where there has to be
+def carved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], more: tuple[int, ...] = ()) -> list[Any]:
+    """Return tensors of so many elements of 4 bytes, and `more` parts, in one allocation, each at 16 bytes."""
+    cuts, places, starts, count = _layout(sizes, more)
+    whole = torch.empty(count, dtype=dtype, device=device)
+    made = torch.split_with_sizes(whole, cuts)
+    parts = [Part(whole, start, (size,), dtype) for start, size in zip(starts, more, strict=True)]
+    return [*(made[place] for place in places), *parts]
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...], more: tuple[int, ...]) -> tuple[list[int], list[int], list[int], int]:
+    """Return what to cut an allocation into, which of that are the tensors, where the parts begin, and its size."""
+    cuts, places = list[int](), list[int]()  # with room between them where there has to be
     for size in sizes:
-        places.append(len(parts))
-        parts += (size, -size % 4) if size % 4 else (size,)
-    made = torch.split_with_sizes(torch.empty(sum(parts), dtype=dtype, device=device), parts)
-    return [made[place] for place in places]
+        places.append(len(cuts))
+        cuts += (size, -size % 4) if size % 4 else (size,)
+    starts = [*itertools.accumulate((aligned(size) for size in more), initial=sum(cuts))]
+    return [*cuts, starts[-1] - sum(cuts)], places, starts[:-1], starts[-1]
+
+
+def aligned(count: int) -> int:
+    """Return how many elements of 4 bytes there are up to the next multiple of 16 bytes."""
+    return count + -count % 4

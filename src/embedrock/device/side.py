@@ -25,7 +25,7 @@ from embedrock.device.steps import Judged, judge
 from embedrock.device.timeline import Ordered, Timeline
 from embedrock.errors import ArgumentError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
-from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu import gate, rows
 from embedrock.kernels.gpu.runtime import Form
 from embedrock.process.spans import spanned
 from embedrock.rules import Rule
@@ -419,9 +419,11 @@ class DeviceSide(ABC):
         """
         self.check_rule(rule)
         with self.working():
-            plan = grads.plan
-            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, judged.verdict)
-            plan = self.ready(plan, judged.verdict)
+            plan, verdict = grads.plan, judged.verdict
+            case = gate.Case(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
+            used = grads.shown if verdict is None else verdict
+            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, used)
+            plan = self.ready(plan, verdict)
             were = self._found(plan)
             if were is not None:
                 self.timeline.uses(were)
@@ -430,9 +432,9 @@ class DeviceSide(ABC):
             numbers = self._uploaded_or_taken_back(numbers)
             if judged.number:
                 self.faults.note_step(judged.number)
-            self.admit(plan, judged.verdict)
+            self.admit(plan, verdict)
             seed = int(self.rows.spec.key)
-            args = judged.verdict, grads.clip_value, plan.count, self.near.homes, self.first
+            args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
             rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form, were)
             self.faults.ask()
 
@@ -454,11 +456,15 @@ class DeviceSide(ABC):
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
         """Do what `prepare` does for a step of all tables that have this one's `room`: of these sides."""
 
+    def judges(self, grads: DeviceGradients) -> bool:
+        """Return whether the kernel that steps these gradients, of this table alone, decides if it is stepped."""
+        return False  # rows get their records before, if it is
+
     @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor) -> DevicePlan:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
         """Let a step by the verdict, int32 (LINE,), begin; return the plan with the keys that it is made of."""
 
-    def admit(self, plan: DevicePlan, verdict: Tensor) -> None:  # noqa: B027  # most have done so, or need not
+    def admit(self, plan: DevicePlan, verdict: Tensor | None) -> None:  # noqa: B027  # most have done so, or need not
         """Give slots to the rows of a plan that was made ready, if they have none, and the step is made."""
 
     def skip_step(self) -> None:

@@ -35,11 +35,11 @@ class Judged(NamedTuple):
     """How a step of a table is made.
 
     Attributes:
-        verdict: int32 (LINE,), see `gate.judge`.
+        verdict: int32 (LINE,), see `gate.judge`; None: the kernel that makes it decides.
         number: of the step, 0 where the host knows that it is made.
     """
 
-    verdict: Tensor
+    verdict: Tensor | None
     number: int
 
 
@@ -68,7 +68,23 @@ class DeviceStep(NamedTuple):
                 k += 1
 
 
-def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
+class StepAlone(NamedTuple):
+    """A step of one table that the device decides about as it makes it.
+
+    Attributes:
+        part: the table.
+        number: of the step.
+    """
+
+    part: DeviceDue
+    number: int
+
+    def step(self) -> None:
+        """Make the step, if it can be made."""
+        self.part.side.step(self.part.rule, self.part.grads, Judged(None, self.number))
+
+
+def judge(due: Sequence[DeviceDue], alone: bool) -> Sequence[DeviceStep | StepAlone]:
     """Decide whether tables are stepped: all of them or, where one has NaN or Inf, none.
 
     Nothing waits for the devices, and what is refused is raised by a later call, but where the host must know: where
@@ -90,11 +106,17 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     for part in due:
         part.side.check()
         groups.setdefault(part.side.device, []).append(part)
+    goes_on = alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due)
+    is_judged = not (goes_on and len(due) == 1 and due[0].side.judges(due[0].grads))
     steps = []
     for group in groups.values():
         with Ordered([part.side.timeline for part in group], ()):  # each may have been used on a stream of its own
-            steps.append(_judge(group))
-    if alone and len(groups) < 2 and all(part.side.rows.on_nonfinite == "raise" for part in due):
+            _prepare(group)
+            if is_judged:
+                steps.append(_judge(group))
+    if not is_judged:
+        return [StepAlone(due[0], next(step_numbers))]
+    if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):
         known = [(step, step.verdicts[:, gate.FINITE].tolist()) for step in steps]
@@ -103,12 +125,15 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
         return [_without_skipped(step, finite) for step, finite in known]
 
 
-def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
+def _prepare(due: Sequence[DeviceDue]) -> None:
     rooms: dict[Any, list[DeviceDue]] = {}
     for part in due:
         rooms.setdefault(part.side.room, []).append(part)
     for parts in rooms.values():
         parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
+
+
+def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
     device, count, number = due[0].side.device, len(due), next(step_numbers)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
     if count == 1:

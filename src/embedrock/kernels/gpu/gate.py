@@ -1,8 +1,11 @@
 """Whether a step may be made, decided where the gradients are: see `embedrock.device.faults`."""
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import kernel, launch
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.sums import is_last
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NONFINITE = tl.constexpr(2)
@@ -12,17 +15,61 @@ LIVE, FACTOR, FINITE = 0, 1, 2
 _LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
 
 
+class Case(NamedTuple):
+    """What a step of one table is judged by, for the kernel that makes it.
+
+    Attributes:
+        number: float32 (), what stands for the gradients now.
+        shown: float32 (), what was shown for them.
+        fault: int64 (4,), of the table.
+        tickets: int32, one zero, which it is again afterwards.
+        step: the number of the step, >= 1.
+    """
+
+    number: Any
+    shown: Any
+    fault: Any
+    tickets: Any
+    step: int
+
+
+@inlined
+def _weigh(grad, shown):
+    """Return what gradients are to be multiplied by, whether they are finite then, and whether they were zeroed."""
+    # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
+    untouched = tl.where(grad == 0.0, 1.0, grad)
+    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
+    is_finite = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
+    return factor, is_finite, (grad == 0.0) & (shown != 0.0)
+
+
+@inlined
+def judge_alone(number, shown, fault, tickets, step):
+    """Decide about a step of one table in each program that makes it; return 1 if it is made, else 0, and the factor.
+
+    All decide alike. The last one notes what was refused, when all others have looked whether something was before.
+    """
+    factor, is_finite, is_dropped = _weigh(tl.load(number), tl.load(shown))
+    code = tl.load(fault)
+    is_good = is_finite & (code == 0)
+    if is_good == 0:  # noqa: SIM102
+        if is_last(tickets, tl.num_programs(0) - 1):  # (of `and`, Triton would do both sides)
+            first = tl.load(fault + 3)
+            tl.debug_barrier()  # what was read is overwritten
+            if code == 0:
+                tl.store(fault, NONFINITE)
+            if first == 0:
+                tl.store(fault + 3, step)
+    return (is_good & (is_dropped == 0)).to(tl.int32), factor
+
+
 @kernel("count", "number", anywhere=("numbers", "shown"))
 def _judge(numbers, shown, faults, verdicts, count, number, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     here = lane < count
     grad = tl.load(numbers + lane, mask=here, other=1.0)
     shown = tl.load(shown + lane, mask=here, other=1.0)
-    # Gradients that are all zero stay so by any factor, but must not hide that a number is not finite.
-    untouched = tl.where(grad == 0.0, 1.0, grad)
-    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
-    is_dropped = (grad == 0.0) & (shown != 0.0)
-    own = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
+    factor, own, is_dropped = _weigh(grad, shown)
     fault = tl.load(faults + lane, mask=here, other=0).to(tl.pointer_type(tl.int64))
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)

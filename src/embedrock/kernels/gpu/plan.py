@@ -12,6 +12,7 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
 
+LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 NUMBER = tl.constexpr(1)  # of the fault of a key out of range
 
 
@@ -38,6 +39,19 @@ def load_heads(keys, i, n):
     key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
+
+
+@kernel("n")
+def _narrow(keys, narrowed, n, LANES: tl.constexpr):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    key = tl.load(keys + i, mask=i < n, other=0)
+    tl.store(narrowed + i, tl.minimum(tl.maximum(key, LEAST), MOST).to(tl.int32), mask=i < n)
+
+
+def narrow(keys, narrowed):
+    """Write keys int64 (n,) to `narrowed` int32 (n,): those that do not fit become the least or the most that does."""
+    n = keys.shape[0]
+    launch(_narrow, blocks(n), keys, narrowed, n, LANES=BLOCK)
 
 
 @kernel("n", "number")

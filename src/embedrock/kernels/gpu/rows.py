@@ -217,13 +217,17 @@ def step_rows(
         tl.store(weights, w, mask=inside)
 
 
-@kernel("limit", "seed", "step", "steps")
+@kernel("limit", "seed", "step", "steps", "judged", anywhere=("verdict", "shown"))
 def _step(
     keys,
     ids,
     values,
     were,
     verdict,
+    shown,
+    fault,
+    tickets,
+    judged,
     clip,
     count,
     where,
@@ -243,6 +247,7 @@ def _step(
     UPDATE: tl.constexpr,
     CLIPS: tl.constexpr,
     READ: tl.constexpr,
+    JUDGES: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -250,9 +255,13 @@ def _step(
     BLOCK: tl.constexpr,
 ):
     u, here = rows_of_program(count, ROWS)
-    here &= tl.load(verdict + _LIVE) != 0
+    if JUDGES:
+        is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
+    else:
+        is_made = tl.load(verdict + _LIVE)
+        factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
+    here &= is_made != 0
     key = tl.load(keys + u, mask=here, other=-1)
-    factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
     homes = where, dirty, limit, near, far
     first = seed, a, b, c, first_state
     step_rows(
@@ -357,7 +366,8 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         keys: int64 (n,), slots of rows. Those of no row are left out.
         ids: int64 (n,), which decide first values, and the rounding with `step`; both with `seed`.
         values: float32 (n, dim): the gradients.
-        verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by.
+        verdict: int32 (LINE,) of `gate.judge`: whether anything happens, and what gradients are multiplied by; or a
+            `gate.Case`, by which that is decided here.
         clip: a number: then they are clamped to ``[-clip, clip]``; or None.
         count: int32 (1,).
         homes: where the records are.
@@ -369,8 +379,11 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         were: the weights of the rows as they are, float32 (n, dim), which are not read again then.
     """
     drawn, state = (NOT_DRAWN, values) if first is None else first
-    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), clip is not None, were is not None)
-    gradients = keys, ids, values, values if were is None else were, verdict, clip or 0.0, count
+    judges = type(verdict) is gate.Case
+    does = clip is not None, were is not None, judges
+    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers), *does)
+    case = verdict if judges else (verdict, None, None, None, 0)
+    gradients = keys, ids, values, values if were is None else were, *case, clip or 0.0, count
     made = draw_args(seed, drawn), state
     ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, step % 2**32, *apart(numbers))
 
@@ -394,9 +407,9 @@ def _to_read(form, kind, draw):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, clips, read):
+def _to_step(form, kind, draw, rule, clips, read, judges):
     constexprs = {"DRAW": DRAWS.get(draw), "UPDATE": rules.UPDATES[rule], "CLIPS": clips, "READ": read, "KIND": kind}
-    return prepared(_step, form, most_rows(rule), **constexprs)
+    return prepared(_step, form, most_rows(rule), JUDGES=judges, **constexprs)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,6 +124,45 @@ class Fixed:
         self.kinds = tuple(kinds)
 
 
+class Part:
+    """A part of a tensor's memory that kernels use and hardly anybody else: they take it by its address.
+
+    A framework takes as long to make a tensor of it as Python to launch a kernel, so one is made where it is asked for.
+
+    Args:
+        whole: elements of 4 bytes.
+        start: which of them is the first.
+        shape: of the part.
+        dtype: of the part, of 4 or 8 bytes.
+    """
+
+    __slots__ = "_address", "_start", "_whole", "dtype", "shape"
+
+    def __init__(self, whole: Any, start: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self._whole, self._start, self.shape, self.dtype = whole, start, shape, dtype
+        self._address = whole.data_ptr() + 4 * start
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self._address
+
+    def __getitem__(self, which: slice) -> Part:
+        """Return a part of one that has one dimension."""
+        start, stop, _ = which.indices(*self.shape)
+        return Part(self._whole, self._start + start * self.dtype.itemsize // 4, (max(0, stop - start),), self.dtype)
+
+    @property
+    def tensor(self) -> Any:
+        """A tensor of it."""
+        stop = self._start + prod(self.shape) * self.dtype.itemsize // 4
+        return self._whole.reshape(-1)[self._start : stop].view(self.dtype).view(self.shape)
+
+
+def as_tensor(array: Any) -> Any:
+    """Return a tensor of a part of one, or a tensor as it is."""
+    return array.tensor if type(array) is Part else array
+
+
 class Ready:
     """A kernel with its constexprs.
 
@@ -166,8 +206,8 @@ _interpreter = forks.lock(forks.Rank.WORKER)  # there is one, and it does not kn
 
 
 def plain(args: Sequence[Any]) -> list[Any]:
-    """Return arguments one by one."""
-    return [one for arg in args for one in (arg.args if type(arg) is Fixed else (arg,))]
+    """Return arguments one by one, all in memory as tensors."""
+    return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is Fixed else (arg,))]
 
 
 def _rounded(args: Sequence[Any]) -> list[Any]:
@@ -200,7 +240,11 @@ def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     values: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind is int:
+        if kind in _in_memory:
+            address = arg.data_ptr()
+            kinds.append(arg.dtype if address & 15 == 0 else (arg.dtype,))
+            values.append(address)
+        elif kind is int:
             fits = 0 if -(2**31) <= arg < 2**31 else 4 if arg < 2**63 else 8
             kinds.append(fits + (1 if arg == 1 else 2 if arg & 15 == 0 else 0))
             values.append(arg)
@@ -214,11 +258,15 @@ def _kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             its_kinds, its_values = _kinds_and_values(arg)
             kinds += kind, *its_kinds
             values.append(kind(*its_values))
-        else:
-            address = arg.data_ptr()
-            kinds.append(arg.dtype if address & 15 == 0 else (arg.dtype,))
-            values.append(address)
+        else:  # a tensor, of a type that was not seen yet
+            _in_memory.add(kind)
+            its_kinds, its_values = _kinds_and_values((arg,))
+            kinds += its_kinds
+            values += its_values
     return kinds, values
+
+
+_in_memory: set[type] = {Part}  # types of what has an address
 
 
 def _is_watched() -> bool:
