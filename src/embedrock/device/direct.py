@@ -198,7 +198,8 @@ class DirectSide(DeviceSide):
         """Do nothing: the kernel that steps rows makes their records."""
 
     def judges(self, grads: DeviceGradients) -> bool:
-        return grads.plan.keys.shape[0] > 0  # else none is launched
+        # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
+        return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
 
     def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
         self._begin()
