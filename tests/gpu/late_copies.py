@@ -18,6 +18,8 @@ from triton.runtime import interpreter
 
 from embedrock.device.timeline import Timeline
 
+AT_ONCE = ("_narrow",)  # what PyTorch sorts, and no call of PyTorch is late here
+
 
 class LateCopies:
     """The queue.
@@ -34,7 +36,7 @@ class LateCopies:
 
     def launched(self, name: str, run: Callable[[], Any]) -> None:
         """Run a kernel, or let it wait."""
-        if self._is_aside and (self._random is not None or name == "_exchange"):
+        if self._is_aside and name not in AT_ONCE and (self._random is not None or name == "_exchange"):
             self._queue.append(run)
             return
         while self._queue and self._random is not None and self._random.random() < 0.5:
