@@ -33,7 +33,20 @@ OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILIN
 SANITIZER = "compute-sanitizer"
 TOOLS = "memcheck", "racecheck", "synccheck"
 # The tests that say most come first, as they may not all be done in time.
-TESTS = "tables", "joint", "gradients", "cache", "plan", "sums", "gate", "pooling", "limits", "pinning", "kernels"
+TESTS = (
+    "tables",
+    "joint",
+    "open_ids",
+    "gradients",
+    "cache",
+    "plan",
+    "sums",
+    "gate",
+    "pooling",
+    "limits",
+    "pinning",
+    "kernels",
+)
 
 
 class Step(NamedTuple):
@@ -57,7 +70,7 @@ class Step(NamedTuple):
 def steps(out: Path, dry: bool) -> list[Step]:
     """Return all steps, in order."""
     python, own = sys.executable, str(HERE / "on_gpu_steps.py")
-    files = [str(HERE / f"test_gpu_{name}.py") for name in (TESTS[4:5] if dry else TESTS)]
+    files = [str(HERE / f"test_gpu_{name}.py") for name in (("plan",) if dry else TESTS)]
     marks = "not slow and not gpu" if dry else "not slow"  # conftest.py leaves out what cannot run
     pytest = "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "minversion=7", "-m", marks, *files
     bench, report = ("-m", "embedrock", "bench", "gpu"), out / "bench.json"
@@ -70,6 +83,7 @@ def steps(out: Path, dry: bool) -> list[Step]:
         Step("tests", 150, (python, *pytest)),
         Step("rates", 40, (python, own, "rates")),
         Step("late", 40, (python, own, "late")),
+        Step("open ids", 40, (python, own, "open_ids")),
         Step("bench", 150, (python, *bench, *effort, "--budget", "120", "--json", str(report)), report),
         Step("profile", 40, (python, own, "profile")),
         *(Step(tool, 40, (*watched, tool, python, own, "cached"), needs=SANITIZER) for tool in TOOLS),

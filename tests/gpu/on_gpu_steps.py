@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -11,17 +12,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from gpu_device import DEVICE, INTERPRETED
-from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, SOME_NEAR, batches, make, train
+from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, make, on_device, train
 
+import embedrock as er
 import embedrock.torch as ert
 from embedrock.bench.gpu import contenders, workloads
 from embedrock.bench.gpu.device import Device
+from embedrock.device import memory_for
 from embedrock.device.pinned import Pinned
 from embedrock.device.timeline import Timeline
 from embedrock.machine.arena import Arena
@@ -59,7 +62,7 @@ def facts() -> None:
 
 def warm() -> None:
     """Compile the kernels that everything else uses, in one process."""
-    for way in (SOME_NEAR[1],) if INTERPRETED else (ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2]):
+    for way in (SOME_NEAR[1],) if INTERPRETED else (ALL_NEAR, NONE_NEAR, SOME_NEAR[1], HOSTED[0], HOSTED[2], OPEN):
         start = time.perf_counter()
         train(make(way), batches(2))
         found(**{f"warm, {way.name}, s": round(time.perf_counter() - start, 2)})
@@ -100,6 +103,42 @@ def cached() -> None:
     model = make(SOME_NEAR[1])
     train(model, ert.prefetch(batches(2 if INTERPRETED else CACHED_STEPS), {model.rows: lambda ids: ids}))
     model.weights()
+
+
+def open_ids() -> None:
+    """Train open ids: the bits must be those of the CPU. And time them beside a table whose rows are all near."""
+    mine, theirs = (train(make(way), batches(3 if INTERPRETED else 40)).weights() for way in (OPEN, None))
+    assert (mine == theirs).all(), "rows of open ids differ from those that the CPU trains"
+    batch, device = 8 if INTERPRETED else 8192, Device(DEVICE)
+    count = 2 * PROFILED_STEPS * batch
+    ids = torch.randperm(count).to(DEVICE).split(batch)
+    for name, rows in {"near": count, "open ids": None}.items():  # with room, so that nobody waits to see if it is full
+        memory = memory_for(er.Table(rows, 64, rule=er.Adam()).spec, 4 * count if rows is None else count)
+        layer = ert.Embedding(rows, 64, rule=er.Adam(), seed=0, device_memory=memory)
+        optimizer = ert.Adam(on_device(layer), lr=1e-3)
+        step = functools.partial(_step, layer, optimizer)
+        _timed(step, ids[:PROFILED_STEPS], device)  # kernels are compiled
+        for kind, some in {"new": ids[PROFILED_STEPS:], "known": ids}.items():
+            times = _timed(step, some, device)
+            found(**{f"{name}, {kind} rows, {what}, us": round(s * 1e6, 1) for what, s in times.items()})
+        assert layer.table.stats().get("device_host_waits", 0) == 0, "the host planned, or waited"
+
+
+def _step(layer: ert.Embedding, optimizer: ert.RowOptimizer, ids: torch.Tensor) -> None:
+    layer(ids).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _timed(step: Callable[[torch.Tensor], None], some: Sequence[torch.Tensor], device: Device) -> dict[str, float]:
+    """Return what a step takes, in seconds: of the host, and until the device is done."""
+    device.synchronize()
+    start = time.perf_counter()
+    for ids in some:
+        step(ids)
+    host = time.perf_counter() - start
+    device.synchronize()
+    return {"host": host / len(some), "whole": (time.perf_counter() - start) / len(some)}
 
 
 def rates() -> None:
@@ -165,7 +204,7 @@ def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
     }
 
 
-STEPS = {step.__name__: step for step in (facts, warm, late, cached, rates, profile)}
+STEPS = {step.__name__: step for step in (facts, warm, late, open_ids, cached, rates, profile)}
 
 if __name__ == "__main__":
     STEPS[sys.argv[1]]()
