@@ -10,4 +10,5 @@ from embedrock.kernels.gpu import gate
 def example_judge() -> None:
     faults = torch.zeros(1, dtype=torch.int64)
     numbers, shown = torch.empty(2, 1)
-    gate.judge(numbers, shown, faults, torch.empty(1, gate.LINE, dtype=torch.int32), 3)
+    for number in (3, torch.empty((), dtype=torch.int64)):
+        gate.judge(numbers, shown, faults, torch.empty(1, gate.LINE, dtype=torch.int32), number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from examples_rows import KEYS, ONE, forms, numbers
+from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
 from embedrock.kernels.gpu import gate, joint, pooling, sums
@@ -41,7 +41,9 @@ def example_rows() -> None:
             for were in (None, values):
                 joint.step(KEYS, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
-    joint.step(KEYS, ONE, tables, (1, 2), values, torch.zeros(1, gate.LINE).int(), 0.5, 1, numbers(SGD(), 1))
+    verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
+    joint.step(KEYS, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
+    joint.step(KEYS, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
 
 
 def example_sums_of_each_row() -> None:

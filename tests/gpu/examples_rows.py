@@ -75,3 +75,19 @@ def example_steps() -> None:
     for form in forms(Adam(), (1, 17, 4096)):
         clipped = KEYS, KEYS, torch.empty(8, form.dim), VERDICT, 1.5, ONE, homes(form)[0], None, 0, 1
         rows.step(*clipped, numbers(Adam(), 1), form)
+
+
+def in_memory(made: Any) -> Any:
+    """Return a rule's numbers as those of captured steps: each where it is."""
+    return type(made)(*(torch.empty(()) for _ in made))
+
+
+def example_captured_steps() -> None:
+    step = torch.empty((), dtype=torch.int64)
+    for rule in DEFAULTS:
+        for form in forms(rule)[:2]:
+            values, home = torch.empty(8, form.dim), homes(form)[1]
+            first = rows.First(("normal", 0.0, 0.1), torch.empty(form.state_width))
+            for verdict in (VERDICT, CASE._replace(step=step)):
+                args = KEYS, KEYS, values, verdict, None, ONE, home, first, 0, step
+                rows.step(*args, in_memory(numbers(rule, 1)), form)

@@ -15,6 +15,8 @@ import collections
 import json
 import sys
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, memory_for
 from embedrock.kernels.gpu import runtime
+from embedrock.torch import graphs
 
 ROWS, DIM, BATCH = 2000, 64, 96
 NEAR = {"near": ROWS, "in place": 0, "cached": 500}
@@ -76,6 +79,42 @@ class BagSteps(Steps):
 
     def _rows(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(self._bags({str(k): (ids, self._starts) for k, ids in enumerate(batch)}).values())
+
+
+class Replayed(Steps):
+    """The same in CUDA graphs, which replay nothing."""
+
+    def __init__(self, near: int, tables: int, together: bool) -> None:
+        super().__init__(near, tables, together)
+        self._graphed = ert.graphed(self._step, self._optimizer)
+
+    def run(self, count: int) -> None:
+        for k in range(count):
+            self._graphed(self._batches[k % 4])
+
+    def _step(self, batch: list[torch.Tensor]) -> None:
+        rows = self._rows(batch)
+        torch.autograd.backward(rows, [self._gradient] * len(rows))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class NoGraph:
+    """`torch.cuda.CUDAGraph` of a GPU that is not there."""
+
+    def replay(self) -> None:
+        pass
+
+
+def use_no_graphs() -> None:
+    """Let steps be captured on a GPU that is not there."""
+    stream, cuda, anything = SimpleNamespace(wait_stream=lambda _: None), torch.cuda, graphs
+    for name in "Stream", "current_stream":
+        setattr(cuda, name, lambda *_: stream)
+    for name in "stream", "graph":
+        setattr(cuda, name, lambda *_, **__: nullcontext())
+    setattr(cuda, "CUDAGraph", NoGraph)  # noqa: B010
+    setattr(anything, "_side", lambda part: part.handle.side())  # noqa: B010
 
 
 class Calls(TorchDispatchMode):
@@ -144,6 +183,8 @@ def costs(seconds: float) -> dict[str, dict[str, Any]]:
     ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
     ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
     ways |= {"ten near": Steps(ROWS, TOGETHER, together=True), "ten of bags": BagSteps(ROWS, TOGETHER)}
+    use_no_graphs()
+    ways |= {"near, replayed": Replayed(ROWS, 1, together=False), "ten near, replayed": Replayed(ROWS, TOGETHER, True)}
     return {name: cost(steps, 1, seconds) for name, steps in ways.items()}
 
 

@@ -84,6 +84,7 @@ def steps(out: Path, dry: bool) -> list[Step]:
         Step("rates", 40, (python, own, "rates")),
         Step("late", 40, (python, own, "late")),
         Step("open ids", 40, (python, own, "open_ids")),
+        Step("graphs", 30, (python, own, "graphs")),
         Step("bench", 150, (python, *bench, *effort, "--budget", "120", "--json", str(report)), report),
         Step("profile", 40, (python, own, "profile")),
         *(Step(tool, 40, (*watched, tool, python, own, "cached"), needs=SANITIZER) for tool in TOOLS),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from gpu_device import DEVICE, INTERPRETED
-from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, make, on_device, train
+from gpu_models import ALL_NEAR, HOSTED, NONE_NEAR, OPEN, SOME_NEAR, batches, loss_of, make, on_device, train
 
 import embedrock as er
 import embedrock.torch as ert
@@ -32,6 +32,7 @@ from embedrock.machine.arena import Arena
 CACHED_STEPS = 20
 DELAY = 20_000_000  # cycles that copies ahead wait: some ms
 PROFILED_STEPS = 3 if INTERPRETED else 30
+GRAPHED_STEPS = 300
 
 
 def found(**numbers: Any) -> None:
@@ -87,6 +88,39 @@ def late() -> None:
     found(late_steps=len(streams) * (3 if INTERPRETED else 40))
 
 
+def graphs() -> None:
+    """Train in CUDA graphs and by launches: the bits must be the same. Tell what both take."""
+    if INTERPRETED:
+        found(graphs="need a GPU")
+        return
+    for way in (ALL_NEAR, NONE_NEAR):
+        models = make(way), make(way)
+        by_launches = [_stepper(model) for model in models]
+        step = ert.graphed(by_launches[0], models[0].step_rows)
+        for k, ids in enumerate(batches(40)):
+            for model in models:
+                model.step_rows.param_groups[0]["lr"] = 0.05 / (1 + k)
+            step(ids)
+            by_launches[1](ids.to(DEVICE))
+        mine, theirs = (model.weights() for model in models)
+        assert (mine == theirs).all(), "rows differ where steps are replayed"
+        some = [ids.to(DEVICE) for ids in batches(GRAPHED_STEPS)]
+        for name, made in {"graph": step, "launches": by_launches[1]}.items():
+            times = _timed(made, some, Device(DEVICE))
+            found(**{f"{way.name}, {name}, {what}, us": round(s * 1e6, 1) for what, s in times.items()})
+
+
+def _stepper(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        model.step()
+        return loss
+
+    return step
+
+
 def _delayed(aside: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def delayed(self: Timeline, *tensors: torch.Tensor) -> Iterator[None]:
@@ -130,7 +164,7 @@ def _step(layer: ert.Embedding, optimizer: ert.RowOptimizer, ids: torch.Tensor) 
     optimizer.zero_grad()
 
 
-def _timed(step: Callable[[torch.Tensor], None], some: Sequence[torch.Tensor], device: Device) -> dict[str, float]:
+def _timed(step: Callable[[torch.Tensor], Any], some: Sequence[torch.Tensor], device: Device) -> dict[str, float]:
     """Return what a step takes, in seconds: of the host, and until the device is done."""
     device.synchronize()
     start = time.perf_counter()
@@ -204,7 +238,7 @@ def _profiled(trainer: contenders.Trainer, device: Device) -> dict[str, float]:
     }
 
 
-STEPS = {step.__name__: step for step in (facts, warm, late, open_ids, cached, rates, profile)}
+STEPS = {step.__name__: step for step in (facts, warm, late, open_ids, graphs, cached, rates, profile)}
 
 if __name__ == "__main__":
     STEPS[sys.argv[1]]()

@@ -287,7 +287,7 @@ def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch):
 def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph"):
-        timeline.refuse_capture()
+        timeline.check_capture([timeline.Timeline(torch.device("cpu"), "a table")])
 
 
 def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPatch):

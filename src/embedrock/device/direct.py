@@ -24,7 +24,6 @@ from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
 from embedrock.kernels.gpu.joint import Entry
 from embedrock.kernels.gpu.rows import First
 from embedrock.process.spans import spanned
-from embedrock.rules import Rule
 from embedrock.table.rows import Rows
 from embedrock.tiers.device_placing import DevicePlacement
 from embedrock.tiers.memory import Memory, take_ram
@@ -150,13 +149,19 @@ class DirectSide(DeviceSide):
     @spanned("plan")
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
+            if self.timeline.captured is not None:  # planned by nobody ahead of time
+                self.begin_batch()
+                plan = make_plan(self.on_device(ids), self._count, self.faults.tensor, self.stamp)
+                self.end_batch(trains)
+                return plan
             self.check()
             self._begin()
             return self._planned(ids, trains)
 
     def _begin(self) -> None:
-        self.begin()
-        self._follow()
+        if not self.timeline.is_recorded:  # else each replay does, before it
+            self.begin()
+            self._follow()
 
     def _planned(self, ids: Tensor, trains: bool) -> DevicePlan:
         self.timeline.wait_for_copies()
@@ -210,6 +215,13 @@ class DirectSide(DeviceSide):
         super().note_change()
         self._is_looked_up, self._is_newer = False, True
 
+    @property
+    def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why no step of it can be part of a CUDA graph."""
+        if self.rows.history is not None:
+            return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
+        return "a part of its rows is near, in a cache" if self.near.is_cache else None
+
     # ------------------------------------------------------------ together with other tables
 
     @property
@@ -227,27 +239,28 @@ class DirectSide(DeviceSide):
 
     def begin_batch(self) -> None:
         """Begin a batch that is planned together with those of other tables, and by nobody ahead of time."""
+        captured: Any = self.timeline.captured
+        if captured is not None:
+            captured.begin_batch(self)
+            if captured.is_recording:
+                return  # each replay begins it
         self.check()
         self._begin()
+        self.expect_nothing()
+        self.clock.stamp += 1
+
+    def expect_nothing(self) -> None:
+        """Forget what was planned ahead, or is to be."""
         self.timeline.wait_for_copies()
         self._ahead = self._expected = None
-        self.clock.stamp += 1
 
     def end_batch(self, trains: bool) -> None:
         """Note that a batch was planned; `trains`: a step may follow."""
+        if self.timeline.is_recorded:
+            return
         if not trains or self._is_looked_up:
             self.faults.ask()  # else the step that follows does
         self._is_looked_up = trains
-
-    def begin_step(self, rule: Rule, number: int) -> Any:
-        """Count a step that is made together with those of other tables, and return its numbers."""
-        self._begin()
-        self.timeline.wait_for_copies()
-        numbers = self.rows.count_step(rule)
-        self.note_change()
-        if number:
-            self.faults.note_step(number)
-        return numbers
 
     # ------------------------------------------------------------ gradients
 

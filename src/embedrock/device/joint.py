@@ -115,7 +115,7 @@ def _cuts(words: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 
-def _working(sides: Sequence[DirectSide]) -> Ordered:
+def working(sides: Sequence[DirectSide]) -> Ordered:
     """Hold the locks of tables, and do work on the device in the order of all: a context."""
     turns = sorted([side.rows.turn for side in sides], key=_number)  # as `turn.together` takes them
     return Ordered([side.timeline for side in sides], [turn.lock for turn in turns])
@@ -195,7 +195,7 @@ class JointReading:
             paddings[table] = NO_PADDING if feature.padding is None else feature.padding
         self._are_alike = len({(feature.side, feature.padding) for feature in self._features}) == len(sides)
         known = tuple(zip((side.known for side in sides), paddings, strict=True))
-        with _working(sides):
+        with working(sides):
             for side in sides:
                 side.begin_batch()
             entries, firsts = _entries(known, device)
@@ -206,6 +206,7 @@ class JointReading:
             keys = torch.empty(len(ids), dtype=torch.int32, device=device)
             all_bags = self._all_bags()
             cuts = self._placed_cuts(sides[0], of, all_bags)
+            sides[0].timeline.keep(entries, cuts)
             kernels.join(ids, cuts, len(of), tables, keys)
             stamp, k = sides[0].stamp, len(sides)
             plan = make_plan(keys, firsts[-1] - 1, sides[0].faults.tensor, stamp, tickets=2 * k + 1)
@@ -240,7 +241,8 @@ class JointReading:
         more = cuts_of(all_bags, self._sizes)
         words = *words, *more.words
         # The next batch may have as many ids in bags that differ in size, but hardly ever has.
-        return _cuts(words, side.device) if more.is_even else side.uploaded(np.array(words, np.int64))
+        is_kept = more.is_even or side.timeline.captured is not None
+        return _cuts(words, side.device) if is_kept else side.uploaded(np.array(words, np.int64))
 
     def _joined_ids(self, side: DirectSide) -> Tensor:
         """Return the ids of all features on the device, int64 or int32."""
@@ -256,7 +258,7 @@ class JointReading:
         `keeps_rows`: `weight_grads` will be asked for.
         """
         plan, dim = self.plan, self.plan.tables.form.dim
-        with _working(plan.sides):
+        with working(plan.sides):
             for side in plan.sides:
                 side.timeline.wait_for_copies()
             if self._bags is not None:
@@ -296,7 +298,7 @@ class JointReading:
             (missing if given is None else came).add(table)
         if came & missing:
             return self._summed_alone(grads)
-        with _working(plan.sides):
+        with working(plan.sides):
             joined = self._joined_grads(grads)
             k, dim = len(plan.sides), joined.shape[1]
             of_tables = k * kernels.PROGRAMS
@@ -334,7 +336,7 @@ class JointReading:
     def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the gradients of the positions' weights, float32 (n,), of each feature that has some."""
         assert self._bags is not None  # which has them
-        with _working(self.plan.sides):
+        with working(self.plan.sides):
             whole = self._bags.weight_grads(self._joined_grads(grads))
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
@@ -434,35 +436,39 @@ def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
         yield run
 
 
-def step(run: Run, verdicts: Tensor, number: int) -> None:
+def step(run: Run, verdicts: Tensor, judged: int | Tensor) -> None:
     """Step tables together, by one kernel for neighbours whose numbers are the same.
 
     Args:
         run: see `Run`.
         verdicts: of the step, int32 (tables, LINE).
-        number: of the step, 0 where the host knows that it is made.
+        judged: see `Judged.number`.
     """
     plan, values = run.whole
     sides: Any = [part.side for part in run.due]
     for part in run.due:
         part.side.check_rule(part.rule)
-    with _working(sides):
+    with working(sides):
         sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
-        found, weights, drafts = plan.plan.found, None, []
+        found, weights, drafts, counted = plan.plan.found, None, [], []
         if found is not None and found.weights is not None:
             weights, found.weights = found.weights, None
             sides[0].timeline.uses(weights)
         for table, (side, part) in enumerate(zip(sides, run.due, strict=True), run.first):
             is_known = found is not None and found.versions[table] == side.rows.version.of_rows
-            drafts.append((side.begin_step(part.rule, number), side.rows.steps, part.grads.clip_value, is_known))
+            side.ready(plan.plan, verdicts)
+            drafts.append((part.rule, side.rows.steps, part.grads.clip_value, is_known))
+            counted.append(side.begin_step(part.rule, judged))
         begin = 0
         for end in range(1, len(drafts) + 1):
             if end < len(drafts) and drafts[end] == drafts[begin]:
                 continue
-            numbers, steps, clip, is_known = drafts[begin]
+            _, _, clip, is_known = drafts[begin]
             were = weights if is_known else None
             which = run.first + begin, run.first + end
             own = verdicts[run.verdict + begin : run.verdict + end]
-            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, steps, numbers, were)
+            number, numbers = counted[begin]
+            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, number, numbers, were)
             begin = end
-        faults.ask([side.faults for side in sides])
+        if not sides[0].timeline.is_recorded:
+            faults.ask([side.faults for side in sides])

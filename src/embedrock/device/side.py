@@ -23,7 +23,7 @@ from embedrock.device.plan import DevicePlan, Found
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.steps import Judged, judge
 from embedrock.device.timeline import Ordered, Timeline
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import gate, rows
 from embedrock.kernels.gpu.runtime import Form
@@ -81,10 +81,17 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; one on the host is pinned first, so that nothing waits for the copy."""
     if tensor.device == device:
         return tensor
+    return pinned_copy(tensor, device).to(device, non_blocking=True)
+
+
+def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor that can be copied to a device while the host goes on: of one on the host, a pinned copy.
+
+    (The copy to the device is made later, and whoever has the tensor, pinned or not, may fill it anew before.)
+    """
     if tensor.device.type == "cpu" and device.type == "cuda":
-        # The copy is made later, and whoever pinned the tensor may fill it anew before: so it is of a copy.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=True)
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor
 
 
 class _Histories:
@@ -126,6 +133,7 @@ class DeviceSide(ABC):
     near: Near
     first: rows.First | None = None
     judge = staticmethod(judge)
+    not_captured: str | None = "the host plans its batches"  # why no step of it can be captured; None: one can
 
     def __init__(
         self, rows: Rows, tier: Tier, device: torch.device, timeline: Timeline | None = None, clock: Clock | None = None
@@ -165,7 +173,8 @@ class DeviceSide(ABC):
 
     def check(self) -> None:
         """Raise what went wrong in earlier calls, as far as it is known."""
-        self.faults.check()
+        if not self.timeline.is_recorded:
+            self.faults.check()
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -323,7 +332,17 @@ class DeviceSide(ABC):
         return uploaded(array, self.device)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device. Nothing waits for the copy."""
+        """Return a tensor on the device. Nothing waits for the copy.
+
+        Raises:
+            UnsupportedError: it is on the host, and part of a step that a CUDA graph makes again.
+        """
+        if self.timeline.captured is not None and tensor.device != self.device:
+            raise UnsupportedError(
+                f"ids, offsets and weights of {self.rows.subject} must be on {self.device} in a captured step: got "
+                f"some on {tensor.device}, which each replay would read as they are now. Give them to the step as "
+                "arguments: ert.graphed copies these there."
+            )
         return on_device(tensor, self.device)
 
     # ------------------------------------------------------------ gradients
@@ -427,16 +446,32 @@ class DeviceSide(ABC):
             were = self._found(plan)
             if were is not None:
                 self.timeline.uses(were)
-            numbers = self.rows.count_step(rule)
-            self.note_change()
-            numbers = self._uploaded_or_taken_back(numbers)
-            if judged.number:
-                self.faults.note_step(judged.number)
+            number, numbers = self.begin_step(rule, judged.number)
             self.admit(plan, verdict)
             seed = int(self.rows.spec.key)
             args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
-            rows.step(plan.keys, plan.ids, grads.values, *args, seed, self.rows.steps, numbers, self.form, were)
-            self.faults.ask()
+            rows.step(plan.keys, plan.ids, grads.values, *args, seed, number, numbers, self.form, were)
+            if not self.timeline.is_recorded:
+                self.faults.ask()
+
+    def begin_step(self, rule: Rule, judged: Any) -> tuple[Any, Any]:
+        """Count a step; return its number and those of the rule, for kernels.
+
+        Args:
+            rule: laid out as the table's.
+            judged: see `Judged.number`.
+        """
+        captured: Any = self.timeline.captured
+        return self.count_step(rule, judged) if captured is None else captured.begin_step(self, rule)
+
+    def count_step(self, rule: Rule, judged: int) -> tuple[int, Any]:
+        """Do what `begin_step` does, where this step is made by launches, or by the replay that comes next."""
+        numbers = self.rows.count_step(rule)
+        self.note_change()
+        numbers = self._uploaded_or_taken_back(numbers)
+        if judged:
+            self.faults.note_step(judged)
+        return self.rows.steps, numbers
 
     def check_rule(self, rule: Rule) -> None:
         """Raise `ArgumentError` unless a rule is laid out as the table's."""

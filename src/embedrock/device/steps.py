@@ -12,7 +12,7 @@ from torch import Tensor
 from embedrock.device import joint
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
-from embedrock.device.timeline import Ordered, enough_memory
+from embedrock.device.timeline import Ordered, Timeline, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
 
@@ -36,11 +36,11 @@ class Judged(NamedTuple):
 
     Attributes:
         verdict: int32 (LINE,), see `gate.judge`; None: the kernel that makes it decides.
-        number: of the step, 0 where the host knows that it is made.
+        number: of the step, 0 where the host knows that it is made; int64 () where a CUDA graph makes it again.
     """
 
     verdict: Tensor | None
-    number: int
+    number: int | Tensor
 
 
 class DeviceStep(NamedTuple):
@@ -49,12 +49,12 @@ class DeviceStep(NamedTuple):
     Attributes:
         due: the tables.
         verdicts: int32 (k, LINE), see `gate.judge`.
-        number: of the step; 0 where the host knows that it is made.
+        number: see `Judged`.
     """
 
     due: Sequence[DeviceDue]
     verdicts: Tensor
-    number: int
+    number: int | Tensor
 
     def step(self) -> None:
         """Make the step that was judged."""
@@ -77,7 +77,7 @@ class StepAlone(NamedTuple):
     """
 
     part: DeviceDue
-    number: int
+    number: int | Tensor
 
     def step(self) -> None:
         """Make the step, if it can be made."""
@@ -115,7 +115,7 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> Sequence[DeviceStep | StepAl
             if is_judged:
                 steps.append(_judge(group))
     if not is_judged:
-        return [StepAlone(due[0], next(step_numbers))]
+        return [StepAlone(due[0], _next_number(due[0].side.timeline))]
     if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):
@@ -133,8 +133,14 @@ def _prepare(due: Sequence[DeviceDue]) -> None:
         parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
 
 
+def _next_number(timeline: Timeline) -> int | Tensor:
+    """Return the number of the next step, see `Judged.number`."""
+    return next(step_numbers) if timeline.captured is None else timeline.captured.judge()
+
+
 def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
-    device, count, number = due[0].side.device, len(due), next(step_numbers)
+    device, count, timeline = due[0].side.device, len(due), due[0].side.timeline
+    number = _next_number(timeline)
     numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
     if count == 1:
         numbers, shown = numbers[0], shown[0]
@@ -142,6 +148,7 @@ def _judge(due: Sequence[DeviceDue]) -> DeviceStep:
         numbers = torch.stack([*numbers, *shown])
         shown = numbers[count:]
     faults = _addresses(tuple(part.side.faults.tensor.data_ptr() for part in due), device)
+    timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)
     return DeviceStep(due, verdicts, number)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from embedrock.device.cuda_runtime import cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
+
+if TYPE_CHECKING:
+    from embedrock.device.captured import Captured
 
 
 @contextmanager
@@ -29,13 +32,20 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
     )
 
 
-def refuse_capture() -> None:
-    """Raise `UnsupportedError` while the caller's stream is captured."""
-    if torch.cuda.is_current_stream_capturing():
+def check_capture(timelines: Sequence[Timeline]) -> None:
+    """Raise `UnsupportedError` where the caller's stream is captured, but not by `Captured` and of all the tables."""
+    captured, is_capturing = timelines[0].captured, torch.cuda.is_current_stream_capturing()
+    is_recording = captured is not None and captured.is_recording
+    if is_capturing and not (is_recording and all(timeline.captured is captured for timeline in timelines)):
         raise UnsupportedError(
-            "lookups and steps of embedding rows cannot be captured in a CUDA graph: how many rows a batch needs, and "
-            "what the host counts of it, differs each time. Capture the dense part of the model "
-            "(torch.cuda.make_graphed_callables), and call the embedding layers and their optimizer outside of it."
+            "lookups and steps of embedding rows cannot be captured in a CUDA graph by torch.cuda.graph: the host "
+            "counts beside each replay. Let ert.graphed(step, optimizer) do so, of optimizers that have all embedding "
+            "layers that the step uses; or capture the dense part of the model (torch.cuda.make_graphed_callables)."
+        )
+    if is_recording and not is_capturing:
+        raise UnsupportedError(
+            f"rows of {timelines[0].subject} cannot be used while another thread captures a step of them "
+            "(ert.graphed). Use them before, or after it."
         )
 
 
@@ -55,6 +65,17 @@ class Timeline:
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # on which the last work was done
         self._copied: torch.cuda.Event | None = None
+        self.captured: Captured | None = None  # the step that is rehearsed or recorded now
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what is launched now is recorded, and the host counts beside replays."""
+        return self.captured is not None and self.captured.is_recording
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keep memory that comes from a cache for as long as a CUDA graph uses it, if one is recorded."""
+        if self.captured is not None:
+            self.captured.keep(*tensors)
 
     def begin(self) -> None:
         """Let what comes on other streams wait for what was done on the caller's so far."""
@@ -152,7 +173,7 @@ class Ordered:
                 if torch.cuda.current_device() != first.device.index:
                     self._away = torch.cuda.device(first.device)
                     self._away.__enter__()
-                refuse_capture()
+                check_capture(self._timelines)
                 stream = torch.cuda.current_stream(first.device)
                 for timeline in self._timelines:
                     timeline.take_over(stream)

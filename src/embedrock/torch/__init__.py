@@ -11,6 +11,7 @@ from embedrock.tiers.side import PlacementWarning
 from embedrock.torch.averaging import AveragedModel, average
 from embedrock.torch.freezing import freeze
 from embedrock.torch.fusing import fuse
+from embedrock.torch.graphs import GraphedStep, graphed
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.collection import EmbeddingBagCollection, EmbeddingCollection
 from embedrock.torch.layers.configs import EmbeddingBagConfig, EmbeddingConfig
@@ -52,6 +53,7 @@ __all__ = [
     "EmbeddingConfig",
     "ForgottenGradientsError",
     "Ftrl",
+    "GraphedStep",
     "Handle",
     "HeldCommitsWarning",
     "ModelOptimizer",
@@ -66,6 +68,7 @@ __all__ = [
     "dense_parameters",
     "freeze",
     "fuse",
+    "graphed",
     "handles",
     "load",
     "log_stats",

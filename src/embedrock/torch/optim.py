@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,23 @@ REMEDIES = {
     "maximize": "negate the loss",
     "foreach": _OWN_KERNELS,
     "fused": _OWN_KERNELS,
-    "capturable": _OWN_KERNELS,
+    "capturable": "ert.graphed(step, optimizer) captures a training step in a CUDA graph. Leave it out",
     "differentiable": "a step of rows cannot be differentiated. Leave it out",
 }
+
+
+class BoundRows(NamedTuple):
+    """Rows that an optimizer steps.
+
+    Attributes:
+        handle: of the rows.
+        rule: that it steps them by now; None: their table is only read.
+        clip_value: to which it clamps each element of their gradients; None: nothing.
+    """
+
+    handle: Handle
+    rule: Rule | None
+    clip_value: float | None
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -252,13 +266,36 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[SharedStep]:
         """Return the steps of the tables of a param group that have gradients."""
-        due, rules = list[SharedStep](), dict[int, tuple[Rule, bool]]()  # by the identity of tables' own, which are few
-        clip = group["clip_value"]
-        _check_clip_value(clip)
-        for handle in group["params"]:
-            if handle.table.mode == "r":
+        due, clip = list[SharedStep](), group["clip_value"]
+        for handle, rule in self._bound(group):
+            if rule is None:
                 if (grads := handle.gradients()) is not None:
                     handle.pending.side.prepare(grads.clipped(None))  # raises ReadOnlyTableError
+                continue
+            handle.check_untouched()
+            grads = handle.gradients()
+            if grads is not None:
+                handle.announce(grads)
+                step = DueStep(handle.side_of_gradients(), rule, grads.clipped(clip))
+                due.append(SharedStep(handle.sharing, step, clip))
+        return due
+
+    def bound(self) -> list[BoundRows]:
+        """Return the rows that a step may be made of, and by what.
+
+        Raises:
+            ArgumentError: what `step` raises of the same.
+        """
+        parts = [(group["clip_value"], self._bound(group)) for group in self.param_groups]
+        return [BoundRows(handle, rule, clip) for clip, found in parts for handle, rule in found]
+
+    def _bound(self, group: dict[str, Any]) -> Iterator[tuple[Handle, Rule | None]]:
+        """Go through the handles of a param group, each with the rule to step by; None: its table is only read."""
+        rules = dict[int, tuple[Rule, bool]]()  # by the identity of tables' own, which are few
+        _check_clip_value(group["clip_value"])
+        for handle in group["params"]:
+            if handle.table.mode == "r":
+                yield handle, None
                 continue
             own = handle.table.rule
             known = rules.get(id(own))
@@ -270,13 +307,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 known = rules[id(own)] = rule, rule.same_layout(own)
             rule, is_laid_out = known
             self._check_bound(handle, rule, is_laid_out)
-            handle.check_untouched()
-            grads = handle.gradients()
-            if grads is not None:
-                handle.announce(grads)
-                step = DueStep(handle.side_of_gradients(), rule, grads.clipped(clip))
-                due.append(SharedStep(handle.sharing, step, clip))
-        return due
+            yield handle, rule
 
     def _check_bound(self, handle: Handle, rule: Rule, is_laid_out: bool) -> None:
         mine = type(self).__name__

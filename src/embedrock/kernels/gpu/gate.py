@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
@@ -23,14 +24,14 @@ class Case(NamedTuple):
         shown: float32 (), what was shown for them.
         fault: int64 (4,), of the table.
         tickets: int32, one zero, which it is again afterwards.
-        step: the number of the step, >= 1.
+        step: the number of the step, >= 1; or where it is, int64 ().
     """
 
     number: Any
     shown: Any
     fault: Any
     tickets: Any
-    step: int
+    step: Any
 
 
 @inlined
@@ -59,7 +60,7 @@ def judge_alone(number, shown, fault, tickets, step):
             if code == 0:
                 tl.store(fault, NONFINITE)
             if first == 0:
-                tl.store(fault + 3, step)
+                tl.store(fault + 3, loaded(step))
     return (is_good & (is_dropped == 0)).to(tl.int32), factor
 
 
@@ -81,7 +82,7 @@ def _judge(numbers, shown, faults, verdicts, count, number, LANES: tl.constexpr)
     first = tl.load(fault + 3, mask=refused, other=1)
     tl.debug_barrier()  # what was read is overwritten
     tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
-    tl.store(fault + 3, tl.zeros_like(first) + number, mask=refused & (first == 0))
+    tl.store(fault + 3, tl.zeros_like(first) + loaded(number), mask=refused & (first == 0))
 
 
 def judge(numbers, shown, faults, verdicts, number):
@@ -95,7 +96,7 @@ def judge(numbers, shown, faults, verdicts, number):
         verdicts: int32 (k, LINE) receives, for each table: at `LIVE`, 1 where its rows are stepped, as all tables can
             be and its gradients were not zeroed; at `FACTOR`, the bits of what gradients are to be multiplied by,
             float32; at `FINITE`, 1 where its own gradients are finite.
-        number: of the step, >= 1.
+        number: of the step, >= 1; or where it is, int64 ().
     """
     count, lanes = verdicts.shape[0], 1
     while lanes < count:

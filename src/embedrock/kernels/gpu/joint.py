@@ -13,8 +13,9 @@ import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.generator import DRAWS
+from embedrock.kernels.gpu.numbers import of_step
 from embedrock.kernels.gpu.plan import NUMBER
-from embedrock.kernels.gpu.rows import apart, most_rows, prepared, read_rows, rows_of_program, step_rows
+from embedrock.kernels.gpu.rows import most_rows, prepared, read_rows, rows_of_program, step_rows
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
@@ -375,7 +376,7 @@ def _step_tables(
     were,
     verdicts,
     clip,
-    step: tl.uint32,
+    step,
     numbers,
     steps,
     DRAW: tl.constexpr,
@@ -424,7 +425,7 @@ def step(keys, count, tables, which, values, verdicts, clip, step, numbers, were
     programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), *does)
     gradients = values, values if were is None else were, verdicts
     args = keys, count, tables.entries, tables.entries.shape[0], *which, *gradients
-    ready.launch(programs(keys.shape[0]), *args, clip or 0.0, step % 2**32, *apart(numbers))
+    ready.launch(programs(keys.shape[0]), *args, clip or 0.0, *of_step(step, numbers))
 
 
 @functools.cache

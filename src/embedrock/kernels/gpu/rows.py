@@ -16,6 +16,7 @@ from embedrock.kernels.gpu import gate, rules
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
 from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
 from embedrock.kernels.gpu.homes import find, settle
+from embedrock.kernels.gpu.numbers import apart, loaded, of_step
 from embedrock.kernels.gpu.runtime import Ready, inlined, kernel, tile
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
@@ -212,7 +213,7 @@ def step_rows(
         w = tl.load(were + at, mask=inside, other=0.0) if READ else decode(tl.load(weights, mask=inside, other=0), FORM)
         w = UPDATE(w, g, _state(place, FORM, ALIGN), here, numbers, steps, FORM)
         if FORM.dtype_name != "float32":
-            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, step, BLOCK)
+            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), BLOCK)
             w = encode_stochastic(w, random, FORM)
         tl.store(weights, w, mask=inside)
 
@@ -240,7 +241,7 @@ def _step(
     b,
     c,
     first_state,
-    step: tl.uint32,
+    step,
     numbers,
     steps,
     DRAW: tl.constexpr,
@@ -373,7 +374,7 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
         homes: where the records are.
         first: what the records of new rows are before the step; None: all rows have records.
         seed: 64 bits.
-        step: the number of the step.
+        step: the number of the step; or where it is, int64 (), and then all numbers of the rule are float32 ().
         numbers: a tuple of `embedrock.kernels.arguments`, whose type says which rule it is. Its arrays are tensors.
         form: of the records.
         were: the weights of the rows as they are, float32 (n, dim), which are not read again then.
@@ -385,7 +386,7 @@ def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numb
     case = verdict if judges else (verdict, None, None, None, 0)
     gradients = keys, ids, values, values if were is None else were, *case, clip or 0.0, count
     made = draw_args(seed, drawn), state
-    ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, step % 2**32, *apart(numbers))
+    ready.launch(programs(keys.shape[0]), *gradients, homes.arguments, *made, *of_step(step, numbers))
 
 
 def refresh(rows, keys, count, homes, numbers, form):
@@ -429,9 +430,3 @@ def prepared(kernel, form, rows=None, **constexprs):
 def most_rows(rule):
     """Return how many rows a program handles at most that steps by numbers of a type; None: as many as it can."""
     return 1 if rule in rules.ONE_ROW else None
-
-
-def apart(numbers):
-    """Return a rule's numbers as floats and tensors, and its only integer, which varies from step to step."""
-    steps = getattr(numbers, "steps", 0)
-    return type(numbers)(*(value if hasattr(value, "data_ptr") else float(value) for value in numbers)), steps

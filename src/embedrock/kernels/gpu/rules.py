@@ -10,6 +10,7 @@ for what goes through the exponential function or a sum of squares, which are ro
 import triton.language as tl
 
 from embedrock.kernels import arguments
+from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined
 
 STILL = tl.constexpr(2.0**-26)
@@ -72,7 +73,7 @@ def _fade(start, end):
 
 @inlined
 def sgd(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return w - a.lr * g
+    return w - loaded(a.lr) * g
 
 
 @inlined
@@ -84,7 +85,9 @@ def _momentum_step(w, b, g, gradient_rate, keep, buffer_rate, nesterov):
 @inlined
 def momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
     b = _load(s, rows, w, 0, FORM)
-    w, b = _momentum_step(w, b, g, a.gradient_rate, a.momentum, a.buffer_rate, a.nesterov)
+    w, b = _momentum_step(
+        w, b, g, loaded(a.gradient_rate), loaded(a.momentum), loaded(a.buffer_rate), loaded(a.nesterov)
+    )
     _store(s, rows, b, 0, FORM)
     return w
 
@@ -142,7 +145,7 @@ def _moved(w, g, v, lr, eps_inside, eps):
 def adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
     v = _load(s, rows, w, 0, FORM) + g * g
     _store(s, rows, v, 0, FORM)
-    return _moved(w, g, v, a.lr, a.eps_inside, a.eps)
+    return _moved(w, g, v, loaded(a.lr), loaded(a.eps_inside), loaded(a.eps))
 
 
 @inlined
@@ -150,15 +153,15 @@ def rowwise_adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
     wide = g.to(tl.float64)
     v = tl.load(s, mask=rows, other=0.0) + (tl.sum(wide * wide, 1) / FORM.dim).to(tl.float32)
     _store_one(s, rows, v, 0)
-    scale = tl.div_rn(a.lr + tl.zeros_like(v), tl.sqrt_rn(v) + a.eps)
+    scale = tl.div_rn(loaded(a.lr) + tl.zeros_like(v), tl.sqrt_rn(v) + loaded(a.eps))
     return w - scale[:, None] * g
 
 
 @inlined
 def rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    v = _load(s, rows, w, 0, FORM) * a.alpha + (g * g) * a.one_minus_alpha
+    v = _load(s, rows, w, 0, FORM) * loaded(a.alpha) + (g * g) * loaded(a.one_minus_alpha)
     _store(s, rows, v, 0, FORM)
-    return _moved(w, g, v, a.lr, a.eps_inside, a.eps)
+    return _moved(w, g, v, loaded(a.lr), loaded(a.eps_inside), loaded(a.eps))
 
 
 @inlined
@@ -176,11 +179,11 @@ def dense_rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
 @inlined
 def adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-    m += (g - m) * a.one_minus_beta1
-    v += (g * g - v) * a.one_minus_beta2
+    m += (g - m) * loaded(a.one_minus_beta1)
+    v += (g * g - v) * loaded(a.one_minus_beta2)
     _store(s, rows, m, 0, FORM)
     _store(s, rows, v, 1, FORM)
-    return w - a.step_size * tl.div_rn(m, tl.sqrt_rn(v) + a.eps)
+    return w - loaded(a.step_size) * tl.div_rn(m, tl.sqrt_rn(v) + loaded(a.eps))
 
 
 @inlined
@@ -192,11 +195,13 @@ def _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay):
 @inlined
 def adamw(w, g, s, rows, a, steps, FORM: tl.constexpr):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-    m += (g - m) * a.one_minus_beta1
-    v = v * a.beta2 + (g * g) * a.one_minus_beta2
+    m += (g - m) * loaded(a.one_minus_beta1)
+    v = v * loaded(a.beta2) + (g * g) * loaded(a.one_minus_beta2)
     _store(s, rows, m, 0, FORM)
     _store(s, rows, v, 1, FORM)
-    return _adamw_weights(w, m, v, a.step_size, a.bias_correction2_sqrt, a.eps, a.shrink, a.decay)
+    return _adamw_weights(
+        w, m, v, loaded(a.step_size), loaded(a.bias_correction2_sqrt), loaded(a.eps), loaded(a.shrink), loaded(a.decay)
+    )
 
 
 @inlined
@@ -289,7 +294,9 @@ def _ftrl_step(w, g, s, rows, lr, l1, l2, beta, shrinkage, FORM: tl.constexpr):
 
 @inlined
 def ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return _ftrl_step(w, g, s, rows, a.lr, a.l1, a.l2, a.beta, 2.0 * a.l2_shrinkage, FORM)
+    return _ftrl_step(
+        w, g, s, rows, loaded(a.lr), loaded(a.l1), loaded(a.l2), loaded(a.beta), 2.0 * loaded(a.l2_shrinkage), FORM
+    )
 
 
 @inlined

@@ -1,0 +1,243 @@
+"""`Captured`: a training step that a CUDA graph makes again and again, and what the host does beside each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device import faults, joint
+from embedrock.device.direct import DirectSide
+from embedrock.device.faults import step_numbers
+from embedrock.device.side import pinned_copy
+from embedrock.errors import UnsupportedError
+from embedrock.kernels import arguments
+from embedrock.process.interrupts import held_back
+from embedrock.rules import Rule
+
+T = TypeVar("T")
+
+MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # that a step of a table has, its own counted in
+
+
+class Numbers:
+    """Numbers in device memory, which the host writes all at once. Each begins at a multiple of 16 bytes.
+
+    Args:
+        count: of them, at most.
+        device: where they are.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._host = np.zeros((count, 2), np.int64)
+        self._memory = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        self.taken = 0
+
+    def take(self) -> int:
+        """Return the place of one more number."""
+        self.taken += 1
+        return self.taken - 1
+
+    def integer(self, place: int) -> Tensor:
+        """Return a number as kernels find it: int64 ()."""
+        return self._memory[place, 0]
+
+    def single(self, place: int) -> Tensor:
+        """Return a number as kernels find it: float32 ()."""
+        return self._memory.view(torch.float32)[place, 0]
+
+    def write_integer(self, place: int, value: int) -> None:
+        """Write a number, for the next upload."""
+        self._host[place, 0] = value
+
+    def write_single(self, place: int, value: float) -> None:
+        """Write a number, for the next upload."""
+        self._host.view(np.float32)[place, 0] = value
+
+    def upload(self) -> None:
+        """Let what is launched from now on find what was written. Nothing waits for the copy."""
+        self._memory.copy_(pinned_copy(torch.from_numpy(self._host), self._memory.device), non_blocking=True)
+
+
+class TableStep(NamedTuple):
+    """A step of one table, or of several whose numbers are the same.
+
+    Attributes:
+        judged: which of the judged steps it is part of.
+        sides: of the tables, in order.
+        place: of the step's number; those of the rule come after it.
+        step: the step's number, int64 ().
+        numbers: those of the rule, float32 () each.
+    """
+
+    judged: int
+    sides: list[DirectSide]
+    place: int
+    step: Tensor
+    numbers: Any
+
+
+class Captured:
+    """A training step that is captured in a CUDA graph: once it was rehearsed and recorded, it is replayed.
+
+    Kernels of such a step find its numbers in device memory: what it counts as, for `Faults` and for rounding, and what
+    a rule makes of the learning rate. The host counts beside each replay, and writes them there before.
+
+    Args:
+        sides: of all tables that may be part of it, on one device.
+        stream: on which it is rehearsed and recorded.
+
+    Attributes:
+        is_recording: what is launched now is recorded: the host counts nothing.
+    """
+
+    def __init__(self, sides: Sequence[DirectSide], stream: torch.cuda.Stream) -> None:
+        self.sides, self._stream, self.is_recording = tuple(sides), stream, False
+        self._numbers = Numbers(len(sides) * (1 + MOST_NUMBERS), sides[0].device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[DirectSide] = []
+        self._judged: list[int] = []  # places of the numbers of steps
+        self._judged_now = 0
+        self._steps: dict[tuple[Any, ...], TableStep] = {}
+        self._kept: list[Tensor] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it can be replayed."""
+        return self._graph is not None
+
+    # ------------------------------------------------------------ what it is made by
+
+    def rehearse(self, run: Callable[[], T]) -> T:
+        """Make a step as the graph will, but by launches: so whatever is compiled, or kept, is before it is recorded.
+
+        Returns:
+            What `run` returns.
+        """
+        current = torch.cuda.current_stream(self.sides[0].device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), self._attached():
+            made = run()
+        current.wait_stream(self._stream)
+        return made
+
+    def record(self, run: Callable[[], T]) -> T:
+        """Record a step, which is not made. It was just rehearsed.
+
+        Returns:
+            What `run` returns: tensors of it are those that each replay writes.
+        """
+        with torch.cuda.stream(self._stream), joint.working(self.sides):
+            for side in self.sides:
+                side.expect_nothing()
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do beside it, a loader that pins memory, breaks no capture.
+        with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self.is_recording = True
+            try:
+                made = run()
+            finally:
+                self.is_recording = False
+        self._graph = graph
+        return made
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Let the tables be used by this step."""
+        self._numbers.taken = 0
+        self._batches, self._judged, self._steps, self._kept = [], [], {}, []
+        for side in self.sides:
+            side.timeline.captured = self
+        try:
+            yield
+        finally:
+            for side in self.sides:
+                side.timeline.captured = None
+
+    # ------------------------------------------------------------ what tables ask of it
+
+    def begin_batch(self, side: DirectSide) -> None:
+        """Note a lookup."""
+        self._batches.append(side)
+
+    def judge(self) -> Tensor:
+        """Return the number of a step of tables that are about to be judged: int64 ()."""
+        place = self._numbers.take()
+        self._judged.append(place)
+        if not self.is_recording:
+            self._judged_now = self._number_judged(place)
+            self._numbers.upload()
+        return self._numbers.integer(place)
+
+    def begin_step(self, side: DirectSide, rule: Rule) -> tuple[Tensor, Any]:
+        """Return the number of a table's step and those of its rule. Tables whose numbers are the same get the same."""
+        if any(side in step.sides for step in self._steps.values()):
+            raise UnsupportedError(
+                f"rows of {side.rows.subject} are stepped twice in one captured step. Call the optimizer's step() once "
+                "in what is given to ert.graphed."
+            )
+        key = len(self._judged), rule, side.rows.steps
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._table_step(rule, side)
+        step.sides.append(side)
+        if not self.is_recording:
+            self._count(step, side, rule, self._judged_now)
+            self._numbers.upload()
+        return step.step, step.numbers
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keep memory that the graph uses, and that was made before, for as long as there is the graph."""
+        self._kept += tensors
+
+    def _table_step(self, rule: Rule, side: DirectSide) -> TableStep:
+        kind = type(rule.numbers(side.rows.steps + 1))
+        place = self._numbers.take()
+        singles = [self._numbers.single(self._numbers.take()) for _ in kind._fields]
+        return TableStep(len(self._judged) - 1, [], place, self._numbers.integer(place), kind(*singles))
+
+    # ------------------------------------------------------------ replays
+
+    def suits(self, rules: Mapping[DirectSide, Rule]) -> bool:
+        """Return whether tables that share their numbers still do, and all rows are where they were."""
+        alike = all(len({(rules[side], side.rows.steps) for side in step.sides}) == 1 for step in self._steps.values())
+        return alike and all(side.is_current for side in self.sides)
+
+    def replay(self, rules: Mapping[DirectSide, Rule]) -> None:
+        """Make the step once more, by the rules as they are now.
+
+        Raises:
+            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This one is not made.
+            ClosedTableError: a table is closed.
+        """
+        assert self._graph is not None  # it was recorded
+        with held_back(), joint.working(self.sides):
+            for side in self.sides:
+                side.check()
+            for side in self._batches:
+                side.begin_batch()
+            judged = [self._number_judged(place) for place in self._judged]
+            for step in self._steps.values():
+                for side in step.sides:
+                    self._count(step, side, rules[side], judged[step.judged])
+            self._numbers.upload()
+            self._graph.replay()
+            faults.ask([side.faults for side in self.sides])
+            for side in dict.fromkeys(self._batches):
+                side.note_use()
+
+    def _number_judged(self, place: int) -> int:
+        number = next(step_numbers)
+        self._numbers.write_integer(place, number)
+        return number
+
+    def _count(self, step: TableStep, side: DirectSide, rule: Rule, judged: int) -> None:
+        """Count a table's step, and write its numbers."""
+        number, numbers = side.count_step(rule, judged)
+        self._numbers.write_integer(step.place, number)
+        for place, value in enumerate(numbers, step.place + 1):
+            self._numbers.write_single(place, value)

@@ -1,0 +1,393 @@
+"""Training steps in CUDA graphs, on the fake GPU: each replay makes the step that launches would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_cuda
+import fake_graph
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeGPU
+from fake_graph import FakeGraphs
+from gpu_device import INTERPRETED
+from gpu_models import DIM, EVERYTHING, ROWS, memory_of
+from torch import Tensor, nn
+
+import embedrock as er
+import embedrock.torch as ert
+from embedrock.device.captured import Captured
+from embedrock.device.side import DeviceSide
+from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError, UnsupportedError
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its GPU is a fake")
+
+RULES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"
+INIT = er.Normal(std=0.5)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    made = fake_cuda.install(monkeypatch)
+    with made:
+        yield made
+
+
+@pytest.fixture
+def graphs(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    return fake_graph.install(gpu, monkeypatch)
+
+
+def layer(seed: int = 5, on_gpu: bool = True, near: int | None = None, **arguments: Any) -> ert.Embedding:
+    made = ert.Embedding(
+        ROWS, DIM, init=INIT, seed=seed, device_memory=memory_of(near) if on_gpu else None, **arguments
+    )
+    if on_gpu:
+        ert.place(made, "cuda")
+    return made
+
+
+def batches(count: int, n: int = 9) -> list[Tensor]:
+    """Return ids, some of them twice."""
+    rng = np.random.default_rng(0)
+    return [torch.from_numpy(rng.integers(0, 20, n)) for _ in range(count)]
+
+
+class Pair:
+    """A model that trains in graphs, and the same on the CPU.
+
+    Attributes:
+        graphed: makes a step of the first.
+    """
+
+    def __init__(self, make: Callable[[bool], nn.Module], optimize: Callable[[nn.Module], list[Any]]) -> None:
+        self.models = make(True), make(False)
+        self.optimizers = [optimize(model) for model in self.models]
+        self.steps = [self._step(*both) for both in zip(self.models, self.optimizers, strict=True)]
+        self.graphed = ert.graphed(self.steps[0], *self.optimizers[0])
+
+    @staticmethod
+    def _step(model: nn.Module, optimizers: list[Any]) -> Callable[..., Tensor]:
+        def step(*ids: Any) -> Tensor:
+            loss = model(*ids).square().sum()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def step(self, *ids: Any) -> None:
+        """Make a step of both; the graph's is on the device."""
+        np.testing.assert_array_equal(self.graphed(*ids).cpu(), self.steps[1](*ids))
+
+    def check(self) -> None:
+        """Fail where tables differ."""
+        for mine, other in zip(*map(ert.handles, self.models), strict=True):
+            np.testing.assert_array_equal(mine.table.lookup(np.arange(ROWS)), other.table.lookup(np.arange(ROWS)))
+            for got, expected in zip(mine.table.state().items(), other.table.state().items(), strict=True):
+                np.testing.assert_equal(got, expected)
+
+
+class Sum(nn.Module):
+    """Layers of the same ids, one after the other, as a sum."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.stack([layer(ids).float() for layer in self.layers]).sum(0)
+
+
+def pair(near: int | None = None, rule: str = "Adam", **arguments: Any) -> Pair:
+    """Return one layer, twice."""
+    return Pair(
+        lambda on_gpu: layer(on_gpu=on_gpu, near=near, **arguments), lambda model: [getattr(ert, rule)(model, lr=0.1)]
+    )
+
+
+# ---------------------------------------------------------------- replays make the steps that launches make
+
+
+@pytest.mark.parametrize("near", [None, 0], ids=["near", "in place"])
+def test_replays_make_the_steps_of_every_rule(gpu: FakeGPU, graphs: FakeGraphs, near: int | None):
+    def make(on_gpu: bool) -> nn.Module:
+        dtypes = torch.float32, torch.bfloat16
+        return Sum(*(layer(k, on_gpu, near, dtype=dtypes[k % 2]) for k, _ in enumerate(RULES)))
+
+    def optimize(model: Any) -> list[Any]:
+        return [getattr(ert, rule)(own, lr=0.1) for rule, own in zip(RULES, model.layers, strict=True)]
+
+    both = Pair(make, optimize)
+    for k, ids in enumerate(batches(5)):
+        for optimizer in (*both.optimizers[0], *both.optimizers[1]):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + k)
+        both.step(ids)
+    assert (both.graphed.graphs, len(graphs.made)) == (1, 1)
+    both.check()
+    assert gpu.races == []
+
+
+def test_a_collection_whose_learning_rates_part(gpu: FakeGPU, graphs: FakeGraphs):
+    def make(on_gpu: bool) -> nn.Module:
+        return ert.EmbeddingCollection({str(k): layer(k, on_gpu) for k in range(3)})
+
+    def optimize(model: Any) -> list[Any]:
+        first, *others = ert.handles(model)
+        return [ert.AdamW([{"params": [first]}, {"params": others}], lr=0.1)]
+
+    both = Pair(make, optimize)
+    for model in both.models:
+        model.register_forward_hook(lambda _, __, found: torch.cat(list(found.values())))
+    for k, ids in enumerate(batches(7)):
+        if k == 4:
+            for (optimizer,) in both.optimizers:
+                optimizer.param_groups[0]["lr"] = 0.01
+        both.step({str(t): ids + t for t in range(3)})
+    kernels = [[name for name, _ in graph.calls if name == "_step_tables"] for graph in graphs.made]
+    assert list(map(len, kernels)) == [1, 2]  # tables whose numbers part are stepped apart, in another graph
+    both.check()
+
+
+def test_bags_of_several_ids(graphs: FakeGraphs):
+    def make(on_gpu: bool) -> nn.Module:
+        bags = ert.EmbeddingBagCollection(
+            {
+                str(k): ert.EmbeddingBag(
+                    ROWS, DIM, mode=mode, init=INIT, seed=k, device_memory=EVERYTHING if on_gpu else None
+                )
+                for k, mode in enumerate(("sum", "mean"))
+            }
+        )
+        if on_gpu:
+            ert.place(bags, "cuda")
+        bags.register_forward_hook(lambda _, __, found: torch.cat(list(found.values())))
+        return bags
+
+    both = Pair(make, lambda model: [ert.Adagrad(model, lr=0.1)])
+    starts = torch.tensor([0, 2, 2])
+    for ids in batches(4):
+        both.step({"0": (ids, starts), "1": (ids, starts)})
+    assert len(graphs.made) == 1
+    both.check()
+
+
+def test_what_happens_between_replays(gpu: FakeGPU, graphs: FakeGraphs):
+    both = pair()
+    ids = batches(9)
+    for k in range(4):
+        both.step(ids[k])
+    for one in both.models:
+        one.eval()(ids[4])
+        one.train()
+    for step in both.steps:  # by launches
+        step(ids[5])
+    both.step(ids[6])
+    both.check()  # which brings rows to RAM
+    state = both.models[1].state_dict()
+    both.step(ids[7])
+    for one in both.models:
+        one.load_state_dict(state)
+    for _ in range(3):  # captured anew: the rows' memory is another
+        both.step(ids[8])
+    both.step(ids[8][:4])  # another form, which is yet to be captured
+    both.check()
+    assert gpu.races == []
+    assert (both.graphed.graphs, len(graphs.made)) == (1, 2)
+
+
+def test_prefetching_beside_it_and_a_buffer_that_is_filled_anew(gpu: FakeGPU, graphs: FakeGraphs):
+    both, buffer = pair(0), torch.empty(9, dtype=torch.int64, pin_memory=True)
+    for ids in ert.prefetch(batches(5), {both.models[0]: lambda ids: ids}):  # pyright: ignore
+        buffer.copy_(ids)
+        both.graphed(buffer)
+        both.steps[1](ids)
+    both.check()
+    assert gpu.races == []
+
+
+def test_what_a_step_returns_is_not_written_to_again(graphs: FakeGraphs):
+    both = pair()
+    losses = [both.graphed(ids) for ids in batches(5)]
+    expected = [both.steps[1](ids) for ids in batches(5)]
+    np.testing.assert_array_equal([loss.cpu() for loss in losses], expected)
+    assert all(handle.grad is None for handle in ert.handles(both.models[0]))
+
+
+def test_a_model_with_dense_weights_behind_one_optimizer(graphs: FakeGraphs):
+    def make(on_gpu: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(layer(on_gpu=on_gpu), nn.Linear(DIM, 1))
+
+    both = Pair(make, lambda model: [ert.optimizer(model, rows=ert.SGD, dense=torch.optim.SGD, lr=0.01)])
+    for ids in batches(5):
+        both.step(ids)
+    both.check()
+    np.testing.assert_array_equal(*(model[1].weight.detach() for model in both.models))  # pyright: ignore
+
+
+def baked(self: Captured, side: DeviceSide, rule: er.Rule) -> Any:
+    """Have a step's numbers as arguments of the launch."""
+    return side.rows.steps + 1, rule.numbers(side.rows.steps + 1)
+
+
+def test_numbers_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    both = pair()
+    ids = batches(5)
+    for k in range(2):
+        both.step(ids[k])
+    monkeypatch.setattr(Captured, "begin_step", baked)
+    for k in range(2, 5):
+        both.graphed(ids[k])
+        both.steps[1](ids[k])
+    with pytest.raises(AssertionError):
+        both.check()
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_ids_outside_of_the_table_refuse_replays(graphs: FakeGraphs):
+    both, ids = pair(), batches(5)
+    for k in range(3):
+        both.step(ids[k])
+    wrong = ids[3].clone()
+    wrong[4] = ROWS
+    both.graphed(wrong)
+    both.models[0].table.side.faults.look()  # pyright: ignore
+    with pytest.raises(IdError, match=r"got 120 in an earlier batch, on the GPU. Steps .* refused \(1 so far\)"):
+        both.graphed(ids[4])
+    both.check()
+    both.step(ids[4])
+    both.check()
+
+
+def test_gradients_that_are_not_finite_refuse_replays_of_all_tables(graphs: FakeGraphs):
+    both = Pair(lambda on_gpu: Scaled(layer(1, on_gpu), layer(2, on_gpu)), lambda model: [ert.Adam(model, lr=0.1)])
+    ids, one = batches(6), torch.ones(())
+    for k in range(4):
+        both.step(ids[k], one)
+    both.graphed(ids[4], one * float("nan"))
+    both.graphed(ids[4], one)
+    both.models[0].layers[0].table.side.faults.look()  # pyright: ignore
+    with pytest.raises(NonFiniteGradientError, match=r"refused \(2 so far\)"):
+        both.graphed(ids[5], one)
+    both.check()
+    both.step(ids[5], one)
+    both.check()
+
+
+class Scaled(Sum):
+    """The same, the first times a number."""
+
+    def forward(self, ids: Tensor, factor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.cat([self.layers[0](ids) * factor, self.layers[1](ids)])
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "cached": ({"near": 17}, "a part of its rows is near, in a cache"),
+    "hashed": ({"directory": "hashed"}, "the host plans its batches"),
+    "skipping": ({"on_nonfinite": "skip"}, "of on_nonfinite="),
+    "max_norm": ({"max_norm": 1.0}, "the CPU reads and steps its rows"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_tables_that_no_graph_can_step_are_refused(graphs: FakeGraphs, odd: str):
+    arguments, why = ODD[odd]
+    one = layer(**arguments)
+    rows = ert.Adam(one, lr=0.1)
+    with pytest.raises(UnsupportedError, match=f"cannot be captured in a CUDA graph: {why}"):
+        ert.graphed(lambda ids: one(ids), rows)(torch.arange(3))
+    assert one.table.steps == 0
+
+
+def test_dense_rules_and_averages_are_refused(graphs: FakeGraphs):
+    one = layer()
+    rows = ert.Adam(one, lr=0.1, dense=True)
+    with pytest.raises(UnsupportedError, match="its rule has dense=True"):
+        ert.graphed(one, rows)(torch.arange(3))
+    one, other = layer(), layer(on_gpu=False)
+    averaged = ert.average(nn.Sequential(one))
+    with pytest.raises(UnsupportedError, match="its rows are averaged"):
+        ert.graphed(one, ert.Adam(one))(torch.arange(3))
+    del averaged
+    with pytest.raises(UnsupportedError, match="the CPU reads and steps its rows"):
+        ert.graphed(other, ert.Adam(other))(torch.arange(3))
+
+
+def test_a_step_that_cannot_be_captured_is_not_made(graphs: FakeGraphs):
+    one, ids = layer(), torch.arange(3)
+    rows = ert.Adam(one, lr=0.1)
+
+    def reads(ids: Tensor) -> None:
+        loss = one(ids).sum()
+        loss.item()
+        loss.backward()
+        rows.step()
+
+    step = ert.graphed(reads, rows, warmup=1)
+    step(ids)
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedError, match=r"capturing: aten._local_scalar_dense No step of this batch was made\. .*\(item\(\)"
+        ):
+            step(ids)
+    assert one.table.steps == 1
+    reads(ids)
+    assert one.table.steps == 2
+
+
+def test_ids_on_the_host_and_second_steps_are_refused(graphs: FakeGraphs):
+    one, ids = layer(), torch.arange(3)
+    rows, other = ert.Adam(one, lr=0.1), layer(2)
+
+    def twice(ids: Tensor) -> None:
+        for _ in range(2):
+            one(ids).sum().backward()
+            rows.step()
+            rows.zero_grad()
+
+    with pytest.raises(UnsupportedError, match=r"must be on cuda:0 in a captured step: got some on cpu"):
+        ert.graphed(lambda: one(ids), rows)()
+    with pytest.raises(UnsupportedError, match="are stepped twice in one captured step"):
+        ert.graphed(twice, rows)(ids)
+    step = ert.graphed(lambda ids: other(ids), rows, warmup=1)
+    step(ids)  # by launches: the table is not the optimizer's
+    with pytest.raises(UnsupportedError, match="of optimizers that have all embedding layers"):
+        step(ids)
+
+
+def test_arguments_and_results_that_would_stay_are_refused(graphs: FakeGraphs):
+    one, ids = layer(), torch.arange(3)
+    rows = ert.Adam(one, lr=0.1)
+    step = ert.graphed(lambda ids, *more: 3.0 if more else one(ids).sum().backward(), rows)
+    with pytest.raises(ArgumentError, match="plain values: got ndarray"):
+        step(ids.numpy())
+    with pytest.raises(ArgumentError, match="got a tensor with requires_grad=True"):
+        step(torch.ones(3, requires_grad=True))
+    with pytest.raises(ArgumentError, match="returns nests of tensors, or None: got float"):
+        step(ids, True)
+    one(ids).sum().backward()
+    with pytest.raises(ArgumentError, match=r"wait for a step outside .* step\(\) or zero_grad\(\) before"):
+        step(ids)
+    with pytest.raises(ArgumentError, match=r"of ert.Adam or ert.optimizer: got none"):
+        ert.graphed(step)
+    with pytest.raises(ArgumentError, match=r"`warmup` of ert.graphed must be a number of calls >= 1: got 0"):
+        ert.graphed(step, rows, warmup=0)
+    with pytest.raises(UnsupportedError, match=r"ert.Adam has no `capturable`: ert.graphed\(step, optimizer\)"):
+        ert.Adam(one, capturable=True)
+
+
+def test_many_forms_are_launched_with_a_warning(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("embedrock.torch.graphs.MOST_GRAPHS", 1)
+    both, (ids,) = pair(), batches(1)
+    both.step(ids)
+    with pytest.warns(UserWarning, match="has 1 graphs of this step"):
+        both.step(ids[:3])
+    both.step(ids[:4])
+    both.check()
