@@ -55,7 +55,11 @@ def example_bags_of_each_mode() -> None:
     values, offsets = torch.zeros(N, 64), torch.zeros(N, dtype=torch.int32)
     for weights in (torch.zeros(0), torch.zeros(N)):
         pooling.pool_sum(values, INVERSE, offsets, weights, INVERSE, None, values, torch.zeros(N))
+    argmax = torch.zeros(N, 64, dtype=torch.int32)
+    pooling.pool_max(values, INVERSE, offsets, INVERSE, values, argmax, each=True)
     pooling.weight_grads(values, values, INVERSE, INVERSE, INVERSE, torch.zeros(N), each=True)
     share, room = (INVERSE, None, torch.zeros(N), None), scratch(64)._replace(squares=torch.zeros(N).double())
     plan = STARTS, ORDER, INVERSE, COUNT
     sums.sum_shares(sums.POOLED, values, share, plan, SKIP, room, values, NORMS, each=True)
+    share = INVERSE, None, None, argmax
+    sums.sum_shares(sums.MAXIMA, values, share, plan, SKIP, room, values, NORMS, each=True)

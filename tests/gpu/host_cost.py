@@ -66,10 +66,10 @@ class Steps:
 class BagSteps(Steps):
     """The same of bags of two or three ids, looked up by a collection."""
 
-    def __init__(self, near: int, tables: int) -> None:
+    def __init__(self, near: int, tables: int, mode: str) -> None:
         spec = er.Table(ROWS, DIM, rule=er.Adam()).spec
         memory = near and memory_for(spec, near)
-        layers = {str(k): ert.EmbeddingBag(ROWS, DIM, seed=k, device_memory=memory) for k in range(tables)}
+        layers = {str(k): ert.EmbeddingBag(ROWS, DIM, mode=mode, seed=k, device_memory=memory) for k in range(tables)}
         self._bags = ert.EmbeddingBagCollection(layers)
         ert.place(self._bags, "cpu")
         self._optimizer = ert.Adam(self._bags, lr=1e-3)
@@ -182,7 +182,8 @@ def costs(seconds: float) -> dict[str, dict[str, Any]]:
     torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
     ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
     ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
-    ways |= {"ten near": Steps(ROWS, TOGETHER, together=True), "ten of bags": BagSteps(ROWS, TOGETHER)}
+    ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
+    ways |= {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
     use_no_graphs()
     ways |= {"near, replayed": Replayed(ROWS, 1, together=False), "ten near, replayed": Replayed(ROWS, TOGETHER, True)}
     return {name: cost(steps, 1, seconds) for name, steps in ways.items()}

@@ -186,12 +186,12 @@ def test_bags_of_one_id_are_rows():
 
 
 class BagModel:
-    """A collection of bags: sums with weights that train, means with padding, two features of one table."""
+    """A collection of bags: sums with weights that train, means with padding, two features of one table. Or maxima."""
 
-    def __init__(self, memory: int | None, **options: Any) -> None:
+    def __init__(self, memory: int | None, modes: tuple[str, ...] = ("sum", "mean", "sum"), **options: Any) -> None:
         group = er.Group()
         layers: dict[str, ert.EmbeddingBag] = {}
-        for k, (rows, mode, padding) in enumerate(zip(ROWS, ("sum", "mean", "sum"), (None, 0, 3), strict=True)):
+        for k, (rows, mode, padding) in enumerate(zip(ROWS, modes, (None, 0, 3), strict=True)):
             arguments: dict[str, Any] = {"rows": rows, "dim": DIM, "init": er.Normal(std=0.5), "seed": k, **options}
             alone = memory is not None
             table = er.Table(device_memory=memory, **arguments) if alone else group.table(f"t{k}", **arguments)
@@ -213,14 +213,18 @@ class BagModel:
             torch.from_numpy(np.minimum(rng.zipf(1.3, n) - 1, rows - 1))
             for n, rows in zip((sizes[0].sum(), 3 * BATCH, sizes[1].sum()), ROWS, strict=True)
         )
-        features = {"f0": (first, starts[0], weights), "f1": second.view(BATCH, 3), "f2": (third, starts[1])}
+        is_weighted = self.bags.layer_of("f0").mode == "sum"
+        features = {
+            "f0": (first, starts[0], weights if is_weighted else None),
+            "f1": second.view(BATCH, 3),
+            "f2": (third, starts[1]),
+        }
         found = self.bags(features | {"again": second[:BATCH]})
         kept = [rows.square().sum().cpu() * (k + 1) for k, (name, rows) in enumerate(found.items()) if name != left_out]
         torch.stack(kept).sum().backward()
         self.step.step()
         self.step.zero_grad()
-        assert weights.grad is not None
-        return [rows.detach().cpu() for rows in found.values()] + [weights.grad]
+        return [rows.detach().cpu() for rows in found.values()] + ([weights.grad] if weights.grad is not None else [])
 
     def assert_same(self, other: BagModel) -> None:
         for mine, theirs in zip(self.tables, other.tables, strict=True):
@@ -229,26 +233,44 @@ class BagModel:
 
 
 BAGS = JOINT | dict.fromkeys(("_bags", "_pool_sum", "_weight_grads"), 1)
+MAXIMA = JOINT | dict.fromkeys(("_bags", "_pool_max"), 1)
+OF_MAX = {"modes": ("max",) * 3}
 
 
 @pytest.mark.parametrize(
-    ("memory", "options"), [(0, {}), *slow((EVERYTHING, {}), (EVERYTHING, {"dtype": "bfloat16"}))], ids=str
+    ("memory", "options"),
+    [
+        *((0, {}), (EVERYTHING, OF_MAX)),
+        *slow((EVERYTHING, {}), (EVERYTHING, {"dtype": "bfloat16"}), (0, OF_MAX), (0, OF_MAX | {"dtype": "float16"})),
+    ],
+    ids=str,
 )
 def test_bags_of_several_ids_are_trained_by_the_same_kernels(memory: int, options: dict[str, Any]):
     mine, theirs = BagModel(memory, **options), BagModel(None, **options)
     for seed in range(2):
         with launches() as seen:
             found = mine.train(seed)
-        assert seen == BAGS
+        assert seen == (MAXIMA if "modes" in options else BAGS)
         for got, expected in zip(found, theirs.train(seed), strict=True):
             assert torch.equal(got, expected)
     mine.assert_same(theirs)
 
 
+def test_bags_of_which_the_largest_are_taken_are_apart_from_sums():
+    modes = "max", "mean", "max"  # of which one table has two features
+    mine, theirs = BagModel(0, modes), BagModel(None, modes)
+    with launches() as seen:
+        mine.train(0)
+    assert (seen["_pool_max"], seen["_pool_sum"], seen["_bags"]) == (1, 1, 2)
+    theirs.train(0)
+    mine.assert_same(theirs)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("modes", [("sum", "mean", "sum"), ("max",) * 3])
 @pytest.mark.parametrize("left_out", ["f1", "again"])
-def test_bags_to_which_no_gradient_comes_back_touch_no_row(left_out: str):
-    models = [BagModel(0), BagModel(None)]
+def test_bags_to_which_no_gradient_comes_back_touch_no_row(left_out: str, modes: tuple[str, ...]):
+    models = [BagModel(0, modes), BagModel(None, modes)]
     for model in models:
         model.train(0, left_out)
     models[0].assert_same(models[1])
@@ -259,10 +281,10 @@ def test_bags_to_which_no_gradient_comes_back_touch_no_row(left_out: str):
 def test_no_program_of_bags_depends_on_another(monkeypatch: pytest.MonkeyPatch):
     detector = race_detector.install(monkeypatch)
     monkeypatch.setattr(joint, "LANES", 4)
-    model = BagModel(EVERYTHING)
-    model.train(0)
-    assert detector.found == set()
-    assert detector.launched >= BAGS.keys()
+    for modes, kernels in ((("sum", "mean", "sum"), BAGS), (("max",) * 3, MAXIMA)):
+        BagModel(EVERYTHING, modes).train(0)
+        assert detector.found == set()
+        assert detector.launched >= kernels.keys()
 
 
 def configured(where: str, memory: int | None) -> tuple[ert.EmbeddingBagCollection, Any]:

@@ -86,10 +86,11 @@ def test_max(dim: int, skip: int) -> None:
     out, argmax = np.empty((count, dim), np.float32), np.empty((count, dim), np.int32)
     reference.pooling.pool_max(*bags.source, bags.offsets, bags.places, skip, out, argmax)
     got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
-    args = tensor(plan.inverse), tensor(bags.offsets), one(skip)
-    pooling.pool_max(bags.padded_rows, *args, got.inside, source.inside)
-    np.testing.assert_array_equal(got.check(count), out)
-    same(source.check(count), argmax)
+    cuts = tensor(plan.inverse), tensor(bags.offsets)
+    for skips in (one(skip), tensor(np.full(count, 2 * skip, np.int32))):  # one of all, or a word of each bag
+        pooling.pool_max(bags.padded_rows, *cuts, skips, got.inside, source.inside, each=len(skips) > 1)
+        np.testing.assert_array_equal(got.check(count), out)
+        same(source.check(count), argmax)
 
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, argmax

@@ -49,18 +49,32 @@ class Kind(NamedTuple):
     draw: str
 
     def shares(self, features: Sequence[Feature]) -> list[list[int]]:
-        """Return which of the features, rows or bags, are looked up together: as many as there are keys for."""
-        sides: set[DirectSide] = set()
-        keys, shares = 0, list[list[int]]([[]])
+        """Return which of the features, rows or bags, are looked up together: as many as there are keys for.
+
+        Another kernel pools bags of which the largest values are taken: so they are apart, unless all bags are rows.
+        """
+        apart: dict[bool, list[int]] = {}
+        are_rows = all(feature.is_row for feature in features)
         for number, feature in enumerate(features):
-            own = feature.side.known.rows + 2
-            keys += 0 if feature.side in sides else own
-            if keys > MOST_KEYS:
-                sides, keys = set(), own
-                shares.append([])
-            sides.add(feature.side)
-            shares[-1].append(number)
-        return [share for share in shares if share]
+            takes_maxima = feature.bags is not None and feature.bags.mode == "max"
+            apart.setdefault(takes_maxima and not are_rows, []).append(number)
+        return [share for numbers in apart.values() for share in _that_fit(features, numbers)]
+
+
+def _that_fit(features: Sequence[Feature], numbers: Sequence[int]) -> list[list[int]]:
+    """Return some of the features in shares for which there are keys."""
+    sides: set[DirectSide] = set()
+    keys, shares = 0, list[list[int]]([[]])
+    for number in numbers:
+        side = features[number].side
+        own = side.known.rows + 2
+        keys += 0 if side in sides else own
+        if keys > MOST_KEYS:
+            sides, keys = set(), own
+            shares.append([])
+        sides.add(side)
+        shares[-1].append(number)
+    return [share for share in shares if share]
 
 
 class Feature(NamedTuple):
@@ -77,6 +91,11 @@ class Feature(NamedTuple):
     ids: Tensor
     padding: int | None
     bags: Bags | None = None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether what is returned of each id is its row."""
+        return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
 def kind_of(side: DirectSide) -> Kind | None:
@@ -172,7 +191,8 @@ class JointReading:
     """A lookup of features whose tables are of one kind, and what becomes of the gradients that come back.
 
     Args:
-        features: rows, or bags: those of one id each are rows, where no others are among them.
+        features: rows, or bags, as `Kind.shares` has them: those of one id each are rows, where no others are among
+            them.
         trains: a step may follow.
     """
 
@@ -227,11 +247,9 @@ class JointReading:
     def _all_bags(self) -> list[Bags] | None:
         """Return the bags of the features, in order; None where each is the row of its id."""
         features = [self._features[k] for k in self._order]
-        if features[0].bags is None:  # as of all others
+        if all(feature.is_row for feature in features):
             return None
-        all_bags = [feature.bags for feature in features if feature.bags is not None]
-        are_rows = all(bags.are_rows for bags in all_bags) and all(feature.padding is None for feature in features)
-        return None if are_rows else all_bags
+        return [feature.bags for feature in features if feature.bags is not None]
 
     def _placed_cuts(self, side: DirectSide, tables: tuple[int, ...], all_bags: Sequence[Bags] | None) -> Tensor:
         """Return what kernels know of the features, int64, on the device."""
@@ -307,7 +325,7 @@ class JointReading:
             arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
             what, share = sums.PLAIN, (None, None, None, None)
             if self._bags is not None:
-                what, share = sums.POOLED, (self._bags.of_positions, self._bags.weights, self._bags.scale, None)
+                what, share = self._bags.shares
             sums.sum_shares(what, joined, share, arrays, plan.sides[0].no_row, scratch, values, numbers, each=True)
             tickets = plan.plan.tickets[-k:]
             args = plan.plan.keys, plan.bounds, scratch.squares, parts, tickets, numbers
@@ -358,7 +376,7 @@ class JointReading:
         n, place = ids.numel(), self._order.index(number)
         starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
         bounds = side.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
-        trace = torch.split_with_sizes(self._bags.scale, self._outputs)[place].clone()
+        trace = self._bags.trace_of(place)
         own = side.bags(plan, bounds, bags.mode, padding)
         return side.unpool(grads, bags.weights, own, trace, by_frequency=False)
 

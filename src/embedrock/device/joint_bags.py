@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedrock.device.plan import carved
 from embedrock.kernels.gpu import joint as kernels
-from embedrock.kernels.gpu import pooling
+from embedrock.kernels.gpu import pooling, sums
 from embedrock.kernels.gpu.runtime import Part
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Bags(NamedTuple):
     """How the ids of a feature lie in bags.
 
     Attributes:
-        mode: "sum" or "mean".
+        mode: "sum", "mean" or "max".
         size: ids of each bag; 0 where `starts` tells.
         starts: where each bag begins, int32 or int64 (bags,), on the host or there; those on the host were checked.
         weights: of the ids, float32 (n,), on the device; None for ones.
@@ -70,7 +70,7 @@ class JointBags:
     """A batch of bags of several tables, which lie feature by feature.
 
     Args:
-        all_bags: of the features.
+        all_bags: of the features: sums and means, or all of mode "max".
         sizes: ids of each.
         plan: of the ids.
         cuts: int64, on the device, see `kernels.bags`.
@@ -78,24 +78,22 @@ class JointBags:
 
     Attributes:
         counts: bags of each feature.
-        of_positions: int32 (n,), the bag of each position.
-        weights: of the positions, float32 (n,); (0,) for ones.
-        scale: float32 (bags,), by which sums were multiplied, once they are pooled.
     """
 
-    scale: Tensor
+    _trace: Tensor  # of the pooling: factors of sums, float32 (bags,), or places of maxima, int32 (bags, dim)
 
     def __init__(
         self, all_bags: Sequence[Bags], sizes: Sequence[int], plan: JointPlan, cuts: Tensor, tickets: Tensor | Part
     ) -> None:
         self._plan, device = plan, plan.bounds.device
+        self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
         self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
-        self.weights = _joined_weights(all_bags, sizes, plan.bounds)
+        self._weights = _joined_weights(all_bags, sizes, plan.bounds)
         starts = [bags.starts for bags in all_bags if bags.starts is not None]
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
-        self._offsets, self.of_positions, self._words = carved(torch.int32, device, (count + 1, n, count))
-        args = plan.tables, plan.bounds, tickets, self._offsets, self.of_positions, self._words
+        self._offsets, self._of_positions, self._words = carved(torch.int32, device, (count + 1, n, count))
+        args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None
 
@@ -106,18 +104,35 @@ class JointBags:
             rows: float32 (n, dim).
             keeps_rows: `weight_grads` will be asked for.
         """
-        out = torch.empty(len(self._words), rows.shape[1], dtype=torch.float32, device=rows.device)
-        self.scale = torch.empty(len(self._words), dtype=torch.float32, device=rows.device)
-        inverse = self._plan.plan.inverse
-        pooling.pool_sum(rows, inverse, self._offsets, self.weights, self._words, None, out, self.scale)
+        count, dim, device = len(self._words), rows.shape[1], rows.device
+        out = torch.empty(count, dim, dtype=torch.float32, device=device)
+        args = rows, self._plan.plan.inverse, self._offsets
+        if self._are_maxima:
+            self._trace = torch.empty(count, dim, dtype=torch.int32, device=device)
+            pooling.pool_max(*args, self._words, out, self._trace, each=True)
+        else:
+            self._trace = torch.empty(count, dtype=torch.float32, device=device)
+            pooling.pool_sum(*args, self._weights, self._words, None, out, self._trace)
         self._rows = rows if keeps_rows else None
         return out
+
+    @property
+    def shares(self) -> tuple[int, tuple[Tensor | None, ...]]:
+        """What each position gives to its row, of its bag's gradient: see `sums.sum_shares`."""
+        if self._are_maxima:
+            return sums.MAXIMA, (self._of_positions, None, None, self._trace)
+        return sums.POOLED, (self._of_positions, self._weights, self._trace, None)
+
+    def trace_of(self, place: int) -> Tensor:
+        """Return what a feature's bags, as of its own lookup, leave to `pooling.unpool`."""
+        trace = torch.split_with_sizes(self._trace, self.counts)[place]
+        return torch.where(trace >= 0, trace - sum(self._sizes[:place]), trace) if self._are_maxima else trace.clone()
 
     def weight_grads(self, grads: Tensor) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), from those of the bags."""
         assert self._rows is not None  # they were kept
-        out = torch.empty(len(self.of_positions), dtype=torch.float32, device=grads.device)
-        args = self._plan.plan.inverse, self.of_positions, self._words
+        out = torch.empty(len(self._of_positions), dtype=torch.float32, device=grads.device)
+        args = self._plan.plan.inverse, self._of_positions, self._words
         pooling.weight_grads(grads, self._rows, *args, out, each=True)
         return out
 

@@ -240,7 +240,7 @@ class DeviceSide(ABC):
         Args:
             ids: (bags, n); or (n,) with `starts`.
             padding: the id that gets no gradient, and counts in no bag.
-            mode: "sum" or "mean".
+            mode: "sum", "mean" or "max".
             starts: where bags begin, (bags,); those on the host were checked.
             weights: of the ids, in their shape, or None.
         """

@@ -90,9 +90,20 @@ def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale):
 
 @kernel("bags")
 def _pool_max(
-    rows, inverse, offsets, skips, out, argmax, bags, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    rows,
+    inverse,
+    offsets,
+    skips,
+    out,
+    argmax,
+    bags,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    bag, skip = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(skips)
+    bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    skip, _ = _skip(skips, bag, bag < bags, EACH)
     begin, end = _bounds(offsets, bag, bags)
     longest = tl.max(end - begin, axis=0)
     for start in range(0, DIM, WIDTH):
@@ -112,11 +123,14 @@ def _pool_max(
         tl.store(argmax + place, source, mask=(bag < bags)[:, None] & (column < DIM))
 
 
-def pool_max(rows, inverse, offsets, skip, out, argmax):
-    """Take the largest value of each column of each bag, the first of equal ones."""
+def pool_max(rows, inverse, offsets, skip, out, argmax, each=False):
+    """Take the largest value of each column of each bag, the first of equal ones.
+
+    With `each`, `skip` has a word for each bag: see `joint.bags`.
+    """
     bags, form = out.shape[0], tile(out.shape[1])
     args = rows, inverse, offsets, skip, out, argmax, bags
-    launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, **form)
+    launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, EACH=each, **form)
 
 
 def pool_sum_backward(grads, bags, plan, weights, scale, skip, scratch, values, norms):

@@ -177,10 +177,7 @@ class EmbeddingBag(RowLayer):
         joins = super().joined_by(given)
         if joins is None or isinstance(joins, Group):
             return joins
-        ids, _, weights = given.arguments
-        is_one = isinstance(ids, Tensor) and not is_jagged(ids) and ids.ndim == 2 and ids.shape[1] == 1
-        is_pooled = self.mode != "max" or (is_one and weights is None and self.padding_idx is None)
-        return joins if is_pooled and isinstance(ids, Tensor) else None
+        return joins if isinstance(given.arguments[0], Tensor) else None  # all else is refused by `forward`
 
     def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: HostBags | None = None) -> Asked:
         """Return what the layer asks of a lookup together with others.
@@ -209,7 +206,6 @@ class EmbeddingBag(RowLayer):
         return Asked(handle, feature, weights, self.dtype, self._trains(handle))
 
     def _asked_of_gpu(self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Asked:
-        mode = "sum" if self.mode == "max" else self.mode  # of bags of one id: see `joined_by`
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
             flat, starts = check_ids(ids, handle.label), None
         elif offsets is not None and self._has_starts_there(ids, offsets, handle):
@@ -219,7 +215,7 @@ class EmbeddingBag(RowLayer):
             starts = bounds[:-1]
         weights = self._flat_weights(ids, weights, flat.numel())
         side: Any = handle.side()
-        feature = side.pooled_feature(flat, self.padding_idx, mode, starts, weights)
+        feature = side.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
         return Asked(handle, feature, weights, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor, offsets: Tensor | None) -> IdError:
