@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +12,13 @@ import pytest
 
 import embedrock as er
 from embedrock.batch.gradients import RowGradients
+from embedrock.residents import still
 from embedrock.residents.uses import ONE_USE, Uses
+from embedrock.store.volume import Volume
 from embedrock.table.stepping import Due, step_all
 from embedrock.table.table import rows_of
 from embedrock.testing.faultfs import FaultFS
+from table_files import files_of
 
 DIM = 2
 BATCH = 5
@@ -214,7 +218,15 @@ def both(system: FaultFS | None) -> er.Table:
 
 
 def check_equal_residents(table: er.Table, other: er.Table) -> None:
-    state, expected = (residents.state() for each in (table, other) if (residents := rows_of(each).residents))
+    residents = rows_of(other).residents
+    assert residents is not None
+    check_state(table, residents.state())
+
+
+def check_state(table: er.Table, expected: dict[str, np.ndarray]) -> None:
+    residents = rows_of(table).residents
+    assert residents is not None
+    state = residents.state()
     assert state.keys() == expected.keys()
     for name, array in state.items():
         np.testing.assert_array_equal(array, expected[name])
@@ -245,6 +257,41 @@ def test_a_commit_writes_what_has_changed_of_who_has_a_record():
     table.close()
     with er.open("/t", mode="r", system=system) as again:
         check_equal_residents(again, ram)
+
+
+def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyPatch):
+    """Rows come, go and are used, and places are given to others, while it is being written."""
+    monkeypatch.setattr(still, "PIECE_BYTES", 4096)
+    system, rng = FaultFS(), np.random.default_rng(0)
+    table, ram = both(system), both(None)
+    write, kept = Volume.write_history, list[dict[str, np.ndarray]]()
+
+    def write_late(self: Volume, arrays: Any) -> Any:
+        started.set()
+        assert stepped.wait(60)
+        return write(self, arrays)
+
+    monkeypatch.setattr(Volume, "write_history", write_late)
+    for number in range(8):
+        started, stepped = threading.Event(), threading.Event()
+        if number:
+            residents = rows_of(table).residents
+            assert residents is not None
+            kept.append(residents.state())
+            table.commit(wait=False)
+            assert started.wait(60)
+        for _ in range(2):
+            ids = rng.integers(0, 6000, 2500 if number < 5 else 30)
+            for each in (table, ram):
+                each.update(ids, np.ones((len(ids), DIM)))
+        stepped.set()
+        if number:
+            files_of(table).end_commit(rows_of(table))
+            with er.open("/t", mode="r", system=system) as again:
+                check_state(again, kept[-1])
+    check_equal_residents(table, ram)
+    table.commit()
+    table.close()
 
 
 def test_a_commit_that_failed_leaves_nothing_out():

@@ -331,6 +331,29 @@ def test_a_quiet_commit_has_the_values_of_its_moment(call: int, monkeypatch: pyt
     both.close()
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_who_changes_rows_waits_for_no_disk_while_there_is_room(room: int, monkeypatch: pytest.MonkeyPatch):
+    append, threads = Store.append_sealed, set[str]()
+
+    def noted(self: Store, *args: Any) -> np.ndarray:
+        threads.add(threading.current_thread().name)
+        return append(self, *args)
+
+    monkeypatch.setattr(Store, "append_sealed", noted)
+    gate, both = Gate(monkeypatch, "place", {1}), Both()
+    both.step()
+    both.store.buffer_bytes = room
+    both.commit(wait=False)
+    gate.wait()
+    both.step()
+    assert not frozen(both)
+    assert ("MainThread" in threads) == (room == 0)
+    gate.open()
+    both.commit()
+    both.check_ended()
+    both.close()
+
+
 @pytest.mark.parametrize("calls", [(1, 2), (3, 4), (2, 6)])
 def test_a_commit_that_is_hurried_on_the_way_has_the_values_of_its_moment(
     calls: tuple[int, int], monkeypatch: pytest.MonkeyPatch

@@ -100,6 +100,23 @@ def test_rows_that_leave_while_it_is_written_stay_away():
         check_same(again, ram)
 
 
+def test_what_a_commit_places_late_stands_behind_what_is_newer():
+    """A row that it has on its way may be forgotten, come back, and leave for the next log before it is placed."""
+    table, _ = pair(FaultFS())
+    table.update([7, 8], np.ones((2, DIM), np.float32))
+    table.commit()
+    store, ids = store_of(table), np.array([7, 8])
+    late = store.locate(ids)
+    store.discard(ids)
+    store.append(np.zeros((1, table.spec.record_bytes), np.uint8), np.array([0]), ids[:1])
+    newer = int(store.locate(ids[:1])[0])
+    store.place(ids, late)
+    assert newer > late[0]
+    assert store.locate(ids).tolist() == [newer, -1]
+    store.give_up()
+    del table, store
+
+
 def test_one_that_fails_leaves_all_as_it_was():
     system = FaultFS()
     table, ram = pair(system)

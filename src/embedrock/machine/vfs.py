@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -325,6 +325,11 @@ def write_whole(system: System, path: str, *parts: Data, link_to: str | None = N
         FileExistsError: the name is taken. Nothing has changed.
         OSError: anything else. Where making the name `link_to` durable failed, that file may be there, and whole.
     """
+    write_pieces(system, path, parts, link_to)
+
+
+def write_pieces(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
+    """Write a file as `write_whole` does, of parts that are made one after the other."""
     if link_to is not None and system.exists(path):
         system.unlink(path)
     file = create(system, path)

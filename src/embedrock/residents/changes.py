@@ -9,8 +9,10 @@ import numpy as np
 from embedrock.errors import ArgumentError
 from embedrock.kernels.arguments import SKETCH_LINE_BYTES
 from embedrock.machine.arena import taken
+from embedrock.store.history import Written
 
 Arrays = Mapping[str, np.ndarray]
+Columns = Mapping[str, Written]  # arrays, some of them to be written while they change
 LINE_WORDS = SKETCH_LINE_BYTES // 8
 CHANGED = "changed_"  # names of arrays that say what has changed begin so
 

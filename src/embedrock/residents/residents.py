@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.residents.changes import Arrays, damaged, merged, own_arrays
+from embedrock.residents.changes import Arrays, Columns, damaged, merged, own_arrays
 from embedrock.residents.sightings import Sightings, sightings
 from embedrock.residents.uses import Uses
 from embedrock.wording import counted
@@ -203,7 +203,12 @@ class Residents:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what `load` needs, as arrays of int64 of their own."""
-        return self._arrays({name: part.state() for name, part in self._parts.items()})
+        made = self._arrays({name: part.state() for name, part in self._parts.items()})
+        return {name: np.asarray(array) for name, array in made.items()}
+
+    def whole(self) -> Columns:
+        """Return what `state` does, for a commit to write while it changes."""
+        return self._arrays({name: part.whole() for name, part in self._parts.items()})
 
     @property
     def _parts(self) -> dict[str, Sightings | Uses]:
@@ -211,12 +216,12 @@ class Residents:
         parts: dict[str, Sightings | Uses | None] = {"now": self._now, "before": before, "uses": self._uses}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def changes(self, most: int) -> dict[str, np.ndarray] | None:
+    def changes(self, most: int) -> Columns | None:
         """Return what has changed since `saved`, as arrays for `merged`; None: not saved, or more than `most` bytes."""
         if not self._is_saved or sum(part.changed_bytes for part in self._parts.values()) > most:
             return None
         changed = {name: (part, part.changes()) for name, part in self._parts.items()}
-        return self._arrays({name: part.state() if own is None else own for name, (part, own) in changed.items()})
+        return self._arrays({name: part.whole() if own is None else own for name, (part, own) in changed.items()})
 
     def saved(self) -> None:
         """Note that a file has what it is now, which the next commit will name: the one after it needs changes only."""
@@ -228,7 +233,7 @@ class Residents:
         """Note that no file may have it."""
         self._is_saved = False
 
-    def _arrays(self, parts: Mapping[str, Arrays]) -> dict[str, np.ndarray]:
+    def _arrays(self, parts: Mapping[str, Columns]) -> Columns:
         arrays = {f"{name}_{key}": array for name, part in parts.items() for key, array in part.items()}
         numbers = np.array([self.steps, self._period, *(self.counts[name] for name in COUNTS)], np.int64)
         if self.shared is not None:

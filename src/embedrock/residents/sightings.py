@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -10,8 +11,9 @@ from embedrock import kernels
 from embedrock.kernels.arguments import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.machine.arena import reserve
 from embedrock.residents.admission import Admission
-from embedrock.residents.changes import LINE_WORDS, Arrays, copied, damaged, int64
+from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
 from embedrock.residents.pairs import Pairs
+from embedrock.residents.still import Still
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
 LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted
@@ -49,6 +51,10 @@ class Sightings(ABC):
     def state(self) -> dict[str, np.ndarray]:
         """Return what `load` needs, as arrays of int64 of their own."""
 
+    def whole(self) -> Columns:
+        """Return what `state` does, to be written while it changes."""
+        return self.state()
+
     @abstractmethod
     def load(self, arrays: Arrays) -> None:
         """Take over what `state` returned, into one that is empty.
@@ -58,7 +64,7 @@ class Sightings(ABC):
         """
 
     @abstractmethod
-    def changes(self) -> dict[str, np.ndarray] | None:
+    def changes(self) -> Columns | None:
         """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
 
     @property
@@ -150,6 +156,7 @@ class Sketch(Sightings):
         nbytes = admission.lines * SKETCH_LINE_BYTES
         self._lines = reserve(nbytes, "the sketch of a table's admission").reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
+        self._still: weakref.ref[Still] | None = None  # what a commit writes, while it does
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -157,13 +164,31 @@ class Sketch(Sightings):
         return counts
 
     def see(self, ids: np.ndarray) -> None:
+        if self._still is not None:
+            self._keep(self._still(), ids)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
 
-    def changes(self) -> dict[str, np.ndarray] | None:
-        lines = np.flatnonzero(self._changed)
-        if not self._is_saved or 2 * len(lines) > len(self._lines):
+    def _keep(self, still: Still | None, ids: np.ndarray) -> None:
+        if still is None:
+            self._still = None
+            return
+        lines = np.empty(len(ids), np.int64)
+        kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
+        still.keep(lines)
+
+    def whole(self) -> Columns:
+        return {"sketch": self._stilled(np.ones(len(self._lines), bool)).column("sketch")}
+
+    def changes(self) -> Columns | None:
+        if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):
             return None
-        return {"changed_lines": copied(lines), "changed_sketch": copied(self._lines.view(np.int64), lines).reshape(-1)}
+        still = self._stilled(copied(self._changed.view(bool)))
+        return {"changed_lines": still.column(""), "changed_sketch": still.column("sketch")}
+
+    def _stilled(self, chosen: np.ndarray) -> Still:
+        still = Still({"sketch": self._lines.view(np.int64)}, chosen)
+        self._still = weakref.ref(still)
+        return still
 
     @property
     def changed_bytes(self) -> int:
@@ -178,7 +203,8 @@ class Sketch(Sightings):
 
     @property
     def nbytes(self) -> int:
-        return self._lines.nbytes + self._changed.nbytes
+        still = self._still and self._still()
+        return self._lines.nbytes + self._changed.nbytes + (still.nbytes if still else 0)
 
     @property
     def pending(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 
 from embedrock import kernels
 from embedrock.machine.arena import returned
-from embedrock.residents.changes import Arrays, copied, damaged, int64
+from embedrock.residents.changes import Arrays, Columns, copied, damaged, int64
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.pairs import Pairs
+from embedrock.residents.still import Still
 
 ONE_USE = 256  # as a count that fades, which is halved
 MOST_USES = 1 << 22
@@ -42,6 +44,7 @@ class Uses:
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
+        self._still: weakref.ref[Still] | None = None  # what a commit writes, while it does
         self._known: tuple[np.ndarray, np.ndarray] | None = None  # ids of a batch, and their numbers
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
@@ -50,7 +53,8 @@ class Uses:
     def nbytes(self) -> int:
         """Bytes of RAM that it takes."""
         arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
-        return self._numbers.nbytes + sum(array.nbytes for array in arrays)
+        still = self._still and self._still()
+        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + (still.nbytes if still else 0)
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have records, bool (n,)."""
@@ -77,9 +81,16 @@ class Uses:
         numbers_of_step = step, self._eviction.half_life, ONE_USE, MOST_USES
         kernels.cpu.launch(kernels.cpu.residents.touch, self._last, self._marks, numbers, *numbers_of_step)
 
-    def _note(self, places: np.ndarray | slice) -> None:
+    def _note(self, places: np.ndarray) -> None:
+        """Note that there will be another row, or use of it."""
         if self._is_saved:
             self._changed[places] = True
+        if self._still is not None:
+            still = self._still()
+            if still is None:
+                self._still = None
+            else:
+                still.keep(places)
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
         """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
@@ -90,11 +101,12 @@ class Uses:
     def _add(self, ids: np.ndarray, step: int) -> None:
         self.make_room(len(ids))
         new = slice(self.count, self.count + len(ids))
-        self._numbers.put(ids, np.arange(new.start, new.stop))
+        places = np.arange(new.start, new.stop)
+        self._note(places)
+        self._numbers.put(ids, places)
         self._ids[new], self._last[new] = ids, step
         self._marks[new] = step if self._eviction.by == "age" else ONE_USE
         self._stays[new] = np.isin(ids, self._kept) if len(self._kept) else False
-        self._note(new)
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:
@@ -204,9 +216,9 @@ class Uses:
         left[numbers[numbers >= count] - count] = False
         holes, moved = numbers[numbers < count], count + np.flatnonzero(left)
         self._numbers.remove(ids)
+        self._note(holes)
         for array in (self._ids, self._last, self._marks, self._stays):
             array[holes] = array[moved]
-        self._note(holes)
         self._numbers.set(self._ids[holes], holes)
         self.count = count
         self._hand = self._hand % count if count else 0
@@ -236,13 +248,24 @@ class Uses:
     def _small(self) -> dict[str, np.ndarray]:
         return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
 
-    def changes(self) -> dict[str, np.ndarray] | None:
+    def whole(self) -> Columns:
+        """Return what `state` does, to be written while it changes."""
+        still = self._stilled(np.ones(self.count, bool))
+        return {name: still.column(name) for name in self._of_rows} | self._small()
+
+    def changes(self) -> Columns | None:
         """Return what has changed since `saved`, for `changes.merged`; None: that is not known, or it is most of it."""
-        at = np.flatnonzero(self._changed[: self.count])
-        if not self._is_saved or 4 * len(at) > 3 * self.count:
+        changed = self._changed[: self.count]
+        if not self._is_saved or 4 * np.count_nonzero(changed) > 3 * self.count:
             return None
-        changed = {f"changed_{name}": copied(array, at) for name, array in self._of_rows.items()}
-        return {"changed_at": copied(at), **changed, "count": np.array([self.count]), **self._small()}
+        still = self._stilled(copied(changed))
+        columns = {f"changed_{name}": still.column(name) for name in self._of_rows}
+        return {"changed_at": still.column(""), **columns, "count": np.array([self.count]), **self._small()}
+
+    def _stilled(self, chosen: np.ndarray) -> Still:
+        still = Still(self._of_rows, chosen)
+        self._still = weakref.ref(still)
+        return still
 
     @property
     def changed_bytes(self) -> int:

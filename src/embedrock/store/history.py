@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from embedrock.errors import EmbedrockError, MissingFileError
-from embedrock.machine.vfs import Data, System, read_whole, write_whole
+from embedrock.machine.vfs import Data, System, read_whole, write_pieces
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import HEADER_BYTES, REMEDY, check_header, damaged, make_header
@@ -23,18 +23,43 @@ DTYPES = ("<f4", "<f8", "<i8")
 _SIZE = struct.Struct("<I")  # of the list of arrays
 
 
-def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, np.ndarray]) -> HistoryFile:
+class Pieces(Protocol):
+    """An array that is written piece by piece, as it changes meanwhile, or is large."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield it, some rows at a time."""
+        ...
+
+
+Written = np.ndarray | Pieces
+
+
+def write_history(system: System, folder: str, name: str, uuid: str, arrays: Mapping[str, Written]) -> HistoryFile:
     """Write arrays to a new file, durably: a header page, a list of them in JSON, and their bytes."""
     listed = json.dumps([[key, array.dtype.str, array.shape] for key, array in arrays.items()]).encode("ascii")
-    parts: list[Data] = [make_header(uuid, 0, name) + _SIZE.pack(len(listed)) + listed]
-    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values()]
-    if sum(map(len, parts)) < JOINED_BYTES:
+    size, crc = 0, 0
+
+    def told(parts: Iterable[Data]) -> Iterator[Data]:
+        nonlocal size, crc
+        for part in parts:
+            size, crc = size + len(part), zlib.crc32(part, crc)
+            yield part
+
+    parts = _bytes_of(make_header(uuid, 0, name) + _SIZE.pack(len(listed)) + listed, arrays)
+    if sum(prod(array.shape) * array.dtype.itemsize for array in arrays.values()) < JOINED_BYTES:
         parts = [b"".join(parts)]
-    write_whole(system, folders.join(folder, name), *parts)
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return HistoryFile(name, sum(map(len, parts)), crc, 0)
+    write_pieces(system, folders.join(folder, name), told(parts))
+    return HistoryFile(name, size, crc, 0)
+
+
+def _bytes_of(head: bytes, arrays: Mapping[str, Written]) -> Iterator[Data]:
+    yield head
+    for array in arrays.values():
+        for piece in (array,) if isinstance(array, np.ndarray) else array.pieces():
+            yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> dict[str, np.ndarray]:

@@ -215,9 +215,8 @@ class Store:
         """Note where the newest records of ids are, which were just appended."""
         with self.lock:
             self.counts["bytes_written"] += len(ids) * (self.content.record_bytes + CRC_BYTES)
-            if self.some_are_gone and len(ids):  # those that a commit has written, and that went meanwhile
-                now = self.overlay.find(ids)
-                here = ~(is_gone(now) & (now >> INDEX_BITS > locations >> INDEX_BITS))
+            if self.some_are_gone and len(ids):  # those that a commit has written, and that went, and came, meanwhile
+                here = self.overlay.find(ids) >> INDEX_BITS <= locations >> INDEX_BITS
                 ids, locations = ids[here], locations[here]
             self.overlay.insert(ids, locations)
 
@@ -410,25 +409,27 @@ class Store:
         """Forget rows without a record that only runs before that number could bring back, and these are dropped."""
         gone = self._gone_before(number)
         # Not in the order in which the overlay has them: what others insert meanwhile would crowd the rest of it.
-        parts = -(-gone.shape[1] // SCAN_ROWS)
+        parts = -(-len(gone) // SCAN_ROWS)
         for first in range(parts):
-            ids, locations = np.ascontiguousarray(gone[:, first::parts])
+            ids = np.ascontiguousarray(gone[first::parts])
             with self.lock:
-                self.overlay.remove(ids, locations)
+                locations = self.overlay.find(ids)
+                is_old = _are_before(locations, number)
+                self.overlay.remove(ids[is_old], locations[is_old])
         with self.lock:  # the overlay keeps its memory: as many rows will leave until the next such commit
             self.look_for_gone()
 
     def _gone_before(self, number: int) -> np.ndarray:
-        """Return the ids, and the locations, of rows without a record since a run before that number: int64 (2, n)."""
-        found, count, last = returned((2, self.overlay.count), np.int64, "rows without a record"), 0, None
+        """Return the ids of rows without a record since a run before that number."""
+        found, count, last = returned(self.overlay.count, np.int64, "rows without a record"), 0, None
         while True:
             with self.lock:
                 ids, locations = self.overlay.behind(last, SCAN_ROWS)
             if not len(ids):
-                return found[:, :count]
-            last, is_old = int(ids[-1]), locations >> INDEX_BITS < number
+                return found[:count]
+            last, is_old = int(ids[-1]), _are_before(locations, number)
             end = count + int(np.count_nonzero(is_old))
-            found[0, count:end], found[1, count:end], count = ids[is_old], locations[is_old], end
+            found[count:end], count = ids[is_old], end
 
     def take_back(self) -> None:
         """Clear up after a commit that failed: what it has written of rows, the next one takes."""
@@ -629,6 +630,10 @@ def gone_at(number: int) -> int:
 def is_gone(locations: np.ndarray) -> np.ndarray:
     """Return which locations are those of rows without a record, though logs or the base have one: bool (n,)."""
     return (locations >= 0) & (locations & GONE == GONE)
+
+
+def _are_before(locations: np.ndarray, number: int) -> np.ndarray:
+    return (locations >= 0) & (locations >> INDEX_BITS < number)
 
 
 def locations_of(number: int, first: int, count: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from embedrock.machine.vfs import System
 from embedrock.process import forks
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.history import read_history, write_history
+from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import AnyManifest, Content, HistoryFile, Manifest
 from embedrock.store.nearby import check_table
 from embedrock.store.orphans import remove_orphans
@@ -265,7 +265,7 @@ class Volume:
             self.take_back()
             raise
 
-    def write_history(self, arrays: Mapping[str, np.ndarray]) -> HistoryFile:
+    def write_history(self, arrays: Mapping[str, Written]) -> HistoryFile:
         """Write what a table remembers besides records to a new file, for the next commit."""
         name = self.free_name(f"history/{self.manifest.commit + 1:010d}", ".his")
         return write_history(self.system, self.folder, name, self.manifest.uuid, arrays)

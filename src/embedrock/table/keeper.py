@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +38,7 @@ from embedrock.store.verify import Verification, verify
 from embedrock.store.volume import Volume
 from embedrock.table.home import Version
 from embedrock.table.rows import Rows
-from embedrock.table.saved import Remembering, remembered
+from embedrock.table.saved import Remembering
 from embedrock.table.upkeep import Upkeep
 from embedrock.tiers.cache import DIRTY, POLICIES
 from embedrock.tiers.commit import Commit, NewHistory, bytes_for
@@ -147,6 +149,7 @@ class Keeper(ABC):
         self._pending: Commit | None = None  # whose end nobody has seen yet
         self._process = os.getpid()
         self._told = self._closed = False
+        self._begun = -math.inf  # the last commit, by the clock
         self._rows_in_logs = WeakKeyDictionary[Store, int]()  # as of the last commit
         self._saving: list[Residents] = []  # of which the last commit that began has what they were
 
@@ -216,11 +219,16 @@ class Keeper(ABC):
             version.commit()
         if wait:
             commit.hurry()
-        commit.start()
+        commit.start(self._interval())
         if wait:
             commit.wait()
             self._take_end(rows, commit)
         return commit.number
+
+    def _interval(self) -> float:
+        """Return the seconds since the commit before; infinite for the first."""
+        before, self._begun = self._begun, time.monotonic()
+        return max(self._begun - before, 1e-9)
 
     def check_writable(self) -> None:
         """Raise `ReadOnlyTableError` where nothing may be changed."""
@@ -278,10 +286,11 @@ class Keeper(ABC):
         residents, after = table.residents, tuple(before)
         arrays = None if residents is None else residents.changes(_room_for_changes(after))
         if arrays is None:
-            arrays, after = remembered(table), ()
+            history = {} if table.history is None else table.history.state()
+            who = {} if residents is None else residents.whole()
+            arrays, after = {**{key: array.copy() for key, array in history.items()}, **who}, ()
         if arrays:
-            own = {key: array if key.startswith(PREFIX) else array.copy() for key, array in arrays.items()}
-            self._histories[name] = NewHistory(own, after)
+            self._histories[name] = NewHistory(arrays, after)
         if residents is not None:
             residents.saved()
             self._saving.append(residents)

@@ -270,6 +270,12 @@ class KernelSuite:
             np.testing.assert_array_equal(got.inside, lines)
             for each in (changed, marked.inside):
                 np.testing.assert_array_equal(each, (lines != before).any(axis=1))
+            numbers, found = np.empty(len(seen), np.int64), Guarded((len(seen),), np.int64)
+            reference.residents.lines_of(len(lines), key, seen, numbers)
+            self.call(self.backend.residents.lines_of, len(seen), len(lines), key, seen, found.inside)
+            np.testing.assert_array_equal(found.inside, numbers)
+            assert set(np.flatnonzero(changed)) <= set(numbers)
+            found.check()
         got.check()
         marked.check()
         expected, counts = np.empty(len(ids), np.int64), Guarded((len(ids),), np.int64)

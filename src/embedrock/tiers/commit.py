@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.process import platform
 from embedrock.process.spans import spanned
+from embedrock.store.history import Written
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import CRC_BYTES
 from embedrock.store.store import Freeze
@@ -43,14 +44,15 @@ class _Piece:
     Attributes:
         slots: in the cache, whose rows must not leave it yet.
         ids: of the rows.
-        sealed: the bytes to be written.
+        sealed: the bytes to be written, until they are.
+        nbytes: of them.
         locations: where they are, once they are written.
     """
 
     locations: np.ndarray
 
     def __init__(self, slots: np.ndarray, ids: np.ndarray, sealed: np.ndarray) -> None:
-        self.slots, self.ids, self.sealed = slots, ids, sealed
+        self.slots, self.ids, self.sealed, self.nbytes = slots, ids, sealed, sealed.nbytes
 
 
 class _Line:
@@ -85,8 +87,9 @@ def _cut(slots: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 class Frozen:
     """The part of a commit that rows in one tier are: those that are dirty when it begins, as they are then, or all.
 
-    They are *frozen* until they are on their way to the file. Who changes a frozen row first writes it itself (`save`),
-    so that the commit has the value of the moment that it began, and needs no memory but a piece.
+    They are *frozen* until they are on their way to the file. Who changes a frozen row first hands it over as it is
+    (`save`), so that the commit has the value of the moment that it began, and needs no memory but for pieces. Where
+    too many wait for the disk, he writes it himself.
 
     Attributes:
         rows: that it writes.
@@ -100,6 +103,8 @@ class Frozen:
     def __init__(self, commit: Commit, tier: Disk, freeze: Freeze) -> None:
         self._commit, self._tier, self._freeze = commit, tier, freeze
         self._writing, self._awaited = threading.Lock(), commit.awaited
+        self._saved: SimpleQueue[_Piece | None] = SimpleQueue()  # to be written; None: somebody waits for the end
+        self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
         self.rows = self._freeze_all() if freeze.is_whole else sum(self._freeze_rows(part) for _, part in self._parts())
 
     @property
@@ -110,6 +115,10 @@ class Frozen:
     def hurry(self) -> None:
         """Make the commit end soon."""
         self._commit.hurry()
+
+    def wake(self) -> None:
+        """End the pause between two pieces."""
+        self._saved.put(None)
 
     def wait(self) -> None:
         """Return once the commit has ended; others may have the table meanwhile, but neither close nor drop it."""
@@ -138,19 +147,33 @@ class Frozen:
         return int(np.count_nonzero(is_dirty))
 
     def save(self, slots: np.ndarray) -> None:
-        """Write those of `slots` that are frozen, which are about to change. The caller has the table for itself."""
+        """Hand over those of `slots` that are frozen, and are about to change. The caller has the table for itself."""
         flags = self._tier.cache.flags
         frozen = slots[(flags[slots] & FROZEN) != 0]
         if frozen.size:
             ids = self._tier.cache.ids_in(frozen)
-            sealed = self._tier.store.seal(self._tier.records.bytes, frozen, ids)
-            with self._writing:
-                locations = self._tier.store.append_sealed(self._freeze.log, sealed, ids)
-            self._tier.store.place(ids, locations)
-            flags[frozen] &= ~np.uint8(FROZEN)
+            piece = _Piece(frozen, ids, self._tier.store.seal(self._tier.records.bytes, frozen, ids))
+            if self._has_room:
+                self._handed_bytes += piece.nbytes
+                self._saved.put(piece)  # before it is no longer frozen, or it might be the last one, and be missed
+                flags[frozen] ^= FROZEN | WRITING
+            else:
+                with self._writing:
+                    locations = self._tier.store.append_sealed(self._freeze.log, piece.sealed, ids)
+                self._tier.store.place(ids, locations)
+                flags[frozen] &= ~np.uint8(FROZEN)
+
+    @property
+    def _has_room(self) -> bool:
+        waiting = self._handed_bytes - self._taken_bytes
+        return self._takes_more and waiting < self._tier.store.buffer_bytes // 2
 
     def write(self) -> None:
         """Write all of them."""
+        self._write_frozen()
+        self._pause(0.0)  # for what was saved last
+
+    def _write_frozen(self) -> None:
         parts, rows = self._frozen_slots(), self._tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in _cut(part, rows))
@@ -161,6 +184,11 @@ class Frozen:
 
     def give_back(self) -> None:
         """Make the rows that were not written dirty again; the caller has the table."""
+        self._takes_more = False
+        with contextlib.suppress(Empty):
+            while True:
+                if (piece := self._saved.get_nowait()) is not None:
+                    self._thaw(piece, DIRTY)
         for _, flags in self._parts():
             flags[(flags & FROZEN) != 0] ^= np.uint8(FROZEN | DIRTY)
 
@@ -175,12 +203,24 @@ class Frozen:
         rows, rest = self._tier.store.piece_rows(QUIET_BYTES), 0.0
         for part in parts:
             for done in range(0, len(part), rows):
-                if self._awaited.wait(rest):
+                if self._pause(rest):
                     return part[done:]
                 started = time.thread_time()
                 self._write(self._sealed(part[done : done + rows]))
-                rest = (time.thread_time() - started) * (1 / QUIET_SHARE - 1)
+                rest = (time.thread_time() - started) * (1 / QUIET_SHARE - 1) * self._commit.patience
         return np.empty(0, np.int64)
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait, and write meanwhile what is handed over; return whether somebody waits for the end."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(Empty):
+            while True:
+                left = until - time.monotonic()
+                piece = self._saved.get(block=left > 0 and not self._awaited.is_set(), timeout=max(left, 0.0))
+                if piece is not None:
+                    self._write(piece)
+                    self._taken_bytes += piece.nbytes
+        return self._awaited.is_set()
 
     def _write_one_by_one(self, pieces: Iterable[np.ndarray]) -> None:
         for slots in pieces:
@@ -269,9 +309,12 @@ class Frozen:
 
     def _let_go(self, piece: _Piece, more: int = 0) -> None:
         with self._tier.turn.ahead():
-            flags = self._tier.cache.flags
-            slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
-            flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
+            self._thaw(piece, more)
+
+    def _thaw(self, piece: _Piece, more: int) -> None:
+        flags = self._tier.cache.flags
+        slots = piece.slots[(flags[piece.slots] & WRITING) != 0]  # rows may have left for good meanwhile
+        flags[slots] = flags[slots] & ~np.uint8(WRITING) | np.uint8(more)
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keep files and rows of the tier as they are although others may have the table."""
@@ -300,7 +343,7 @@ class NewHistory(NamedTuple):
         after: files of earlier commits, of which they are changes; none where they are all.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Written]
     after: tuple[HistoryFile, ...]
 
 
@@ -356,13 +399,21 @@ class Commit:
             if not self._is_over:
                 self._await(True)
         self.awaited.set()
+        for part in self.parts:
+            part.wake()
 
     def _await(self, is_awaited: bool) -> None:
         for part in self.parts:
             part.await_it(is_awaited)
 
-    def start(self) -> None:
-        """Do the rest in the background."""
+    @property
+    def patience(self) -> float:
+        """How much of its pauses it takes, from 1 down to 0 when another commit may come."""
+        return max(0.0, 1.0 - (time.monotonic() - self._begun) / self._interval)
+
+    def start(self, interval: float) -> None:
+        """Do the rest in the background; another commit may come after so many seconds."""
+        self._begun, self._interval = time.monotonic(), interval
         thread = threading.Thread(target=self._run, name="embedrock-commit", daemon=True)
         try:
             thread.start()
@@ -414,7 +465,7 @@ class Commit:
             self._after()  # what goes wrong there is no failure of the commit
 
     def _write_histories(self) -> None:
-        while self._histories:  # each is gone once it is written: copies of who has a record are large
+        while self._histories:  # each is gone once it is written: it may take some RAM
             name, new = self._histories.popitem()
             self._written.append(self._volume.write_history(new.arrays))
             self._files[name] = (*new.after, self._written[-1])

@@ -34,6 +34,12 @@ def count_seen(sketch, bits, key, ids, counts, lo, hi):
         counts[i] = _least(sketch[_line(sketch.shape[0], h)], bits, mix(h))
 
 
+@kernel(over="ids", reads=("ids",), grain=4096)
+def lines_of(lines, key, ids, numbers, lo, hi):
+    for i in range(lo, hi):
+        numbers[i] = _line(lines, mix(np.uint64(ids[i]) ^ key))
+
+
 @kernel(reads=("ids",))
 def see(sketch, changed, bits, key, ids):
     mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)

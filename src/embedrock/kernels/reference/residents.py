@@ -32,6 +32,12 @@ def count_seen(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray, c
         counts[i] = min(_get(sketch[line], bits, cell) for cell in cells)
 
 
+def lines_of(lines: int, key: np.uint64, ids: np.ndarray, numbers: np.ndarray) -> None:
+    """Write the number of the line that each id has in a sketch of so many."""
+    for i, row in enumerate(ids.tolist()):
+        numbers[i], _ = _cells(lines, 1, int(key), row)
+
+
 def see(sketch: np.ndarray, changed: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
     """Count each id once more, one after the other; write 1 to ``changed`` (lines,) uint8 for lines that change."""
     for row in ids.tolist():

@@ -1,0 +1,95 @@
+"""`Still`: arrays as they are now, for a commit to write while training goes on to change them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from embedrock.residents.changes import copied
+
+PIECE_BYTES = 512 << 10  # copied at a time, while who changes them waits: a tenth of a millisecond
+
+
+class Still:
+    """Some places of arrays, as they are when it is made.
+
+    Whoever changes one of them first has it kept (`keep`). So a commit has no copy but of the places that change while
+    it writes them, and begins at once.
+
+    Args:
+        arrays: int64 (n, ...), by name, which only change where `keep` was called before.
+        chosen: bool (n,), the places; its own.
+
+    Attributes:
+        count: of the places.
+
+    Example:
+        >>> still = Still({"last": (last := np.array([7, 8, 9]))}, np.array([True, False, True]))
+        >>> still.keep(np.array([1, 2]))
+        >>> last[2] = 0
+        >>> [piece.tolist() for piece in still.column("last").pieces()]
+        [[7, 9]]
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> None:
+        self._arrays, self._chosen, self.count = dict(arrays), chosen, int(np.count_nonzero(chosen))
+        self._waits = copied(chosen)  # of the places: those that nobody has changed yet
+        self._kept = list[tuple[np.ndarray, dict[str, np.ndarray]]]()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that it takes besides the arrays."""
+        kept = sum(places.nbytes + sum(part.nbytes for part in parts.values()) for places, parts in list(self._kept))
+        return self._chosen.nbytes + self._waits.nbytes + kept
+
+    def keep(self, places: np.ndarray) -> None:
+        """Keep what is at places, int64, that are about to change; they may repeat."""
+        places = places[places < len(self._waits)]
+        with self._lock:
+            places = places[self._waits[places]]
+            self._waits[places] = False
+            if len(places):
+                self._kept.append((places, {name: array[places] for name, array in self._arrays.items()}))
+
+    def column(self, name: str) -> Column:
+        """Return an array at the places, flat; "": the places themselves, ascending."""
+        return Column(self, name)
+
+    def words(self, name: str) -> int:
+        """Return how many numbers such a column has for a place."""
+        return prod(self._arrays[name].shape[1:]) if name else 1
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """Yield what `column` returns, some at a time."""
+        size = PIECE_BYTES // (8 * self.words(name))
+        for first in range(0, len(self._chosen), size):
+            at = np.flatnonzero(self._chosen[first : first + size])
+            if len(at):
+                yield self._piece(name, slice(first, first + size), at) if name else first + at
+
+    def _piece(self, name: str, part: slice, at: np.ndarray) -> np.ndarray:
+        with self._lock:
+            piece, kept = self._arrays[name][part][at], list(self._kept)
+        first, stop = part.start, part.stop
+        for places, parts in kept:
+            own = (places >= first) & (places < stop)
+            piece[np.searchsorted(at, places[own] - first)] = parts[name][own]
+        return piece
+
+
+class Column:
+    """An array of a `Still`, or its places: what `store.history.Written` asks for."""
+
+    dtype: np.dtype[Any] = np.dtype("<i8")
+
+    def __init__(self, still: Still, name: str) -> None:
+        self._still, self._name, self.shape = still, name, (still.count * still.words(name),)
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield it, some rows at a time."""
+        return self._still.pieces(self._name)
