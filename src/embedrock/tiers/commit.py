@@ -18,7 +18,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.process import platform
 from embedrock.process.spans import spanned
-from embedrock.store.history import Written
+from embedrock.store.history import Pieces, Written
 from embedrock.store.manifest import HistoryFile
 from embedrock.store.runs import CRC_BYTES
 from embedrock.store.store import Freeze
@@ -30,8 +30,9 @@ from embedrock.tiers.turn import Turn
 
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
-QUIET_BYTES = 1 << 20  # where nobody waits for the end ...
+QUIET_BYTES = 512 << 10  # where nobody waits for the end ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
+SAVED_SHARE = 3 / 4  # of the RAM for buffers, that rows may take which changed first, and wait for the disk
 LARGE_BYTES = 32 << 20  # of rows in a commit, after which memory is given back: that takes some milliseconds
 PART_SLOTS = 1 << 20  # whose rows are put in order at a time, at most ...
 PART_SLOT_BYTES = 256  # ... so that the buffers' part of the budget has room for what that takes ...
@@ -166,7 +167,7 @@ class Frozen:
     @property
     def _has_room(self) -> bool:
         waiting = self._handed_bytes - self._taken_bytes
-        return self._takes_more and waiting < self._tier.store.buffer_bytes // 2
+        return self._takes_more and waiting < self._tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
         """Write all of them."""
@@ -207,7 +208,7 @@ class Frozen:
                     return part[done:]
                 started = time.thread_time()
                 self._write(self._sealed(part[done : done + rows]))
-                rest = (time.thread_time() - started) * (1 / QUIET_SHARE - 1) * self._commit.patience
+                rest = self._commit.pause_after(started)
         return np.empty(0, np.int64)
 
     def _pause(self, seconds: float) -> bool:
@@ -335,6 +336,27 @@ class Frozen:
         del self._freeze
 
 
+class _Slowed:
+    """An array that changes while it is written, with a pause after each piece.
+
+    Args:
+        array: the same.
+        rest: pauses after work that began at a time of this thread.
+    """
+
+    def __init__(self, array: Pieces, rest: Callable[[float], None]) -> None:
+        self._array, self._rest = array, rest
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield it, some rows at a time."""
+        started = time.thread_time()
+        for piece in self._array.pieces():
+            yield piece
+            self._rest(started)
+            started = time.thread_time()
+
+
 class NewHistory(NamedTuple):
     """What a table remembers besides records, for a commit to write.
 
@@ -407,9 +429,9 @@ class Commit:
             part.await_it(is_awaited)
 
     @property
-    def patience(self) -> float:
-        """How much of its pauses it takes, from 1 down to 0 when another commit may come."""
-        return max(0.0, 1.0 - (time.monotonic() - self._begun) / self._interval)
+    def _patience(self) -> float:
+        """How much of its pauses it takes: 1, and less from halfway on until another commit may come, 0."""
+        return min(1.0, max(0.0, 2.0 - 2.0 * (time.monotonic() - self._begun) / self._interval))
 
     def start(self, interval: float) -> None:
         """Do the rest in the background; another commit may come after so many seconds."""
@@ -467,9 +489,22 @@ class Commit:
     def _write_histories(self) -> None:
         while self._histories:  # each is gone once it is written: it may take some RAM
             name, new = self._histories.popitem()
-            self._written.append(self._volume.write_history(new.arrays))
+            self._written.append(
+                self._volume.write_history({key: self._slowed(each) for key, each in new.arrays.items()})
+            )
             self._files[name] = (*new.after, self._written[-1])
             del new
+
+    def _slowed(self, array: Written) -> Written:
+        return array if isinstance(array, np.ndarray) else _Slowed(array, self.rest)
+
+    def rest(self, started: float) -> None:
+        """Pause after work that began at such a time of this thread, unless somebody waits for the end."""
+        self.awaited.wait(self.pause_after(started))
+
+    def pause_after(self, started: float) -> float:
+        """Return how long to pause after work that began at such a time of this thread."""
+        return (time.thread_time() - started) * (1 / QUIET_SHARE - 1) * self._patience
 
     def _give_back(self) -> None:
         """Make the rows that were not written dirty again; those that were are in a log that the next commit takes."""
