@@ -38,6 +38,7 @@ def test_the_vectors_of_its_authors(size: int):
         list,
         tuple,
         np.array,
+        lambda words: np.array(words, np.array(words).dtype.newbyteorder(">")),
         lambda words: np.array(words, object),
         lambda words: np.array(words, np.dtypes.StringDType()),
         lambda words: [word.encode() for word in words],
@@ -49,8 +50,8 @@ def test_the_vectors_of_its_authors(size: int):
         lambda words: pyarrow.chunked_array([words[:4], words[4:]]),
         lambda words: pyarrow.array(["before", *words])[1:],
     ],
-    ids=["list", "tuple", "U", "object", "StringDType", "bytes", "S", "Arrow", "large", "view", "dictionary", "chunked",
-         "sliced"],
+    ids=["list", "tuple", "U", "U, other bytes first", "object", "StringDType", "bytes", "S", "Arrow", "large", "view",
+         "dictionary", "chunked", "sliced"],
 )  # fmt: skip
 def test_whatever_they_are_in(form: Any):
     assert er.hash_ids(form(WORDS), salt=7).tolist() == expected(WORDS, (7, 7))
@@ -70,7 +71,7 @@ def test_shapes():
     assert er.hash_ids("a").shape == ()
     assert er.hash_ids([]).shape == er.hash_ids(pyarrow.array([], pyarrow.string())).shape == (0,)
     assert er.hash_ids(np.array(WORDS)[::-2]).tolist() == expected(WORDS[::-2])
-    assert er.hash_ids(pyarrow.chunked_array([], pyarrow.string())).shape == (0,)
+    assert er.hash_ids(pyarrow.chunked_array([], pyarrow.string())).shape == er.hash_ids(pyarrow.nulls(0)).shape == (0,)
 
 
 def test_every_process_gives_the_same():
@@ -95,6 +96,7 @@ def test_a_table_takes_them():
     er.Table(1000, 4).lookup(er.hash_ids(["red", "green"], buckets=1000))
 
 
+NULL_IN_DICTIONARY = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1]), pyarrow.array(["a", None]))
 MISSING = r"Leave out what is missing, or give it a string of its own: \['' if value is None or value != value"
 
 
@@ -111,6 +113,9 @@ MISSING = r"Leave out what is missing, or give it a string of its own: \['' if v
         ([7, "a"], r"got 7 at \[0\] of values of shape \(2,\), of type int\. Make strings of all of them"),
         (np.array([1.5]), r"got dtype float64\. Integers are ids as they are; pass .*\.astype\(str\)"),
         (pyarrow.array([1, 2]), r"got an Arrow array of int64"),
+        (NULL_IN_DICTIONARY, rf".*got None at \[1\] of values of shape \(2,\)\. {MISSING}"),
+        (pyarrow.array([1, 2]).dictionary_encode(), r"got an Arrow array of dictionary<values=int64"),
+        (np.ma.array(["a", "b"], mask=[False, True]), r"got a masked value at \[1\] .*: values\.filled\(\"\"\)\."),
         (["ok", "half \ud83d"], r"Unicode text: got 'half \\ud83d' at \[1\] .*errors='replace'"),
         (np.array(["ok", "half \ud83d"]), r"Unicode text: got 'half \\ud83d' at \[1\]"),
         (pyarrow.table({"x": ["a"]}), r'got an Arrow Table. Pass one column of a table, values\["name"\], or an array'),
@@ -118,7 +123,8 @@ MISSING = r"Leave out what is missing, or give it a string of its own: \['' if v
         ([["a"], ["b", "c"]], r"lists of several lengths\. Pass them end to end, np\.concatenate\(values\)"),
     ],
     ids=["None", "nested", "NaN", "Arrow null", "mixed", "bytes and text", "bytearray", "first", "floats",
-         "Arrow integers", "surrogate", "surrogate in U", "Arrow table", "iterator", "ragged"],
+         "Arrow integers", "null in a dictionary", "dictionary of integers", "masked", "surrogate",
+         "surrogate in U", "Arrow table", "iterator", "ragged"],
 )  # fmt: skip
 def test_what_is_no_string(values: Any, what: str):
     with pytest.raises(er.IdTypeError, match=f"^`values` of hash_ids must be .*{what}"):

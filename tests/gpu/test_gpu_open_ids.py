@@ -208,6 +208,13 @@ def test_a_trace_of_open_ids(seed: int, count: int):
     trained.check()
 
 
+def test_bags_of_nothing_have_no_padding():
+    bags = ert.EmbeddingBag(None, 2, seed=0, padding_idx=3, device_memory=1 << 12)
+    ert.place(bags, DEVICE)
+    assert bags(torch.zeros((0, 2), dtype=torch.int64)).shape == (0, 2)
+    assert not bags(torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)).any()
+
+
 def test_new_rows_wait_for_nobody():
     trained = Trained(100)
     for k in range(3):

@@ -105,20 +105,26 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
     Raises:
         IdTypeError: `subject` cannot have such values.
     """
-    if type(values).__module__.partition(".")[0] == "pyarrow":
+    library = type(values).__module__.partition(".")[0]
+    if library == "pyarrow":
         found = _of_arrow(values, subject)
         return found, (len(found.starts),)
     if isinstance(values, list | tuple):
         joined = _joined(values)  # which looks at no type: lists in the list are found as what cannot be joined
         if joined is not None or _NESTED.isdisjoint(map(type, values)):
             return _of_objects(values, (len(values),), subject, joined), (len(values),)
+    if library == "polars" and (objects := getattr(values, "to_numpy", None)):
+        values = objects()  # NumPy's own strings would end before their last NULs
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        position = int(np.argmax(np.ma.getmaskarray(values)))
+        raise _missing("a masked value", position, values.shape, subject, 'values.filled("")')
     # Of lists an array of objects: one of strings would have room for the longest in each.
     array = np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
     if array.dtype.kind == "S":
         return _of_bytes(np.ascontiguousarray(flat)), array.shape
     if array.dtype.kind == "U":
-        return _of_points(np.ascontiguousarray(flat), array.shape, subject), array.shape
+        return _of_points(np.ascontiguousarray(flat, flat.dtype.newbyteorder("=")), array.shape, subject), array.shape
     if array.dtype.kind in "OT" or not array.size:
         listed = flat.tolist()
         return _of_objects(listed, array.shape, subject, _joined(listed)), array.shape
@@ -198,15 +204,14 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     array = values.combine_chunks() if isinstance(values, pyarrow.ChunkedArray) else values
     if isinstance(array, pyarrow.ChunkedArray):  # of no chunks, or too long for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
-    kind = array.type.value_type if pyarrow.types.is_dictionary(array.type) else array.type
-    if pyarrow.types.is_null(kind) or array.null_count:
-        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),), subject)
     try:
         array = array.cast(pyarrow.large_binary())
-    except pyarrow.ArrowNotImplementedError:
+    except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}."
         ) from None
+    if array.null_count:  # asked of what was cast: a dictionary's own nulls are in no count of its indices
+        raise _missing("None", int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))), (len(array),), subject)
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])

@@ -250,7 +250,7 @@ class OpenSide(HostedSide):
         return replace(super().masked(plan, drop), new=None)
 
     def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
-        if padding is None or self._directory is None:
+        if padding is None or self._directory is None or not plan.ids.numel():
             return super()._without(plan, padding)
         there = torch.arange(len(plan.ids), device=self.device) < plan.count  # beyond, any id may be
         found = (plan.ids == padding) & there
