@@ -1,8 +1,8 @@
 """What a step costs the host: kernels launched, calls of PyTorch, and time, with a driver that launches nothing.
 
 Run by compile_all.py, which has compiled the kernels; or by hand, with seconds to take the time of each way for:
-``PYTHONPATH=src python tests/gpu/host_cost.py 2``. "The GPU" is the CPU, and plans are of zeros, which is no matter to
-what is counted.
+``PYTHONPATH=src python tests/gpu/host_cost.py 2``; or with "compiles", for what is compiled late. "The GPU" is the CPU,
+and plans are of zeros, which is no matter to what is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compile_all import NoGPU
+from compile_all import NoGPU, compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
@@ -47,8 +47,13 @@ class Steps:
         self._collection = ert.EmbeddingCollection(features) if together else None
         ert.place(whole, "cpu")
         self._optimizer = ert.Adam(whole, lr=1e-3)
-        self._gradient = torch.zeros(BATCH, DIM)
-        self._batches = [list(torch.randint(0, ROWS, (tables, BATCH)).unbind()) for _ in range(4)]
+        self._tables = tables
+        self.take(BATCH)
+
+    def take(self, batch: int) -> None:
+        """Go on with batches of so many ids of each table."""
+        self._gradient = torch.zeros(batch, DIM)
+        self._batches = [list(torch.randint(0, ROWS, (self._tables, batch)).unbind()) for _ in range(4)]
 
     def run(self, count: int) -> None:
         for k in range(count):
@@ -73,9 +78,14 @@ class BagSteps(Steps):
         self._bags = ert.EmbeddingBagCollection(layers)
         ert.place(self._bags, "cpu")
         self._optimizer = ert.Adam(self._bags, lr=1e-3)
-        self._gradient = torch.zeros(BATCH // 2, DIM)
-        self._batches = [list(torch.randint(0, ROWS, (tables, BATCH)).unbind()) for _ in range(4)]
-        self._starts = torch.arange(BATCH // 2) * 2
+        self._tables = tables
+        self.take(BATCH)
+
+    def take(self, batch: int) -> None:
+        """Go on with batches of so many ids of each table, two or three in a bag."""
+        super().take(batch)
+        self._starts = torch.arange(batch // 2) * 2
+        self._gradient = self._gradient[: batch // 2]
 
     def _rows(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(self._bags({str(k): (ids, self._starts) for k, ids in enumerate(batch)}).values())
@@ -175,15 +185,30 @@ def cost(steps: Steps, each: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def costs(seconds: float) -> dict[str, dict[str, Any]]:
-    """Return what a step costs, by where the rows are. A driver that launches nothing is in use."""
+def compiled_later(steps: Steps) -> int:
+    """Return how many kernels are compiled for batches that are larger or smaller than those of the first two steps."""
+    steps.run(2)
+    before = sum(len(compiled(kernel)) for kernel in runtime.KERNELS)
+    for batch in (BATCH + 1, 2, 16, 131, 2048, BATCH):
+        steps.take(batch)
+        steps.run(1)
+    return sum(len(compiled(kernel)) for kernel in runtime.KERNELS) - before
+
+
+def launched_ways() -> dict[str, Steps]:
+    """Return steps by where the rows are. A driver that launches nothing is in use."""
     torch.set_num_threads(1)
     attach.check_interpreter = lambda: None
     torch.empty = torch.zeros  # what kernels would have written: no index is outside of anything
     ways = {name: Steps(near, 1, together=False) for name, near in NEAR.items()}
     ways["open ids"] = Steps(OPEN, 1, together=False, rows=None)
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
-    ways |= {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
+    return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
+
+
+def costs(seconds: float) -> dict[str, dict[str, Any]]:
+    """Return what a step costs, by where the rows are. A driver that launches nothing is in use."""
+    ways = launched_ways()
     use_no_graphs()
     ways |= {"near, replayed": Replayed(ROWS, 1, together=False), "ten near, replayed": Replayed(ROWS, TOGETHER, True)}
     return {name: cost(steps, 1, seconds) for name, steps in ways.items()}
@@ -192,4 +217,7 @@ def costs(seconds: float) -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     gpu: Any = NoGPU()
     driver.set_active(gpu)
-    print(json.dumps(costs(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0), indent=1))
+    if sys.argv[1:] == ["compiles"]:
+        print(json.dumps({name: compiled_later(steps) for name, steps in launched_ways().items()}))
+    else:
+        print(json.dumps(costs(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0), indent=1))

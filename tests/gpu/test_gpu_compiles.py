@@ -52,6 +52,16 @@ def test_a_step_costs_the_host_no_more_than_it_did(told: dict[str, str]) -> None
         assert found["calls"] == calls, found["of calls"]
 
 
+@pytest.mark.slow
+def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
+    program = Path(__file__).with_name("host_cost.py")
+    done = subprocess.run([sys.executable, program, "compiles"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    later = json.loads(done.stdout)
+    assert later.keys() >= {"near", "cached", "ten near"}
+    assert not any(later.values()), later
+
+
 # Of a thread, at most: more registers leave room for too few warps, and stack is memory. Ours are few where it matters.
 MOST_REGISTERS, MOST_STACK_BYTES = 240, 16
 FEW_REGISTERS = {"_step": 64, "_read": 64, "_sum": 128, "_step_tables": 80, "_read_tables": 64, "_norms": 64}

@@ -205,7 +205,7 @@ def _power(count):
     return max(2, 1 << (count - 1).bit_length())
 
 
-@kernel("n", "features", "count", "tables")
+@kernel("n", "features", "count", "tables", anywhere=("tickets",))
 def _bags(
     starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
 ):
@@ -326,7 +326,7 @@ def read(keys, count, tables, out):
     ready.launch(programs(keys.shape[0]), keys, count, tables.entries, tables.entries.shape[0], out)
 
 
-@kernel("tables")
+@kernel("tables", anywhere=("tickets",))
 def _norms(entries, tables, keys, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
     table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
     entry = entries + table * _WORDS
