@@ -380,17 +380,6 @@ def test_a_share_of_gpu_memory_is_what_a_table_needs_or_as_much_as_others_get(bu
     assert shares == expected
 
 
-def test_a_table_of_a_group_that_a_gpu_cannot_use_says_so():
-    group = er.Group()
-    layer = ert.Embedding(group.table("t", rows=None, dim=DIM, seed=1))
-    on_device(layer)
-    with pytest.warns(
-        ert.PlacementWarning, match=r"is in a group, and has open ids, .*: it is read and stepped by the CPU"
-    ):
-        layer(torch.tensor([2**40]))
-    assert layer.table.side is None
-
-
 def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(joint_device, "MOST_KEYS", ROWS[0] + ROWS[1] + 4)
     mine, theirs = Model(0), Model(None)

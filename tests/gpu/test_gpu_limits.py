@@ -35,7 +35,6 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import attach, direct, hosted, pinned, requirements, steps, timeline
 from embedrock.device import side as device_side
-from embedrock.device.annex import Annex
 from embedrock.device.direct import DirectSide
 from embedrock.device.side import DeviceSide
 from embedrock.errors import UnsupportedError
@@ -309,28 +308,6 @@ def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPat
     assert layer.table.steps == 1
 
 
-def test_a_step_that_fails_for_memory_once_its_records_are_made_is_made_by_the_next_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layer = ert.Embedding(None, 2, init=er.Zeros())
-    optimizer = ert.SGD(layer, lr=1.0)
-    ert.place(layer, "cpu")
-    layer(torch.tensor([5, 6])).sum().backward()
-    follow, fails = Annex._follow, iter([True])
-
-    def follow_or_fail(annex: Annex) -> None:
-        if rows_of(layer.table).tier.count and next(fails, False):  # the records are there
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        follow(annex)
-
-    monkeypatch.setattr(Annex, "_follow", follow_or_fail)
-    with pytest.raises(er.MemoryBudgetError):
-        optimizer.step()
-    optimizer.step()
-    np.testing.assert_array_equal(layer.table.export()[0], [5, 6])
-    np.testing.assert_array_equal(layer.table.lookup([5, 6]), np.full((2, 2), -1.0))
-
-
 def test_a_share_is_of_the_whole_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attach, "memory_limit", lambda: 4000)
     monkeypatch.setattr(attach, "_total_bytes", lambda device: 8000)
@@ -472,14 +449,14 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     layers = torch.nn.ModuleList(ert.Embedding(ROWS, DIM, device_memory=0) for _ in range(3))
     optimizer = ert.SGD(layers, lr=0.1)
     ert.place(layers, "cpu")
-    starts, step = set(), DeviceSide.step
+    starts, step = set(), DeviceSide.begin_step
 
-    def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> None:
+    def noted(side: DeviceSide, rule: er.Rule, grads: Any, judged: steps.Judged) -> Any:
         assert judged.verdict is not None
         starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        step(side, rule, grads, judged)
+        return step(side, rule, grads, judged)
 
-    monkeypatch.setattr(DeviceSide, "step", noted)
+    monkeypatch.setattr(DeviceSide, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()
     optimizer.step()
     assert starts == {0}

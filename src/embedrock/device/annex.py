@@ -89,15 +89,21 @@ class Annex:
         return slots * self.tier.spec.record_bytes
 
     def cover(self, more: int = 0) -> None:
-        """Pin the records that there are, and room for `more`."""
+        """Pin the records that there are, and room for `more`, which the map has room for, too."""
         with self.timeline.ordered():
-            self._parts[0].cover(self._covered(more))
+            pinned, near = self._parts
+            covered = self._covered(more)
+            pinned.cover(covered)
+            slots, mapped = covered // self.tier.spec.record_bytes, near.slots.where.shape[0]
+            if near.is_cache and mapped < slots:
+                self.timeline.wait_for_copies()
+                near.grow(self._map(max(slots, 2 * mapped)), self.timeline)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Do work on the device with records in RAM, after all that was begun. The caller has the table."""
         with self.timeline.ordered():
-            self._parts[0].cover(self._covered(0))
+            self.cover()
             self.is_at_work = True
             self.timeline.wait_for_copies()
             self._follow()
@@ -106,10 +112,7 @@ class Annex:
     # ------------------------------------------------------------ what others changed
 
     def _follow(self) -> None:
-        """Take over what the CPU changed, and new slots. It has changed nothing before `finish`."""
-        near, slots = self.near, self.tier.used_slots
-        if near.is_cache and len(near.slots.where) < slots:
-            near.grow(self._map(max(slots, 2 * len(near.slots.where))), self.timeline)
+        """Take over what the CPU changed. It has changed nothing before `finish`."""
         if self._seen != self._now():
             self._empty()
 

@@ -25,8 +25,9 @@ from embedrock.table.group import device_memory_of
 from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers import device_placing
-from embedrock.tiers.device_placing import DevicePlacement, need_of, slot_bytes
+from embedrock.tiers.device_placing import DevicePlacement, Need, need_of, slot_bytes
 from embedrock.tiers.memory import Memory
+from embedrock.tiers.part import Part
 from embedrock.tiers.side import PlacementWarning
 from embedrock.tiers.tier import Tier
 
@@ -37,8 +38,8 @@ MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
-    That is so for tables of a group on disk, or whose rows the GPU cannot plan; it is told by a `PlacementWarning`. And
-    for those whose rows come and go, where `device_memory=0` asks for it.
+    That is so where RAM cannot be pinned, for tables of a group whose rows come and go, which a warning tells, and for
+    others whose rows do where `device_memory=0` asks for it.
 
     The device has an index, if it is a GPU.
 
@@ -81,13 +82,10 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
-    if table.group is not None and not (given and table.is_on_disk and rows.residents is None):
-        kinds = "open ids, rows that come and go, first values from an array, or more rows than memory= has room for"
-        why = "on disk" if table.is_on_disk else f"and has {kinds}"
-        remedy = "give the group a device_memory=" if table.is_on_disk else "make it outside of the group"
+    if table.group is not None and rows.residents is not None:
         warnings.warn(
-            f"{table.subject} is in a group, {why}: it is read and stepped by the CPU, and its rows are copied to the "
-            f"GPU. For GPU speed, {remedy}.",
+            f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
+            "are copied to the GPU. For GPU speed, make it outside of the group.",
             PlacementWarning,
             stacklevel=5,
         )
@@ -96,7 +94,7 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         return OpenSide(rows, memory, device, budget)
     annex = _annex_of_pool(table, device)
     if annex is None:
-        annex = _annex(table, device, 0 if given is None else budget)
+        annex = _annex(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
         if given and not annex.near.placement.near_rows:
             _warn_of_no_room(table, given, annex.tier)
     return HostedSide(rows, annex)
@@ -114,18 +112,35 @@ def _open_tier(rows: Rows, budget: int) -> Memory | None:
 
 def _annex(table: Table, device: torch.device, budget: int) -> Annex:
     """Return what a device has of the tier of a table that the host plans, in so many bytes of GPU memory."""
-    spec = table.spec
+    spec, is_on_disk = table.spec, table.is_on_disk
 
     def place(slots: int) -> DevicePlacement:
-        if table_is_on_disk:
+        if is_on_disk:
             return device_placing.over(spec, slots, budget)
         # How many rows there will be nobody knows: there is a cache where its size was said.
         rows = budget // slot_bytes(spec)
-        return device_placing.cached(spec, min(rows, spec.rows or rows))
+        return device_placing.cached(spec, min(rows, most or rows))
 
-    table_is_on_disk = table.is_on_disk
+    most = _most_rows(table)
     with rows_of(table).turn.lock:
         return Annex(_tier_beneath(table), device, place, form_of(spec))
+
+
+def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
+    """Return the GPU memory for rows that the host plans; of a pool whose members were given their own, all of it."""
+    if table.group is None or table.group.device_memory is not None:
+        return budget
+    tier = _tier_beneath(table)
+    given = [each.device_memory for each in table.group.open_tables() if _tier_beneath(each) is tier]
+    return sum(_bytes_of(size, device) for size in given if size is not None)
+
+
+def _most_rows(table: Table) -> int | None:
+    """Return how many rows there may be where a table has its records, which may be a pool; None: any number."""
+    tier = rows_of(table).tier
+    of_all = [part.spec.rows for part in tier.pool.parts.values()] if isinstance(tier, Part) else [table.spec.rows]
+    known = [rows for rows in of_all if rows is not None]
+    return sum(known) if len(known) == len(of_all) else None
 
 
 def _annex_of_pool(table: Table, device: torch.device) -> Annex | None:
@@ -169,13 +184,28 @@ def _share(table: Table, budget: int) -> int:
     """Return the part that a member gets of its group's GPU memory: of what is left by those that have theirs."""
     if table.is_on_disk:
         return _share_of_pool(table, budget)
-    waiting: list[Spec] = []
+    annexes = _annexes(table)
+    budget -= sum(annex.near.placement.near_rows * slot_bytes(annex.tier.spec) for annex in annexes)
+    known, waiting = {_taker(table), *(annex.tier for annex in annexes)}, list[Need]()
     for other in table.group.open_tables():
         if isinstance(other.side, DirectSide):
             budget -= other.side.placement.bytes
-        elif other is not table and other.device_memory is None and _has_slots_of_ids(other.spec):
-            waiting.append(other.spec)
-    return device_placing.share(need_of(table.spec), [need_of(spec) for spec in waiting], budget)
+        elif other.device_memory is None and (taker := _taker(other)) not in known:
+            known.add(taker)
+            waiting.append(_need(other, budget))
+    return device_placing.share(_need(table, budget), waiting, budget)
+
+
+def _taker(table: Table) -> Table | Tier:
+    """Return who takes GPU memory for the rows of a member in RAM: the table alone or, where the host plans, a pool."""
+    return table if _has_slots_of_ids(table.spec) else _tier_beneath(table)
+
+
+def _need(table: Table, budget: int) -> Need:
+    if _has_slots_of_ids(table.spec):
+        return need_of(table.spec)
+    rows = _most_rows(table)
+    return Need(0, budget if rows is None else rows * slot_bytes(table.spec))
 
 
 def _share_of_pool(table: Table, budget: int) -> int:

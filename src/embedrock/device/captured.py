@@ -237,7 +237,7 @@ class Captured:
 
     def _count(self, step: TableStep, side: DirectSide, rule: Rule, judged: int) -> None:
         """Count a table's step, and write its numbers."""
-        number, numbers = side.count_step(rule, judged)
+        number, numbers = side.count_step(side.draft_step(rule), judged)
         self._numbers.write_integer(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
             self._numbers.write_single(place, value)

@@ -17,7 +17,7 @@ from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
 from embedrock.device.near import Near, Stamps, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.plan import DevicePlan, make_plan
-from embedrock.device.side import DeviceSide, drawn_by
+from embedrock.device.side import DeviceSide, Ready, drawn_by
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED, FAR
@@ -206,10 +206,10 @@ class DirectSide(DeviceSide):
         # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
         return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
         self._begin()
         self.timeline.wait_for_copies()
-        return plan
+        return Ready(plan)
 
     def note_change(self) -> None:
         super().note_change()

@@ -152,6 +152,14 @@ def ask(faults: Sequence[Faults]) -> None:
     asking = [each for each in faults if not each._is_asked]
     if not asking:
         return
+    try:
+        _ask(asking)
+    except torch.OutOfMemoryError:  # steps are made, which must not fail any more
+        for each in asking:
+            _ask([each])  # there is room for its answer
+
+
+def _ask(asking: Sequence[Faults]) -> None:
     first, count = asking[0], len(asking)
     answer = first._own if count == 1 else first._answer
     if count > 1 and (len(answer.lines) != count or any(each._answer is not answer for each in asking)):

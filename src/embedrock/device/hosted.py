@@ -18,7 +18,7 @@ from embedrock.device.annex import Annex
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near, Stamps
 from embedrock.device.plan import DevicePlan
-from embedrock.device.side import DeviceSide, uploaded_together
+from embedrock.device.side import DeviceSide, Ready, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
@@ -190,19 +190,33 @@ class HostedSide(DeviceSide):
             for rows in plans:
                 rows.check_commit()
             prepare_each(plans)
-            for annex in {side.annex: None for side, _ in parts}:
-                annex.cover(sum(len(plan.ids) for plan in plans.values()))
+            self.cover_all(parts)
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        more: dict[Annex, int] = {}
+        for side, grads in parts:
+            more[side.annex] = more.get(side.annex, 0) + len(self._host(grads.plan).ids)
+        for annex, count in more.items():
+            annex.cover(count)
+
+    def is_prepared(self, grads: DeviceGradients) -> bool:
+        return self.rows.is_prepared(self._host(grads.plan))
+
+    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+        return self._host(grads.plan)
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
         assert verdict is not None  # it was judged before
         host = self._host(plan)
-        with self._turn():
+        with self._turn(), self.annex.at_work():
             # Where records are to be made, the host waits to know whether anything will be stepped.
-            slots = host.slots if host.missing and not bool(verdict[gate.LIVE]) else self.rows.admit(host)
-            with self.annex.at_work():
-                if slots is host.slots:
-                    return plan
-                return replace(plan, keys=torch.where(plan.keys == DROPPED, DROPPED, self.uploaded(slots)))
+            if host.missing and not bool(verdict[gate.LIVE]):
+                return Ready(plan)
+            now = self.rows.prepare(host)
+            if now.slots is host.slots and not now.missing:
+                return Ready(plan, lambda: self.rows.admit(host))
+            keys = _Keys(plan.keys)
+            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self.rows.admit(host)))
 
     def _host(self, plan: DevicePlan) -> Plan:
         assert plan.host is not None  # it was made here
@@ -224,6 +238,26 @@ class HostedSide(DeviceSide):
             plan = self._planned(host)
         plan = self.masked(plan, dropped[plan.order[as_tensor(plan.starts)[:-1].long()]])
         return sum_rows(values, plan, self.no_row)
+
+
+class _Keys:
+    """Memory on a device for the slots of rows whose records are yet to be made.
+
+    Args:
+        known: int64 (n,), of the rows: `DROPPED` of those that are not stepped.
+
+    Attributes:
+        tensor: int64 (n,).
+    """
+
+    def __init__(self, known: Tensor) -> None:
+        self._is_dropped, self.tensor = known == DROPPED, torch.empty_like(known)
+        self._host = torch.empty(known.shape, dtype=torch.int64, device="cpu", pin_memory=known.is_cuda)
+
+    def fill(self, slots: np.ndarray) -> None:
+        """Write slots to `tensor`. It takes no memory, and nothing waits for it."""
+        self._host.numpy()[:] = slots
+        self.tensor.copy_(self._host, non_blocking=True).masked_fill_(self._is_dropped, DROPPED)
 
 
 def are_dropped(grads: DeviceGradients) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -454,39 +454,46 @@ def runs_of(due: Sequence[DeviceDue]) -> Iterator[DeviceDue | Run]:
         yield run
 
 
-def step(run: Run, verdicts: Tensor, judged: int | Tensor) -> None:
-    """Step tables together, by one kernel for neighbours whose numbers are the same.
+def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
+    """Do all of a step of tables together that can fail; return what makes it: see `DeviceSide.begin_step`.
 
     Args:
         run: see `Run`.
         verdicts: of the step, int32 (tables, LINE).
         judged: see `Judged.number`.
     """
+    sides: Any = [part.side for part in run.due]
+    drafts = []
+    for side, part in zip(sides, run.due, strict=True):
+        side.check_rule(part.rule)
+        side.ready(run.whole.plan.plan, verdicts)
+        drafts.append(side.draft_step(part.rule))
+    return functools.partial(_step, run, verdicts, judged, drafts)
+
+
+def _step(run: Run, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any]) -> None:
+    """Step tables together, by one kernel for neighbours whose numbers are the same."""
     plan, values = run.whole
     sides: Any = [part.side for part in run.due]
-    for part in run.due:
-        part.side.check_rule(part.rule)
-    with working(sides):
-        sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
-        found, weights, drafts, counted = plan.plan.found, None, [], []
-        if found is not None and found.weights is not None:
-            weights, found.weights = found.weights, None
-            sides[0].timeline.uses(weights)
-        for table, (side, part) in enumerate(zip(sides, run.due, strict=True), run.first):
-            is_known = found is not None and found.versions[table] == side.rows.version.of_rows
-            side.ready(plan.plan, verdicts)
-            drafts.append((part.rule, side.rows.steps, part.grads.clip_value, is_known))
-            counted.append(side.begin_step(part.rule, judged))
-        begin = 0
-        for end in range(1, len(drafts) + 1):
-            if end < len(drafts) and drafts[end] == drafts[begin]:
-                continue
-            _, _, clip, is_known = drafts[begin]
-            were = weights if is_known else None
-            which = run.first + begin, run.first + end
-            own = verdicts[run.verdict + begin : run.verdict + end]
-            number, numbers = counted[begin]
-            kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, number, numbers, were)
-            begin = end
-        if not sides[0].timeline.is_recorded:
-            faults.ask([side.faults for side in sides])
+    sides[0].timeline.uses(values, plan.plan.keys, plan.plan.count, plan.tables.entries, verdicts)
+    found, weights, steps, counted = plan.plan.found, None, [], []
+    if found is not None and found.weights is not None:
+        weights, found.weights = found.weights, None
+        sides[0].timeline.uses(weights)
+    for table, (side, part, draft) in enumerate(zip(sides, run.due, drafts, strict=True), run.first):
+        is_known = found is not None and found.versions[table] == side.rows.version.of_rows
+        steps.append((part.rule, side.rows.steps, part.grads.clip_value, is_known))
+        counted.append(side.numbers_of_step(part.rule, draft, judged))
+    begin = 0
+    for end in range(1, len(steps) + 1):
+        if end < len(steps) and steps[end] == steps[begin]:
+            continue
+        _, _, clip, is_known = steps[begin]
+        were = weights if is_known else None
+        which = run.first + begin, run.first + end
+        own = verdicts[run.verdict + begin : run.verdict + end]
+        number, numbers = counted[begin]
+        kernels.step(plan.plan.keys, plan.plan.count, plan.tables, which, values, own, clip, number, numbers, were)
+        begin = end
+    if not sides[0].timeline.is_recorded:
+        faults.ask([side.faults for side in sides])

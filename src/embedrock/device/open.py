@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,9 @@ from embedrock.device.direct import COPIED_BYTES, COPIED_ROWS
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.hosted import HostedSide, are_dropped
 from embedrock.device.near import Near
-from embedrock.device.open_directory import OpenDirectory, Search
+from embedrock.device.open_directory import OpenDirectory
 from embedrock.device.plan import DevicePlan, make_open_plan
-from embedrock.device.side import drawn_by, form_of
+from embedrock.device.side import Ready, drawn_by, form_of
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.homes import ABSENT, CHANGED
@@ -63,7 +64,7 @@ class OpenSide(HostedSide):
         self._all_near = Near(where, placement, self.form, annex.near.memory.far)
         self.first = First(drawn, self.uploaded(self.spec.first_state))
         self._directory: OpenDirectory | None = OpenDirectory(placement.near_rows, device)
-        self._search: Search | None = None  # of the step that is being made
+        self._has_room_for: tuple[DevicePlan, int] | None = None  # and the epoch then
         self._is_newer = False  # than the tier
 
     @property
@@ -127,13 +128,13 @@ class OpenSide(HostedSide):
     def _give_up(self) -> None:
         """Let the host plan from now on, with a cache of as many bytes. The tier's records are up to date."""
         self.timeline.finish()
-        self._directory = self.first = self._ahead = self._search = None
+        self._directory = self.first = self._ahead = self._has_room_for = None
         self._all_near.let_go()
         self._cache.budget = self._budget
         self.annex.move_out()  # and in again, with that cache
 
     def _let_go(self) -> None:
-        self._directory = self._search = None
+        self._directory = self._has_room_for = None
         self._all_near.let_go()
         super()._let_go()
 
@@ -204,26 +205,36 @@ class OpenSide(HostedSide):
 
     def _has_room(self, directory: OpenDirectory, plan: DevicePlan) -> bool:
         """Return whether there are slots for a plan's new rows. Waits for the device where few are left."""
-        if directory.most + len(plan.ids) <= self._rows_at_most:
+        if directory.most + len(plan.ids) <= self._rows_at_most or self._has_room_for == (plan, directory.epoch):
             return True
         self.annex.host_waits += 1
         given = directory.count()
-        return given + len(plan.ids) <= self._rows_at_most or (
+        has_room = given + len(plan.ids) <= self._rows_at_most or (
             given + int(directory.search(plan).counts.sum()) <= self._rows_at_most
         )
+        self._has_room_for = (plan, directory.epoch) if has_room else None
+        return has_room
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
+    def is_prepared(self, grads: DeviceGradients) -> bool:
+        directory = self._open()
+        return super().is_prepared(grads) if directory is None else self._has_room(directory, grads.plan)
+
+    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+        return super().plan_in_ram(grads) if self._directory is None else None
+
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
+        if self._directory is None:
+            super().cover_all(parts)
+
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
         directory = self._open()
         if directory is None:
             return super().ready(plan, verdict)
+        assert verdict is not None  # it was judged before
         self.timeline.wait_for_copies()
-        self._search = directory.search(plan)
-        return replace(plan, keys=self._search.keys)
-
-    def admit(self, plan: DevicePlan, verdict: Tensor | None) -> None:
-        if self._directory is not None and self._search is not None:
-            assert verdict is not None  # it was judged before
-            self._directory.enter(plan, self._search, verdict)
+        self._has_room_for = None
+        search = directory.search(plan)
+        return Ready(replace(plan, keys=search.keys), functools.partial(directory.enter, plan, search, verdict))
 
     def note_change(self) -> None:
         super().note_change()

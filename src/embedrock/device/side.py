@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.batch.plan import Plan
 from embedrock.device import pooling
 from embedrock.device.ahead import Ahead
 from embedrock.device.clock import Clock
@@ -114,6 +116,18 @@ class _Histories:
             copy[start : steps + 1] = uploaded(array[start : steps + 1], self._device)
         self._copies[name] = array, copy, steps
         return copy
+
+
+class Ready(NamedTuple):
+    """A plan that can be stepped.
+
+    Attributes:
+        plan: with the keys that the step is made of, once records are made.
+        admit: makes records, or gives slots to rows that have none; None: none are to be made, or the step does so.
+    """
+
+    plan: DevicePlan
+    admit: Callable[[], object] | None = None
 
 
 class DeviceSide(ABC):
@@ -428,8 +442,10 @@ class DeviceSide(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def step(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> None:
-        """Make one step of the rule.
+    def begin_step(self, rule: Rule, grads: DeviceGradients, judged: Judged) -> Callable[[], None]:
+        """Do all of a step of the rule that can fail, whatever takes memory, too; return what makes it.
+
+        Until that is called, by one who has kept the table, no row has changed, and no step is counted.
 
         Args:
             rule: laid out as the table's.
@@ -437,41 +453,48 @@ class DeviceSide(ABC):
             judged: how and whether it is made.
         """
         self.check_rule(rule)
-        with self.working():
-            plan, verdict = grads.plan, judged.verdict
-            case = gate.Case(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
-            used = grads.shown if verdict is None else verdict
-            self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, used)
-            plan = self.ready(plan, verdict)
-            were = self._found(plan)
-            if were is not None:
-                self.timeline.uses(were)
-            number, numbers = self.begin_step(rule, judged.number)
-            self.admit(plan, verdict)
-            seed = int(self.rows.spec.key)
-            args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
-            rows.step(plan.keys, plan.ids, grads.values, *args, seed, number, numbers, self.form, were)
-            if not self.timeline.is_recorded:
-                self.faults.ask()
+        plan, verdict = grads.plan, judged.verdict
+        self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
+        ready = self.ready(plan, verdict)
+        return functools.partial(self._step, rule, grads, judged, ready, self.draft_step(rule))
 
-    def begin_step(self, rule: Rule, judged: Any) -> tuple[Any, Any]:
-        """Count a step; return its number and those of the rule, for kernels.
+    def _step(self, rule: Rule, grads: DeviceGradients, judged: Judged, ready: Ready, draft: Any) -> None:
+        (plan, admit), verdict = ready, judged.verdict
+        case = gate.Case(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
+        were = self._found(plan)
+        if were is not None:
+            self.timeline.uses(were)
+        if admit is not None:
+            admit()
+        number, numbers = self.numbers_of_step(rule, draft, judged.number)
+        seed = int(self.rows.spec.key)
+        args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
+        rows.step(plan.keys, plan.ids, grads.values, *args, seed, number, numbers, self.form, were)
+        if not self.timeline.is_recorded:
+            self.faults.ask()
+
+    def draft_step(self, rule: Rule) -> Any:
+        """Do all that can fail of counting a step; return the numbers of the rule, on the device. Nothing changes."""
+        return self._uploaded(self.rows.next_numbers(rule))
+
+    def numbers_of_step(self, rule: Rule, draft: Any, judged: Any) -> tuple[Any, Any]:
+        """Count a step that was drafted; return its number and those of the rule, for kernels.
 
         Args:
             rule: laid out as the table's.
+            draft: what `draft_step` returned.
             judged: see `Judged.number`.
         """
         captured: Any = self.timeline.captured
-        return self.count_step(rule, judged) if captured is None else captured.begin_step(self, rule)
+        return self.count_step(draft, judged) if captured is None else captured.begin_step(self, rule)
 
-    def count_step(self, rule: Rule, judged: int) -> tuple[int, Any]:
-        """Do what `begin_step` does, where this step is made by launches, or by the replay that comes next."""
-        numbers = self.rows.count_step(rule)
+    def count_step(self, draft: Any, judged: int) -> tuple[int, Any]:
+        """Do what `numbers_of_step` does, where the step is made by launches, or by the replay that comes next."""
+        self.rows.count(draft)
         self.note_change()
-        numbers = self._uploaded_or_taken_back(numbers)
         if judged:
             self.faults.note_step(judged)
-        return self.rows.steps, numbers
+        return self.rows.steps, draft
 
     def check_rule(self, rule: Rule) -> None:
         """Raise `ArgumentError` unless a rule is laid out as the table's."""
@@ -495,12 +518,20 @@ class DeviceSide(ABC):
         """Return whether the kernel that steps these gradients, of this table alone, decides if it is stepped."""
         return False  # rows get their records before, if it is
 
-    @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> DevicePlan:
-        """Let a step by the verdict, int32 (LINE,), begin; return the plan with the keys that it is made of."""
+    def is_prepared(self, grads: DeviceGradients) -> bool:
+        """Return whether what `prepare` found still holds. The caller has the table."""
+        return True
 
-    def admit(self, plan: DevicePlan, verdict: Tensor | None) -> None:  # noqa: B027  # most have done so, or need not
-        """Give slots to the rows of a plan that was made ready, if they have none, and the step is made."""
+    def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
+        """Return the plan of the host whose rows have to be in RAM for a step."""
+        return None
+
+    def cover_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:  # noqa: B027  # most have no more to do
+        """See to it that the device may use new records of a step, as `prepare_all` does."""
+
+    @abstractmethod
+    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
+        """Let a step by the verdict, int32 (LINE,), begin; no row changes."""
 
     def skip_step(self) -> None:
         """Count a step that is left out."""
@@ -517,13 +548,6 @@ class DeviceSide(ABC):
         self._seen, self.clock.begun = self.rows.version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.plan is not None:  # its rows are in use from now on
             self.clock.begun = self._ahead.plan.stamp
-
-    def _uploaded_or_taken_back(self, numbers: Any) -> Any:
-        try:
-            return self._uploaded(numbers)
-        except torch.OutOfMemoryError:
-            self.rows.take_back(1)
-            raise
 
     def _uploaded(self, numbers: Any) -> Any:
         """Return a step's numbers with their history, which grows by a step at a time, on the device."""

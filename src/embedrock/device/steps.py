@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from embedrock.batch.plan import Plan
 from embedrock.device import joint
 from embedrock.device.faults import step_numbers
 from embedrock.device.gradients import DeviceGradients
 from embedrock.device.timeline import Ordered, Timeline, enough_memory
 from embedrock.kernels.gpu import gate
 from embedrock.rules import Rule
+from embedrock.table.rows import Rows
 
 if TYPE_CHECKING:
     from embedrock.device.side import DeviceSide
@@ -43,48 +45,72 @@ class Judged(NamedTuple):
     number: int | Tensor
 
 
-class DeviceStep(NamedTuple):
-    """A step of several tables, and what the device decided about it.
+class DeviceStep:
+    """A step of several tables on one device, and what that decided about it: see `stepping.Judged`.
 
-    Attributes:
+    Args:
         due: the tables.
-        verdicts: int32 (k, LINE), see `gate.judge`.
+        verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel that makes the step decides.
         number: see `Judged`.
     """
 
-    due: Sequence[DeviceDue]
-    verdicts: Tensor
-    number: int | Tensor
+    def __init__(self, due: Sequence[DeviceDue], verdicts: Tensor | None, number: int | Tensor) -> None:
+        self.due, self.verdicts, self.number = due, verdicts, number
+        self.turns = [part.side.rows.turn for part in due]
+        self._begun: list[Callable[[], None]] | None = None
+
+    def are_finite(self) -> list[int]:
+        """Return whose gradients are finite. Waits for the device."""
+        assert self.verdicts is not None  # it was judged
+        return self.verdicts[:, gate.FINITE].tolist()
+
+    @property
+    def plans(self) -> dict[Rows, Plan]:
+        """See `stepping.Judged`."""
+        return {part.side.rows: plan for part in self.due if (plan := part.side.plan_in_ram(part.grads)) is not None}
+
+    def check(self) -> None:
+        """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
+        with self._ordered():
+            prepare(self.due)
+
+    def is_prepared(self) -> bool:
+        """Return whether rows and room that were found are still there."""
+        return all(part.side.is_prepared(part.grads) for part in self.due)
+
+    def prepare(self) -> None:
+        """Do all that can fail, of all tables: whatever takes memory, too. No row changes, and no step is counted."""
+        with self._ordered():
+            for room in rooms_of(self.due):
+                room[0].side.cover_all([(part.side, part.grads) for part in room])
+            begun, k = list[Callable[[], None]](), 0
+            for part in joint.runs_of(self.due):
+                if isinstance(part, joint.Run):
+                    assert self.verdicts is not None  # no kernel of one table makes the step
+                    begun.append(joint.begin_step(part, self.verdicts, self.number))
+                    k += len(part.due)
+                else:
+                    judged = Judged(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
+                    begun.append(part.side.begin_step(part.rule, part.grads, judged))
+                    k += 1
+        self._begun = begun
 
     def step(self) -> None:
-        """Make the step that was judged."""
-        k = 0
-        for part in joint.runs_of(self.due):
-            if isinstance(part, joint.Run):
-                joint.step(part, self.verdicts, self.number)
-                k += len(part.due)
-            else:
-                part.side.step(part.rule, part.grads, Judged(self.verdicts.select(0, k), self.number))
-                k += 1
+        """Make the step."""
+        if self._begun is None:
+            self.prepare()
+        with self._ordered():
+            begun, self._begun = self._begun, None
+            for turn in self.turns:
+                turn.settle_steps()  # of tables of the same turn that the CPU steps with these
+            for make in begun or ():
+                make()
+
+    def _ordered(self) -> Ordered:
+        return Ordered([part.side.timeline for part in self.due], ())  # each may have been used on a stream of its own
 
 
-class StepAlone(NamedTuple):
-    """A step of one table that the device decides about as it makes it.
-
-    Attributes:
-        part: the table.
-        number: of the step.
-    """
-
-    part: DeviceDue
-    number: int | Tensor
-
-    def step(self) -> None:
-        """Make the step, if it can be made."""
-        self.part.side.step(self.part.rule, self.part.grads, Judged(None, self.number))
-
-
-def judge(due: Sequence[DeviceDue], alone: bool) -> Sequence[DeviceStep | StepAlone]:
+def judge(due: Sequence[DeviceDue], alone: bool) -> list[DeviceStep]:
     """Decide whether tables are stepped: all of them or, where one has NaN or Inf, none.
 
     Nothing waits for the devices, and what is refused is raised by a later call, but where the host must know: where
@@ -110,26 +136,29 @@ def judge(due: Sequence[DeviceDue], alone: bool) -> Sequence[DeviceStep | StepAl
     is_judged = not (goes_on and len(due) == 1 and due[0].side.judges(due[0].grads))
     steps = []
     for group in groups.values():
-        with Ordered([part.side.timeline for part in group], ()):  # each may have been used on a stream of its own
-            _prepare(group)
-            if is_judged:
-                steps.append(_judge(group))
-    if not is_judged:
-        return [StepAlone(due[0], _next_number(due[0].side.timeline))]
+        with Ordered([part.side.timeline for part in group], ()):
+            prepare(group)
+            steps.append(_judge(group) if is_judged else DeviceStep(group, None, _next_number(group[0].side.timeline)))
     if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):
-        known = [(step, step.verdicts[:, gate.FINITE].tolist()) for step in steps]
+        known = [(step, step.are_finite()) for step in steps]
         for step, finite in known:
             _raise_what_was_refused(step, finite)
-        return [_without_skipped(step, finite) for step, finite in known]
+        return [made for step, finite in known if (made := _without_skipped(step, finite)).due]
 
 
-def _prepare(due: Sequence[DeviceDue]) -> None:
+def rooms_of(due: Sequence[DeviceDue]) -> list[list[DeviceDue]]:
+    """Return the tables of a step, those together that have room for their rows together."""
     rooms: dict[Any, list[DeviceDue]] = {}
     for part in due:
         rooms.setdefault(part.side.room, []).append(part)
-    for parts in rooms.values():
+    return list(rooms.values())
+
+
+def prepare(due: Sequence[DeviceDue]) -> None:
+    """Find the rows of a step, and room for new ones. Takes the turns by itself."""
+    for parts in rooms_of(due):
         parts[0].side.prepare_all([(part.side, part.grads) for part in parts])
 
 
@@ -169,12 +198,13 @@ def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
 
 
 def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
-    for part, is_finite in zip(step.due, finite, strict=True):
-        part.side.faults.forget()
-        if not is_finite:
-            part.side.skip_step()
+    assert step.verdicts is not None  # it was judged
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
     due, verdicts = [step.due[k] for k in kept], step.verdicts[kept]
     for k, part in enumerate(due):
         verdicts[k, gate.LIVE] = ~part.grads.is_dropped
+    for part, is_finite in zip(step.due, finite, strict=True):
+        part.side.faults.forget()
+        if not is_finite:
+            part.side.skip_step()
     return DeviceStep(due, verdicts, 0)

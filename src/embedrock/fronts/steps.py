@@ -11,19 +11,11 @@ from embedrock.rules import Rule
 from embedrock.table import stepping
 
 
-class PreparedStep(Protocol):
-    """A step of tables that nothing refuses any more."""
-
-    def step(self) -> None:
-        """Make it."""
-        ...
-
-
 class Side(Protocol):
     """Where the rows of a table are used: see `RowSide` of a front end."""
 
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[PreparedStep]]:
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[stepping.Judged]]:
         """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
 
         It takes the tables, all of this kind, and whether no others are stepped with them, and nobody waits for them.
@@ -62,31 +54,19 @@ def step_all(due: Sequence[DueStep], is_awaited: bool = False) -> None:
     kinds: dict[Any, list[DueStep]] = {}
     for part in due:
         kinds.setdefault(part.side.judge, []).append(part)
+    # A step on a device waits for one of the CPU that has the same turn.
+    ordered = sorted(kinds.items(), key=lambda kind: kind[0] is not judge_on_host)
+    changing = [on_host(part) for part in due if part.change is not None and part.grads.is_finite]
     with span("step"), held_back():  # or Ctrl-C might come when some of them are stepped
         alone = len(kinds) == 1 and not is_awaited
-        prepared = [step for judge, parts in kinds.items() for step in judge(parts, alone)]
-        for step in prepared:
-            step.step()
+        stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], changing)
 
 
-class HostStep(NamedTuple):
-    """A step of tables that nothing refuses any more.
-
-    Attributes:
-        judged: the steps.
-        changing: those that have the last word on some rows.
-    """
-
-    judged: Sequence[stepping.Judged]
-    changing: Sequence[stepping.Due]
-
-    def step(self) -> None:
-        """Make it."""
-        stepping.step_judged(self.judged, self.changing)
+def on_host(part: Any) -> stepping.Due:
+    """Return a table's part in a step that the CPU makes."""
+    return stepping.Due(part.side.table, part.rule, part.grads, part.change)
 
 
-def judge_on_host(due: Sequence[Any], alone: bool) -> list[HostStep]:
+def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.Judged]:
     """Prepare a step of tables that the CPU makes: see `stepping.judge`, which finds out whatever else is stepped."""
-    parts = [stepping.Due(part.side.table, part.rule, part.grads, part.change) for part in due]
-    judged = stepping.judge(parts)
-    return [HostStep(judged, [part for part in parts if part.change is not None and part.grads.is_finite])]
+    return stepping.judge([on_host(part) for part in due])

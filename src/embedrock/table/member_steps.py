@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,17 +44,18 @@ class MemberSteps:
         due: what each is stepped by.
 
     Attributes:
-        turn: of the group.
+        turns: that of the group.
     """
 
     def __init__(self, due: Sequence[MemberDue]) -> None:
-        self._due, self.turn = due, due[0].rows.turn
+        self._due, self._turn = due, due[0].rows.turn
+        self.turns = (self._turn,)
         self._pools: list[_PoolStep] = []
         self._versions: list[int] = []
 
     def check(self) -> None:
         """Raise what the step would raise. Nothing changes."""
-        with self.turn.whole():
+        with self._turn.whole():
             laid_out = set[tuple[int, int]]()  # pairs of rules, by identity: most tables have one and the same
             for rows, rule, grads in self._due:
                 spec, subject = rows.spec, rows.subject
@@ -64,10 +65,15 @@ class MemberSteps:
                     checks.check_layout(rule, spec.rule, subject)
                     laid_out.add(pair)
                 checks.check_gradients(grads, spec.dim, subject)
-            self.prepare()
+            self.find()
+
+    @property
+    def plans(self) -> Mapping[Rows, Plan]:
+        """Whose rows it finds."""
+        return {part.rows: part.grads.plan for part in self._due}
 
     def is_prepared(self) -> bool:
-        """Return whether the last `prepare` still holds."""
+        """Return whether the last `find` still holds."""
         for part in self._due:
             part.rows.check_writable()
         is_current = self._versions == self._now() and all(pool.is_current for pool in self._pools)
@@ -75,7 +81,15 @@ class MemberSteps:
         return is_current and all(new.part.room.has_room(more) for new in more[:1])
 
     def prepare(self) -> None:
-        """Do all that can fail: find the rows, decide who gets a record, see to room for new ones. Nothing changes."""
+        """Do all that can fail. Nothing changes."""
+        self._turn.settle()
+        self.find()
+
+    def find(self) -> None:
+        """Find the rows, decide who gets a record, see to room for new ones. Nothing changes.
+
+        A step may be running on a device.
+        """
         if self._pools and self.is_prepared():
             return
         by_pool: dict[Pool, list[MemberDue]] = {}
@@ -129,17 +143,17 @@ class MemberSteps:
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
-    def lend(self) -> None:
-        """Leave what `prepare` found to steps of the members that are made one by one."""
+    def lend(self, but_to: Collection[Rows]) -> None:
+        """Leave what `find` found to steps of the members that are made one by one."""
         for pool in self._pools:
-            pool.lend()
+            pool.lend(but_to)
 
     def _now(self) -> list[int]:
         return [part.rows.version.now for part in self._due]
 
     def step(self) -> None:
         """Make the step, which is prepared, in the background. Before anything changes, all is done that can fail."""
-        self.turn.settle()
+        self._turn.settle()
         for pool in self._pools:
             pool.preserve()  # of a commit that has begun since
         scratch = [pool.scratch() for pool in self._pools]
@@ -154,18 +168,19 @@ class MemberSteps:
         calls = [call for pool, own in zip(self._pools, scratch, strict=True) for call in pool.calls(numbers, own)]
         has_history = any(part.rows.history is not None for part in self._due)
         is_small = sum(pool.nbytes for pool in self._pools) <= table_rows.STEP_HERE_BYTES
-        self.turn.start(_make_all, calls, here=is_small and not has_history)
+        self._turn.start(_make_all, calls, here=is_small and not has_history)
         for election in elections:  # while the rows are stepped
             election.note()
         for election in elections:
             election.tell()
 
 
-def prepare_each(plans: Mapping[Rows, Plan]) -> None:
+def prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows] = ()) -> None:
     """Do what `Rows.prepare` does, for steps that are made one by one: of a table alone, or of members of one group.
 
     Args:
         plans: of the batch of each table.
+        together: those that `MemberSteps` steps: it finds their rows again.
     """
     first = next(iter(plans))
     if first.home.group is None:
@@ -174,8 +189,8 @@ def prepare_each(plans: Mapping[Rows, Plan]) -> None:
         return
     nothing = np.empty((0, 0), np.float32)  # their gradients are elsewhere, with their rules
     step = MemberSteps([MemberDue(rows, NO_RULE, RowGradients(plan, nothing, 0.0)) for rows, plan in plans.items()])
-    step.prepare()
-    step.lend()
+    step.find()
+    step.lend(together)
 
 
 def _bytes_of(rows: tuple[int, Rows]) -> int:
@@ -380,13 +395,14 @@ class _PoolStep:
             for part, count in self.new:
                 part.count -= count
 
-    def lend(self) -> None:
+    def lend(self, but_to: Collection[Rows]) -> None:
         """Let the steps that members make by themselves go on from here."""
         done = 0
         for (rows, _, grads), own in zip(self._due, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
             fresh = self._fresh[done : done + plan.missing]
-            rows.go_on_from(grads.plan, plan, fresh)
+            if rows not in but_to:
+                rows.go_on_from(grads.plan, plan, fresh)
             done += plan.missing
 
     def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:

@@ -557,17 +557,17 @@ class Rows:
         )
         twins.bytes[~is_new] = self.tier.records.bytes[slots[~is_new]]
         twins.begin(places[is_new], ready.fresh, spec.first_state)
-        twins.step(ids, places, grads.values, self._next_numbers(rule), self.steps + 1, twins.scratch(len(ids)))
+        twins.step(ids, places, grads.values, self.next_numbers(rule), self.steps + 1, twins.scratch(len(ids)))
         values = np.empty((len(ids), spec.dim), np.float32)
         twins.read(places, _positions(len(ids)), values[:0], values)
         return values
 
-    def _next_numbers(self, rule: Rule) -> Any:
-        """Return the kernel's arguments of the next step. Nothing changes."""
+    def next_numbers(self, rule: Rule) -> Any:
+        """Draft the next step, for `count`, and return its kernel's arguments. Nothing changes."""
+        draft = self.draft(rule)
         if self.history is None:
-            return rule.numbers(self.steps + 1)
+            return draft
         ahead = copy.copy(self.history)
-        ahead.draft(rule)
         ahead.append()
         return ahead.numbers()
 
@@ -580,10 +580,6 @@ class Rows:
         ready = self._prepared(plan)  # all have records: the step has used them, and has let others leave
         self.tier.changing(ready.plan.slots)
         self._overwrite(ready.plan.slots, rounded(values, self.spec))
-
-    def count_step(self, rule: Rule) -> Any:
-        """Count a step by `rule`, and return its kernel's arguments."""
-        return self.count(self.draft(rule))
 
     def draft(self, rule: Rule) -> Any:
         """Do all that can fail of counting a step; return its kernel's arguments, unless they are the history's."""

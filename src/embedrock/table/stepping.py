@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.plan import Plan
 from embedrock.process.interrupts import held_back
 from embedrock.rules import Rule
-from embedrock.table.member_steps import MemberDue, MemberSteps
+from embedrock.table.member_steps import MemberDue, MemberSteps, prepare_each
+from embedrock.table.rows import Rows
 from embedrock.table.table import Table, rows_of
 from embedrock.tiers.turn import Turn, together
 
@@ -28,27 +30,32 @@ class Due(NamedTuple):
 
 
 class Judged(Protocol):
-    """A step of tables that share a turn, which nothing refuses any more."""
+    """A step of tables, which nothing refuses any more."""
 
     @property
-    def turn(self) -> Turn:
+    def turns(self) -> Sequence[Turn]:
         """Who has the tables."""
         ...
 
+    @property
+    def plans(self) -> Mapping[Rows, Plan]:
+        """The batches of tables in RAM that share a turn, and so the room for their rows, with others of the step."""
+        ...
+
     def check(self) -> None:
-        """Raise what the step would raise. Nothing changes. Takes the turn by itself."""
+        """Raise what the step would raise. Nothing changes. Takes the turns by itself."""
         ...
 
     def is_prepared(self) -> bool:
-        """Return whether the last check holds still. The caller has the lock."""
+        """Return whether the last check holds still. The caller has the locks."""
         ...
 
     def prepare(self) -> None:
-        """Do again what of the check may fail. The caller has the lock."""
+        """Do all that can fail. Nothing changes. The caller has the locks."""
         ...
 
     def step(self) -> None:
-        """Make it. The caller has the lock."""
+        """Make it; prepare it first, where that was not done. The caller has the locks."""
         ...
 
 
@@ -57,7 +64,7 @@ class _OneTable:
 
     def __init__(self, due: Due) -> None:
         self._due, self._rows = due, rows_of(due.table)
-        self.turn = self._rows.turn
+        self.turns, self.plans = (self._rows.turn,), dict[Rows, Plan]()
 
     def check(self) -> None:
         self._due.table.check_step(self._due.grads)
@@ -66,6 +73,7 @@ class _OneTable:
         return self._rows.is_prepared(self._due.grads.plan)
 
     def prepare(self) -> None:
+        self._rows.turn.settle()
         self._rows.prepare(self._due.grads.plan)
 
     def step(self) -> None:
@@ -117,12 +125,29 @@ def step_judged(steps: Sequence[Judged], changing: Sequence[Due] = ()) -> None:
             step.check()
 
 
+def _find_together(steps: Sequence[Judged]) -> None:
+    """Find the rows of tables that share a turn, and room for new ones, at once, where not one step is of all.
+
+    So it is where some are on a device. Else rows of one step could drive out those of another, or take their room.
+    """
+    if len(steps) == 1:
+        return
+    members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
+    for turn in {rows.turn for _, rows, _ in members}:
+        own = [member for member in members if member[1].turn is turn]
+        if len({id(step) for step, _, _ in own}) > 1:
+            together = [rows for step, rows, _ in own if isinstance(step, MemberSteps)]
+            with turn.whole():
+                prepare_each({rows: plan for _, rows, plan in own}, together)
+
+
 def _stepped(steps: Sequence[Judged], changing: Sequence[Due]) -> bool:
     """Make steps if each is prepared still, while nobody else has one of the tables.
 
     Ctrl-C comes before or after all.
     """
-    with held_back(), together(step.turn for step in steps):
+    with held_back(), together(turn for step in steps for turn in step.turns):
+        _find_together(steps)
         if not all(step.is_prepared() for step in steps):
             return False
         if len(steps) > 1:  # that of one prepares itself before it changes anything

@@ -28,7 +28,6 @@ from embedrock.tiers.budget import Budget, Claim
 from embedrock.tiers.cache import DIRTY, WRITING, Cache, Whole
 from embedrock.tiers.placing import claim_of, memory_for, place
 from embedrock.tiers.records import Records, wrong_last_steps
-from embedrock.tiers.side import Guest
 from embedrock.tiers.tier import Placement, Ticket, Tier
 from embedrock.tiers.turn import Turn
 from embedrock.tiers.watch import FULL, Counted, Watch
@@ -86,7 +85,7 @@ class Disk(Tier):
         subject: str,
     ) -> None:
         self.store, self.turn, self.budget, self._policy = store, turn, budget, policy
-        self._guests, self._is_pool = weakref.WeakSet[Guest](), store.parts is not None
+        self._is_pool = store.parts is not None
         self.commit: CommitUnderWay | None = None
         self.brings = 0  # calls of bring_ahead under way
         self.cache: Whole | Cache = Cache(1)  # as others may ask for room before this one has its own
@@ -440,12 +439,6 @@ class Disk(Tier):
         self.store.buffer_bytes = self.placement.buffer_bytes
         self.batch_rows = max(1, self.placement.slots // 4)
 
-    def let_in(self, guest: Guest) -> None:
-        self._guests.add(guest)
-
-    def let_out(self, guest: Guest) -> None:
-        self._guests.discard(guest)
-
     @property
     def _may_move(self) -> bool:
         """Whether the cache may be made anew: a commit under way knows slots by heart."""
@@ -539,8 +532,7 @@ class Disk(Tier):
 
         RAM is given back on the way, so both together take little more than one, unless slots are ids in the new one.
         """
-        for guest in list(self._guests):
-            guest.move_out()
+        self._move_guests_out()
         cache, (arena, records) = self._new_cache(placement), self._allocated(placement)
         self.new_epoch()
         done = 0

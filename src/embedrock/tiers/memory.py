@@ -221,6 +221,7 @@ class Memory(Tier):
 
         Records from the end take their slots, so it costs what the ids do that are left, but only so many records.
         """
+        self._move_guests_out()
         before, count = self._hashed.used, self.directory.count - len(ids)
         has_record = np.ones(before, bool)
         has_record[self.find(ids)] = has_record[self._hashed.free] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -76,6 +77,7 @@ class Tier(ABC):
         self.spec, self.placement, self.subject = spec, placement, subject
         self.arena, self.records = self._allocated(placement)
         self.history: History | None = None
+        self._guests = weakref.WeakSet[Guest]()
         self.new_epoch()
 
     def _allocated(self, placement: Placement) -> tuple[Arena, Records]:
@@ -84,11 +86,18 @@ class Tier(ABC):
         arena = Arena(nbytes, self.subject, scattered=placement.direct)
         return arena, Records(self.spec, arena.memory)
 
-    def let_in(self, guest: Guest) -> None:  # noqa: B027  # most tiers never move their records, as with the next verb
+    def let_in(self, guest: Guest) -> None:
         """Ask a guest before rows leave their slots, or move to another arena."""
+        self._guests.add(guest)
 
-    def let_out(self, guest: Guest) -> None:  # noqa: B027
+    def let_out(self, guest: Guest) -> None:
         """Ask a guest no more. It uses no record."""
+        self._guests.discard(guest)
+
+    def _move_guests_out(self) -> None:
+        """Get what guests know of all records, which are about to move."""
+        for guest in list(self._guests):
+            guest.move_out()
 
     def new_epoch(self) -> None:
         """Make all slots that were found before invalid."""

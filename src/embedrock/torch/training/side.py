@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.fronts.steps import PreparedStep
+from embedrock.table.stepping import Judged
 
 
 class Gradients(Protocol):
@@ -81,7 +81,7 @@ class RowSide(Protocol):
         ...
 
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[PreparedStep]]:
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[Judged]]:
         """Prepares a step of tables: all of them are stepped or, where it raises an error, none.
 
         It takes the tables, all of this kind, and whether no other tables are stepped with them.
