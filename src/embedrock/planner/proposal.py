@@ -276,7 +276,7 @@ def plan(
             are laid out alike are one group, whose cache they share.
         machine: what to reckon with; None: what `embedrock machine` measured, or measures now.
         device_memory: of a GPU, to be split over tables in RAM, whose rows it then keeps. What crosses the bus is
-            told and, where a GPU was measured, a step on it.
+            told and, where a GPU was measured, a step on it. Tables on disk get none: give them one yourself.
 
     Raises:
         ArgumentError: something that cannot be.
