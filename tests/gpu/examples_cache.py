@@ -45,11 +45,17 @@ def example_cache() -> None:
     cache.offer(slots, search, time, 5)
     cache.choose(slots, search, 5)
     for some, number in ((keys, count), (keys, N), (keys.int(), N)):
-        cache.touch(*arrival, some, number, FAR)
-        cache.swap(*arrival, some, number, FAR, moves)
+        cache.touch(*arrival[:3], some, number, FAR)
+        cache.swap(*arrival[:3], some, number, FAR, moves)
         counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
         plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
         cache.forget(slots, some.long())
+    word = torch.empty((), dtype=torch.int32)
+    found = cache.Arrival(slots, search, homes.TimeInMemory(word, word, 30.0), word)  # in a CUDA graph
+    cache.offer(*found)
+    cache.choose(slots, search, word)
+    cache.swap(*found[:3], keys.int(), N, FAR, moves)
+    plan.collect(keys.int(), FAR, keys, counts, keys, starts, counts, counts, starts[:2], found)
     plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):

@@ -113,7 +113,7 @@ def pair(near: int | None = None, rule: str = "Adam", **arguments: Any) -> Pair:
 # ---------------------------------------------------------------- replays make the steps that launches make
 
 
-@pytest.mark.parametrize("near", [None, 0], ids=["near", "in place"])
+@pytest.mark.parametrize("near", [None, 0, 17], ids=["near", "in place", "cached"])
 def test_replays_make_the_steps_of_every_rule(gpu: FakeGPU, graphs: FakeGraphs, near: int | None):
     def make(on_gpu: bool) -> nn.Module:
         dtypes = torch.float32, torch.bfloat16
@@ -230,6 +230,43 @@ def test_a_model_with_dense_weights_behind_one_optimizer(graphs: FakeGraphs):
     np.testing.assert_array_equal(*(model[1].weight.detach() for model in both.models))  # pyright: ignore
 
 
+def cached_counts() -> list[dict[str, float]]:
+    """Train two layers with a cache, in graphs and by launches; return their statistics."""
+    layers = [layer(near=17) for _ in range(2)]
+    optimizers = [ert.Adam(own, lr=0.1) for own in layers]
+    steps = [Pair._step(own, [optimizer]) for own, optimizer in zip(layers, optimizers, strict=True)]
+    steps[0] = ert.graphed(steps[0], optimizers[0])
+    for own, step in zip(layers, steps, strict=True):
+        for k, ids in enumerate(batches(12)):
+            if k in (5, 8):
+                own(ids + 30)  # a lookup that no step follows
+            step(ids + 7 * k)
+    mine, theirs = (own.table.lookup(np.arange(ROWS)) for own in layers)
+    np.testing.assert_array_equal(mine, theirs)
+    return [own.table.stats() for own in layers]
+
+
+def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraphs):
+    mine, theirs = cached_counts()
+    assert mine == theirs
+    assert min(mine["device_evictions"], mine["device_written_back"], mine["device_fetched"]) > 3
+    (graph,) = graphs.made
+    assert {"_offer", "_choose", "_swap", "_exchange"} <= {name for name, _ in graph.calls}
+    assert gpu.races == []
+
+
+def test_moments_of_batches_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    begin = Captured.begin_batch
+
+    def baked(self: Captured, side: Any, n: int, trains: bool) -> Any:
+        begin(self, side, n, trains)
+        return side.near.stamps(0, side.clock.stamp, side.clock.stamp)
+
+    monkeypatch.setattr(Captured, "begin_batch", baked)
+    mine, theirs = cached_counts()  # rows have the same bits even so
+    assert mine != theirs
+
+
 def baked(self: Captured, side: DeviceSide, rule: er.Rule) -> Any:
     """Have a step's numbers as arguments of the launch."""
     return side.rows.steps + 1, rule.numbers(side.rows.steps + 1)
@@ -289,7 +326,6 @@ class Scaled(Sum):
 
 
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "cached": ({"near": 17}, "a part of its rows is near, in a cache"),
     "hashed": ({"directory": "hashed"}, "the host plans its batches"),
     "skipping": ({"on_nonfinite": "skip"}, "of on_nonfinite="),
     "max_norm": ({"max_norm": 1.0}, "the CPU reads and steps its rows"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from embedrock.device import faults, joint
 from embedrock.device.direct import DirectSide
 from embedrock.device.faults import step_numbers
+from embedrock.device.near import Stamps, StampsInMemory
 from embedrock.device.side import pinned_copy
 from embedrock.errors import UnsupportedError
 from embedrock.kernels import arguments
@@ -21,6 +22,7 @@ from embedrock.rules import Rule
 
 T = TypeVar("T")
 
+MOST_LOOKUPS = 32  # of a table in one step
 MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # that a step of a table has, its own counted in
 
 
@@ -42,6 +44,10 @@ class Numbers:
         self.taken += 1
         return self.taken - 1
 
+    def word(self, place: int) -> Tensor:
+        """Return the lower half of an integer as kernels find it: int32 ()."""
+        return self._memory.view(torch.int32)[place, 0]
+
     def integer(self, place: int) -> Tensor:
         """Return a number as kernels find it: int64 ()."""
         return self._memory[place, 0]
@@ -60,7 +66,24 @@ class Numbers:
 
     def upload(self) -> None:
         """Let what is launched from now on find what was written. Nothing waits for the copy."""
-        self._memory.copy_(pinned_copy(torch.from_numpy(self._host), self._memory.device), non_blocking=True)
+        written = torch.from_numpy(self._host[: self.taken])
+        self._memory[: self.taken].copy_(pinned_copy(written, self._memory.device), non_blocking=True)
+
+
+class Batch(NamedTuple):
+    """A lookup.
+
+    Attributes:
+        side: of the table.
+        n: positions.
+        trains: a step may follow.
+        place: of its stamp, with that of the span and that of the hand after it; None: kernels ask for none.
+    """
+
+    side: DirectSide
+    n: int
+    trains: bool
+    place: int | None
 
 
 class TableStep(NamedTuple):
@@ -97,9 +120,9 @@ class Captured:
 
     def __init__(self, sides: Sequence[DirectSide], stream: torch.cuda.Stream) -> None:
         self.sides, self._stream, self.is_recording = tuple(sides), stream, False
-        self._numbers = Numbers(len(sides) * (1 + MOST_NUMBERS), sides[0].device)
+        self._numbers = Numbers(len(sides) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), sides[0].device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batches: list[DirectSide] = []
+        self._batches: list[Batch] = []
         self._judged: list[int] = []  # places of the numbers of steps
         self._judged_now = 0
         self._steps: dict[tuple[Any, ...], TableStep] = {}
@@ -160,9 +183,31 @@ class Captured:
 
     # ------------------------------------------------------------ what tables ask of it
 
-    def begin_batch(self, side: DirectSide) -> None:
-        """Note a lookup."""
-        self._batches.append(side)
+    def begin_batch(self, side: DirectSide, n: int, trains: bool) -> Stamps | StampsInMemory:
+        """Begin a batch of n positions; return when it is."""
+        if sum(batch.side is side for batch in self._batches) >= MOST_LOOKUPS:
+            raise UnsupportedError(
+                f"rows of {side.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. Look "
+                "ids up together."
+            )
+        places = [self._numbers.take() for _ in StampsInMemory._fields] if side.near.is_cache else []
+        batch = Batch(side, n, trains, places[0] if places else None)
+        self._batches.append(batch)
+        stamps = Stamps(0, 0, 0) if self.is_recording else self._begin(batch)
+        if not places:
+            return stamps
+        if not self.is_recording:
+            self._numbers.upload()
+        return StampsInMemory(*map(self._numbers.word, places))
+
+    def _begin(self, batch: Batch) -> Stamps:
+        """Begin a batch, and write its numbers."""
+        stamps = batch.side.count_batch(batch.n, batch.trains)
+        if batch.place is not None:
+            stamp, span, _ = stamps.time(1.0).numbers()
+            for place, number in enumerate((stamp, span, stamps.hand), batch.place):
+                self._numbers.write_integer(place, number)
+        return stamps
 
     def judge(self) -> Tensor:
         """Return the number of a step of tables that are about to be judged: int64 ()."""
@@ -218,8 +263,8 @@ class Captured:
         with held_back(), joint.working(self.sides):
             for side in self.sides:
                 side.check()
-            for side in self._batches:
-                side.begin_batch()
+            for batch in self._batches:
+                self._begin(batch)
             judged = [self._number_judged(place) for place in self._judged]
             for step in self._steps.values():
                 for side in step.sides:
@@ -227,7 +272,7 @@ class Captured:
             self._numbers.upload()
             self._graph.replay()
             faults.ask([side.faults for side in self.sides])
-            for side in dict.fromkeys(self._batches):
+            for side in {batch.side: None for batch in self._batches}:
                 side.note_use()
 
     def _number_judged(self, place: int) -> int:

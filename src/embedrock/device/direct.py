@@ -14,7 +14,7 @@ from torch import Tensor
 from embedrock.device import joint
 from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.gradients import DeviceGradients, Sums, sum_rows
-from embedrock.device.near import Near, Stamps, present
+from embedrock.device.near import Near, Stamps, StampsInMemory, present
 from embedrock.device.pinned import Pinned, staging
 from embedrock.device.plan import DevicePlan, make_plan
 from embedrock.device.side import DeviceSide, Ready, drawn_by
@@ -150,8 +150,8 @@ class DirectSide(DeviceSide):
     def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
         with self.working():
             if self.timeline.captured is not None:  # planned by nobody ahead of time
-                self.begin_batch()
-                plan = make_plan(self.on_device(ids), self._count, self.faults.tensor, self.stamp)
+                placed = self.on_device(ids)
+                plan = self._brought(placed, self.faults.tensor, self.begin_batch(placed.numel(), trains), counts=True)
                 self.end_batch(trains)
                 return plan
             self.check()
@@ -174,15 +174,19 @@ class DirectSide(DeviceSide):
             kernels.adopt(self.faults.tensor, ahead.fault)
             plan = replace(plan, shape=tuple(ids.shape))
         else:  # of a batch that was brought ahead it was counted then what was near
-            plan = self._brought(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
+            placed = self.on_device(ids)
+            stamps = self._next_stamps(placed.numel(), trains)
+            plan = self._brought(placed, self.faults.tensor, stamps, counts=ahead is None)
         self.end_batch(trains)
         return plan
 
-    def _brought(self, ids: Tensor, fault: Tensor, trains: bool, counts: bool) -> DevicePlan:
-        """Plan a batch, and bring its rows near."""
+    def _next_stamps(self, n: int, trains: bool) -> Stamps:
         self.clock.stamp += 1
-        time = Stamps(self.clock.stamp, self.oldest(trains))
-        arrival = self.near.arrival(ids.numel(), time, self.timeline, counts)
+        return self.near.stamps(n, self.clock.stamp, self.oldest(trains))
+
+    def _brought(self, ids: Tensor, fault: Tensor, stamps: Stamps | StampsInMemory, counts: bool) -> DevicePlan:
+        """Plan a batch, and bring its rows near."""
+        arrival = self.near.arrival(ids.numel(), stamps, self.timeline, counts)
         plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
         if arrival is not None:
             self.near.bring(arrival, plan.all_keys, ids.numel())
@@ -193,7 +197,8 @@ class DirectSide(DeviceSide):
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
             fault = torch.zeros_like(self.faults.tensor)  # ids outside of the table are one when they are looked up
-            self._ahead = Ahead(ids, version_of(ids), self._brought(placed, fault, True, True), None, fault)
+            plan = self._brought(placed, fault, self._next_stamps(placed.numel(), trains=True), counts=True)
+            self._ahead = Ahead(ids, version_of(ids), plan, None, fault)
 
     def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
@@ -220,7 +225,7 @@ class DirectSide(DeviceSide):
         """Why no step of it can be part of a CUDA graph."""
         if self.rows.history is not None:
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
-        return "a part of its rows is near, in a cache" if self.near.is_cache else None
+        return None
 
     # ------------------------------------------------------------ together with other tables
 
@@ -237,17 +242,17 @@ class DirectSide(DeviceSide):
         """What kernels know of the table that step it together with others."""
         return joint.known_of(self)
 
-    def begin_batch(self) -> None:
-        """Begin a batch that is planned together with those of other tables, and by nobody ahead of time."""
+    def begin_batch(self, n: int, trains: bool) -> Stamps | StampsInMemory:
+        """Begin a batch of n positions that is planned by nobody ahead of time; return when it is."""
         captured: Any = self.timeline.captured
-        if captured is not None:
-            captured.begin_batch(self)
-            if captured.is_recording:
-                return  # each replay begins it
+        return self.count_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
+
+    def count_batch(self, n: int, trains: bool) -> Stamps:
+        """Do what `begin_batch` does, where the batch is planned by launches, or by the replay that comes next."""
         self.check()
         self._begin()
         self.expect_nothing()
-        self.clock.stamp += 1
+        return self._next_stamps(n, trains)
 
     def expect_nothing(self) -> None:
         """Forget what was planned ahead, or is to be."""

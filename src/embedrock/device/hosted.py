@@ -16,7 +16,7 @@ from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.annex import Annex
 from embedrock.device.gradients import DeviceGradients, sum_rows
-from embedrock.device.near import Near, Stamps
+from embedrock.device.near import Near
 from embedrock.device.plan import DevicePlan
 from embedrock.device.side import DeviceSide, Ready, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
@@ -125,10 +125,11 @@ class HostedSide(DeviceSide):
     def _brought(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
         """Upload a plan, and bring its rows near."""
         plan = self._planned(host)
-        count, time = len(plan.keys), Stamps(plan.stamp, self.oldest(trains))
-        arrival = self.near.arrival(count, time, self.timeline, counts)
+        count = len(plan.keys)
+        stamps = self.near.stamps(count, plan.stamp, self.oldest(trains))
+        arrival = self.near.arrival(count, stamps, self.timeline, counts)
         if arrival is not None:
-            cache.touch(*arrival, plan.keys, count, len(self.near.slots.where))
+            cache.touch(*arrival[:3], plan.keys, count, len(self.near.slots.where))
             self.near.bring(arrival, plan.keys, count)
         return plan
 

@@ -217,7 +217,7 @@ class JointReading:
         known = tuple(zip((side.known for side in sides), paddings, strict=True))
         with working(sides):
             for side in sides:
-                side.begin_batch()
+                side.begin_batch(0, self._trains)
             entries, firsts = _entries(known, device)
             kind = kind_of(sides[0])
             assert kind is not None  # it is that of all

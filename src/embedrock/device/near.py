@@ -31,10 +31,27 @@ def present(where: Tensor) -> Tensor:
 
 
 class Stamps(NamedTuple):
-    """When a batch is: its stamp, and that of the oldest batch whose rows stay."""
+    """When a batch is: its stamp, that of the oldest batch whose rows stay, and the near slot that it begins at."""
 
     stamp: int
     oldest: int
+    hand: int
+
+    def time(self, half_life: float) -> homes.BatchTime:
+        """Return when it is, for kernels."""
+        return homes.BatchTime(self.stamp, self.oldest, half_life)
+
+
+class StampsInMemory(NamedTuple):
+    """The same of a batch that a CUDA graph plans again and again: where kernels find their numbers, int32 ()."""
+
+    stamp: Tensor
+    span: Tensor
+    hand: Tensor
+
+    def time(self, half_life: float) -> homes.TimeInMemory:
+        """Return when it is, for kernels."""
+        return homes.TimeInMemory(self.stamp, self.span, half_life)
 
 
 class Near:
@@ -104,20 +121,33 @@ class Near:
 
     # ------------------------------------------------------------ who comes, and who leaves
 
-    def arrival(self, n: int, time: Stamps, timeline: Timeline, counts: bool) -> cache.Arrival | None:
+    def stamps(self, n: int, stamp: int, oldest: int) -> Stamps:
+        """Begin a batch of n positions, and return when it is; `stamp`, `oldest`: see `Stamps`."""
+        hand = self._hand
+        if self.is_cache:
+            self._hand = (hand + self._window(n)) % len(self.slots.owner)
+        return Stamps(stamp, oldest, hand)
+
+    def _window(self, n: int) -> int:
+        return min(len(self.slots.owner), WINDOW * n)
+
+    def arrival(
+        self, n: int, stamps: Stamps | StampsInMemory, timeline: Timeline, counts: bool
+    ) -> cache.Arrival | None:
         """Return what is to be done where the rows of n positions come near; None where no rows come and go.
 
         Args:
             n: positions.
-            time: of the batch.
+            stamps: of the batch.
             timeline: in which order things happen.
             counts: it is counted which were near.
         """
         if not self.is_cache or not n:
             return None
         slots = self.slots if counts else self.slots._replace(tallies=self._not_counted)
-        when = homes.BatchTime(time.stamp, time.oldest, self._half_life(n))
-        return cache.Arrival(slots, self._search(n, timeline), when)
+        search = self._search(n, timeline)
+        timeline.keep(*search)
+        return cache.Arrival(slots, search, stamps.time(self._half_life(n)), stamps.hand)
 
     def bring(self, arrival: cache.Arrival, keys: Tensor, count: Tensor | int) -> None:
         """Bring the rows of a batch near, where they are worth more than others.
@@ -127,14 +157,13 @@ class Near:
             keys: of the batch; equal ones lie together, and count once.
             count: how many there are.
         """
-        _, search, time = arrival
-        cache.offer(self.slots, search, time, self._hand)
-        cache.choose(self.slots, search, self._hand)
+        _, search, time, hand = arrival
+        cache.offer(self.slots, search, time, hand)
+        cache.choose(self.slots, search, hand)
         if len(search.victims) >= SORTED_FROM:
             search = search._replace(victims=search.victims.sort().values)
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
         cache.swap(self.slots, search, time, keys, count, len(self.slots.where), moves)
-        self._hand = (self._hand + len(search.bins)) % len(self.slots.owner)
         cache.exchange(moves, self.memory)
 
     def _half_life(self, n: int) -> float:
@@ -142,7 +171,7 @@ class Near:
 
     def _search(self, n: int, timeline: Timeline) -> cache.Search:
         """Return scratch for a batch of n positions: that of the last batch, if it was as large."""
-        window, victims = min(len(self.slots.owner), WINDOW * n), min(len(self.slots.owner), n)
+        window, victims = self._window(n), min(len(self.slots.owner), n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
             if kept is not None:

@@ -210,7 +210,7 @@ def _side(part: BoundRows) -> Any:
     if why is not None:
         raise UnsupportedError(
             f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. Those of tables can be that the GPU "
-            "plans, near as a whole or in place (device_memory=0). Call the step itself, without ert.graphed."
+            "plans (rows=, no directory=), near, cached or in place. Call the step itself, without ert.graphed."
         )
     if handle.waits():
         raise ArgumentError(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from embedrock.kernels.gpu.homes import AGES, FAR, BatchTime, Slots, fade, far_word, read_word, touch_rows
+from embedrock.kernels.gpu.homes import AGES, FAR, BatchTime, Slots, TimeInMemory, fade, far_word, read_word, touch_rows
+from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
@@ -49,11 +50,19 @@ class Search(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What is to be done where a batch's rows come: what is known about records, scratch, and when it is."""
+    """What is to be done where a batch's rows come.
+
+    Attributes:
+        slots: what is known about records.
+        search: scratch.
+        time: when it is.
+        hand: the near slot that its window begins at; or where that is, int32 ().
+    """
 
     slots: Slots
     search: Search
-    time: BatchTime
+    time: BatchTime | TimeInMemory
+    hand: Any = 0
 
 
 # ---------------------------------------------------------------- a batch's rows
@@ -113,11 +122,12 @@ def _offer(
     histogram,
     LANES: tl.constexpr,
 ):
+    stamp, span = loaded(stamp), loaded(span)
     if sum_before(counts, stop) > 0:
         program, bin_ = tl.program_id(0), tl.arange(0, _BINS)
         j = program * LANES + tl.arange(0, LANES)
         inside = j < window
-        v = _slot(j, hand, capacity)
+        v = _slot(j, loaded(hand), capacity)
         age = (stamp - tl.load(used + v, mask=inside, other=0)) & _AGES
         rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fading)
         mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
@@ -155,7 +165,7 @@ def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram,
         tie = (mine == edge).to(tl.int32)
         taken = (mine < edge) | ((tie == 1) & (ties + tl.cumsum(tie, axis=0) <= quota))
         rank = below + tl.minimum(ties, quota) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        v = _slot(j, hand, capacity)
+        v = _slot(j, loaded(hand), capacity)
         whose = tl.load(owner + v, mask=taken, other=0)
         tl.store(victims + rank, ((whose + 1) << _SLOT_BITS) | v, mask=taken)
 
@@ -205,6 +215,7 @@ def _swap(
     nobody = tl.load(victims + u, mask=u < size, other=0) == _NOBODY
     tl.store(moves + u.to(tl.int64) * 3, tl.full([LANES], -1, tl.int64), mask=nobody)
 
+    stamp, span = loaded(stamp), loaded(span)
     key, here = _load_rows(keys, count, limit, u)
     word = tl.load(where + key, mask=here, other=0)
     absent, last, then = read_word(word)

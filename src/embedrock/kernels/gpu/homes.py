@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import Fixed, inlined
 
 CHANGED = 1 << 30  # of a word of `where` where all rows are near: the record is newer than the far one
@@ -64,6 +65,24 @@ class BatchTime(NamedTuple):
         return self.stamp & AGES, self.stamp - self.oldest, 1.0 / self.half_life
 
 
+class TimeInMemory(NamedTuple):
+    """The same of a batch that a CUDA graph plans again and again.
+
+    Attributes:
+        stamp: where the batch's stamp is, of which 22 bits: int32 ().
+        span: where it is told how many batches before it are not finished: int32 ().
+        half_life: see `BatchTime`.
+    """
+
+    stamp: Any
+    span: Any
+    half_life: float
+
+    def numbers(self):
+        """Return the numbers as kernels take them."""
+        return self.stamp, self.span, 1.0 / self.half_life
+
+
 class RecordMemory(NamedTuple):
     """Where records lie: the addresses of the near and the far slot 0, and the bytes of a record."""
 
@@ -100,6 +119,7 @@ def fade(worth, age, fading):
 @inlined
 def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
     """Note that a batch uses rows; return how many are to be fetched: far, and used by no unfinished batch."""
+    stamp, span = loaded(stamp), loaded(span)
     word = tl.load(where + key, mask=known, other=0)
     near = known & (word >= 0)
     age = (stamp - tl.load(used + word, mask=near, other=0)) & _AGES

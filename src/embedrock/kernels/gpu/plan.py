@@ -136,7 +136,7 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
     args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tickets.shape[0], n
     touched = (*none, 0, 0, 0, 0.0, counts, counts)
     if arrival is not None:
-        (where, _, worth, used, _, tallies), search, time = arrival
+        (where, _, worth, used, _, tallies), search, time, _ = arrival
         touched = where, worth, used, tallies, where.shape[0], *time.numbers(), search.counts, search.histogram
     constexprs = {"TOUCHES": arrival is not None, "BINS": touched[-1].shape[0] if arrival is not None else 1}
     launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
