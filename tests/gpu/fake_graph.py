@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
             tensor.zero_()  # what a later call takes for places is inside of anything
         self._graph.memory += outputs
         if not name.startswith("aten.empty"):
-            self._graph.calls.append((name, lambda: self._again(function, args, kwargs, outputs)))
+            self._graph.calls.append((name, lambda: _again(function, args, kwargs, outputs)))
         return made
 
     def _is_of_host(self, tensor: torch.Tensor) -> bool:
@@ -77,10 +77,10 @@ class Recorder(TorchDispatchMode):
         known = any(tensor.untyped_storage()._cdata == own.untyped_storage()._cdata for own in self._graph.memory)
         return not known and (memory is None or not memory.is_on_gpu)
 
-    @staticmethod
-    def _again(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        for tensor, made in zip(outputs, fake_cuda._tensors([function(*args, **kwargs)]), strict=True):
-            tensor.copy_(made)
+
+def _again(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    for tensor, made in zip(outputs, fake_cuda._tensors([function(*args, **kwargs)]), strict=True):
+        tensor.copy_(made)
 
 
 class FakeGraphs:

@@ -36,8 +36,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 
 @pytest.fixture
-def graphs(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    return fake_graph.install(gpu, monkeypatch)
+def graphs(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
+    made = fake_graph.install(gpu, monkeypatch)
+    yield made
+    made.made.clear()  # what they use is unpinned by the fake, too
 
 
 def layer(seed: int = 5, on_gpu: bool = True, near: int | None = None, **arguments: Any) -> ert.Embedding:
