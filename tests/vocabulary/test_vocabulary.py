@@ -29,7 +29,7 @@ from embedrock.errors import (
     UnsupportedError,
 )
 from embedrock.testing import FaultFS
-from embedrock.vocabulary import blocks, files
+from embedrock.vocabulary import blocks, files, runs
 
 WORDS = ["", "a", "eight888", "Grüße", "日本語", "\U0001f600 smile", "inner\0zero", "x" * 300, "x" * 9000]
 
@@ -146,6 +146,7 @@ def test_the_budget_and_the_cuts_change_nothing(tmp_path: Path):
 def test_files_are_merged_as_they_grow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "HEAD_BYTES", 20_000)
     monkeypatch.setattr(blocks, "PIECE_PAGES", 3)
+    monkeypatch.setattr(runs, "LOOKED_UP_PAGES", 3)  # several, which threads take in turn
     known, system = dict[str, int](), FaultFS()
     system.mkdir("/data")
     with er.Vocabulary("/data/v", memory="16KiB", system=system) as vocabulary:

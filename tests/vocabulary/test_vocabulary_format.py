@@ -40,6 +40,7 @@ def test_the_golden_one_goes_on(tmp_path: Path):
 
 def test_what_is_written_is_read_by_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blocks, "PIECE_PAGES", 2)
+    monkeypatch.setattr(runs, "LOOKED_UP_PAGES", 2)
     words = [f"{'long ' * (k % 7) * 50}{k}" for k in range(400)]
     with er.Vocabulary(tmp_path / "v", memory="64KiB") as vocabulary:
         for k in range(0, 400, 50):

@@ -71,11 +71,16 @@ class Index(NamedTuple):
         """Return the block in which each key must be if it is there; -1: it is in none."""
         return np.searchsorted(self.firsts, keys, "right") - 1
 
-    def parts(self, blocks: np.ndarray) -> list[np.ndarray]:
-        """Return ascending blocks in parts that have about `PIECE_PAGES` pages."""
+    def parts(self, blocks: np.ndarray, most: int | None = None) -> list[np.ndarray]:
+        """Return ascending blocks in parts of about so many pages, or `PIECE_PAGES`; the first has half."""
+        most = most or PIECE_PAGES
         pages = np.cumsum(self.rows[blocks + 1] - self.rows[blocks])
-        cuts = np.flatnonzero(np.diff((pages - 1) // PIECE_PAGES)) + 1
+        cuts = np.flatnonzero(np.diff((pages - 1 + most // 2) // most)) + 1
         return np.split(blocks, cuts) if len(blocks) else []
+
+    def pages_of(self, blocks: np.ndarray) -> int:
+        """Return how many pages blocks have."""
+        return int((self.rows[blocks + 1] - self.rows[blocks]).sum())
 
     def checked(self, pages: int, keys: int, where: str) -> Index:
         """Return it, if blocks have all of so many pages from their first on, and their keys are in ``[0, keys)``.

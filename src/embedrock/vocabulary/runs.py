@@ -16,6 +16,7 @@ from embedrock.vocabulary.fresh import Fresh, Wanted
 from embedrock.vocabulary.manifest import StringFile
 
 MOST_KEY = 2**63 - 1
+LOOKED_UP_PAGES = 256  # that a thread reads, checks and searches at a time
 TAG_SHIFT = 31  # of hashes, as in `kernels/reference/vocabulary.py`
 
 
@@ -113,19 +114,25 @@ class StringRun:
         out = np.full(len(wanted.hashes), -1, np.int64)
         blocks = self._hashes.block_of(wanted.hashes)
         there = int(np.searchsorted(blocks, 0))
-        for some, part in self._hash_blocks(np.unique(blocks[there:])):
-            lo, hi = np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist()
-            chosen = np.arange(lo, hi)
-            out[chosen] = self._found(some, np.searchsorted(part, blocks[chosen]), wanted.some(chosen))
+        if self._resident is not None:
+            own = np.arange(there, len(blocks))
+            out[own] = self._found(self._resident, blocks[own], wanted.some(own))
+            return out
+        # Threads take parts in turn, so that the disk reads for one while the other checks and searches.
+        parts = self._hashes.parts(np.unique(blocks[there:]), LOOKED_UP_PAGES)
+        args = parts, blocks, wanted, out
+        kernels.cpu.threads.run(self._find_in_parts, len(parts), args, grain=1, cuts=max(1, len(parts)))
+        self.reads += sum(self._hashes.pages_of(part) for part in parts)
         return out
 
-    def _hash_blocks(self, blocks: np.ndarray) -> Iterator[tuple[Blocks, np.ndarray]]:
-        """Yield ascending blocks, some at a time, with their numbers."""
-        if self._resident is not None and len(blocks):
-            yield self._resident, np.arange(self.entry.hash_blocks)
-            return
-        for part in self._hashes.parts(blocks):
-            yield self._read(self._hashes, self.entry.string_pages, part), part
+    def _find_in_parts(
+        self, parts: Sequence[np.ndarray], blocks: np.ndarray, wanted: Wanted, out: np.ndarray, lo: int, hi: int
+    ) -> None:
+        """Write to `out` what `find` returns of the strings in some parts of the blocks that it reads."""
+        for part in parts[lo:hi]:
+            some = Blocks.read(self._system, self._run, self._hashes, self.entry.string_pages, part)
+            own = np.arange(*np.searchsorted(blocks, (part[0], part[-1] + 1)).tolist())
+            out[own] = self._found(some, np.searchsorted(part, blocks[own]), wanted.some(own))
 
     def _read(self, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
         some = Blocks.read(self._system, self._run, index, first_page, blocks)
