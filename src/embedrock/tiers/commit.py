@@ -430,8 +430,8 @@ class Commit:
 
     @property
     def _patience(self) -> float:
-        """How much of its pauses it takes: 1, and less from halfway on until another commit may come, 0."""
-        return min(1.0, max(0.0, 2.0 - 2.0 * (time.monotonic() - self._begun) / self._interval))
+        """How much of its pauses it takes: 1, less from a quarter of the interval on, none from its half on."""
+        return min(1.0, max(0.0, 2.0 - 4.0 * (time.monotonic() - self._begun) / self._interval))
 
     def start(self, interval: float) -> None:
         """Do the rest in the background; another commit may come after so many seconds."""
