@@ -57,9 +57,13 @@ def scale_gradients(model: Model, factor: float) -> None:
 @pytest.mark.parametrize("way", FEW, ids=by_name)
 def test_gradients_accumulate(way: Way):
     def loop(model: Model) -> None:
-        for k, ids in enumerate(batches(4)):
+        some = batches(4)
+        for k, ids in enumerate(some):
             loss_of(model, ids).backward()
             if k % 2:
+                summed = model.rows.handle.gradients()
+                assert summed is not None
+                np.testing.assert_array_equal(np.sort(summed.row_ids()), torch.cat(some[k - 1 : k + 1]).unique().cpu())
                 model.step()
                 model.zero_grad()
 

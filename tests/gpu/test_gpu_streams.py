@@ -205,3 +205,50 @@ def test_what_is_not_waited_for_is_found(gpu: FakeGPU, monkeypatch: pytest.Monke
             optimizer.step()
             optimizer.zero_grad()
     assert gpu.races
+
+
+@pytest.mark.parametrize("not_waited_for", [None, "TensorFlow", "PyTorch"])
+def test_tensorflow_and_pytorch_wait_for_each_other(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, not_waited_for: str | None
+):
+    tf: Any = pytest.importorskip("tensorflow")
+    from embedrock.keras.training import crossing
+    from embedrock.keras.training.gpu_side import GpuSide
+
+    theirs, shared, seen = gpu.new_stream(), [], crossing._seen  # memory of TensorFlow's, which it keeps so far
+    freeing: Any = gpu.host
+
+    def used_by_tensorflow(tensor: torch.Tensor) -> None:
+        memory = gpu.memory_of(tensor)
+        assert memory is not None
+        gpu.uses(memory, theirs, True, "TensorFlow")
+
+    def seen_after_a_kernel(tensor: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            shared.append(seen(tensor))
+        with gpu.on(freeing):
+            gpu.keep(shared[-1], is_on_gpu=True)
+        used_by_tensorflow(shared[-1])
+        if not_waited_for != "TensorFlow":
+            theirs.synchronize()  # as TensorFlow says that its to_dlpack does
+        return shared[-1]
+
+    monkeypatch.setattr(crossing, "_seen", seen_after_a_kernel)
+    if not_waited_for == "PyTorch":
+        monkeypatch.setattr(crossing, "wait_for_caller", lambda device: None)
+    table = er.Table(ROWS, DIM, rule=er.SGD(lr=0.1), init=er.Normal(std=0.5), seed=5, device_memory=memory_of(None))
+    first = table.lookup(np.arange(6))
+    side = GpuSide(table, "a layer", crossing.Crossing("/CPU:0", fake_cuda.GPU))
+
+    def looked_up(ids: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
+        plan = side.plan(ids)
+        return [side.read(plan), *side.shown(side.sum(plan, grads), is_last=True)]
+
+    ids, grads = tf.range(6, dtype=tf.int64), tf.ones((6, DIM))
+    found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], keeper=[])
+    for tensor in shared:
+        used_by_tensorflow(tensor)  # which reads what it got, and frees what it gave
+    for tensor, expected in zip(found, (first, np.ones((6, DIM)), np.arange(6)), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), expected)
+    assert bool(gpu.races) == (not_waited_for is not None)
+    assert all("TensorFlow" in race or theirs.name in race for race in gpu.races)

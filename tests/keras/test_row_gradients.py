@@ -599,7 +599,8 @@ def test_passes_that_share_a_number(wrap: Any, rounds: Any, monkeypatch: Any) ->
 
 def test_a_sum_of_some_of_the_passes_that_share_a_number_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr("embedrock.keras.training.pending.SINGLES", 2)
-    grads, pending = RowGradients.sum(make_plan(np.array([1, 3])), np.ones((2, DIM), np.float32)), Pending()
+    grads = RowGradients.sum(make_plan(np.array([1, 3])), np.ones((2, DIM), np.float32))
+    pending = Pending(RowGradients.sum_of)
     tokens = [pending.add((0, 0), lookup, grads) for lookup in range(5)]
     for some in (tokens[4], sum(tokens[:4])):
         with pytest.raises(ArgumentError, match=r"of some of more than 2 backward .*long loop before the next"):

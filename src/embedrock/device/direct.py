@@ -277,6 +277,7 @@ class DirectSide(DeviceSide):
         keys = torch.cat([before.keys, later.plan.keys])
         plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
         summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
-        most = self._count + 1  # with the key of no row: however many batches accumulate
-        plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most])
+        most = self._count + 1  # with the key of no row, which is the last: however many batches accumulate
+        count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)
+        plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most], count=count)
         return replace(summed, sums=Sums(plan, summed.values[:most]))

@@ -70,6 +70,12 @@ class DevicePlan:
     new: Tensor | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that it takes, or less: arrays may lie in larger ones."""
+        parts = self.keys, self.ids, self.starts, self.order, self.inverse
+        return sum(part.nbytes for part in parts)
+
+    @property
     def all_keys(self) -> Tensor:
         """The keys of all positions, sorted."""
         assert self.ordered is not None  # the device planned

@@ -49,6 +49,13 @@ def check_capture(timelines: Sequence[Timeline]) -> None:
         )
 
 
+def wait_for_caller(device: torch.device) -> None:
+    """Return once all work of the caller's stream so far is done. On the CPU it is."""
+    if device.type == "cuda":
+        with cuda_runtime().beside_captures():
+            torch.cuda.current_stream(device).synchronize()
+
+
 class Timeline:
     """The order of a table's work: on the caller's stream, and on one of our own that copies records ahead of time.
 
@@ -141,7 +148,7 @@ class Timeline:
                 self._stream.synchronize()
             if self._copied is not None:
                 self._copied.synchronize()
-            torch.cuda.current_stream(self.device).synchronize()
+        wait_for_caller(self.device)
 
 
 class Ordered:

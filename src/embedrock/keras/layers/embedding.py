@@ -39,8 +39,9 @@ class Embedding(LookupLayer):
             any initializer, so that `keras.utils.set_random_seed` decides it. It is kept with the rows, in a ``.keras``
             too; a table that is there at `path` keeps its own.
         policy, keep, directory, on_nonfinite: as in `er.Table`.
-        device_memory: None, or 0, which says that rows are meant to be in RAM where TensorFlow has a GPU: it looks
-            them up, and steps them, by calls of the host.
+        device_memory: bytes of the GPU's memory, or "2GiB", or "25%" of it, for rows that TensorFlow's GPU uses; it
+            needs PyTorch and Triton, and has not met a GPU yet (docs/keras.md). None: the CPU uses the rows. 0: so it
+            does, and this is meant where TensorFlow has a GPU.
         group: an `er.Group`, whose member the table is, by the layer's name: one that is there, or a new one. Layers of
             a group that are looked up together, by an `EmbeddingCollection` or in a model that was `fuse`d, are read,
             and their gradients summed, in one go. A file of the model has the group; a copy of the layer is alone.

@@ -14,7 +14,6 @@ from embedrock.initializers import FromArray, FromBfloat16
 from embedrock.keras.layers.initializers import drawn_by
 from embedrock.keras.layers.options import REFUSED
 from embedrock.keras.layers.row_layer import TABLE_DTYPES
-from embedrock.keras.training.placement import refuse_device_memory
 from embedrock.table.options import LayerOptions, declared
 from embedrock.table.table import Table
 
@@ -38,7 +37,6 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
     for name in options:
         if remedy := (REFUSED | OF_WEIGHTS).get(name):
             raise UnsupportedError(f"`{name}` of {layer}.from_pretrained: {remedy}.")
-    refuse_device_memory(f"{layer}.from_pretrained", options.get("device_memory"))
     array = _array(weights)
     if getattr(array, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__

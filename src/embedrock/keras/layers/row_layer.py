@@ -16,7 +16,6 @@ from embedrock.keras.layers.options import KNOWN, REFUSED, REFUSED_METHODS, RowL
 from embedrock.keras.saving import loading, state
 from embedrock.keras.saving.tf_checkpoint import RowState
 from embedrock.keras.training.handle import Handle, handle_of
-from embedrock.keras.training.placement import refuse_device_memory
 from embedrock.keras.training.regularization import BatchRegularizer, LookedUp, constraint_of, regularizer_of
 from embedrock.keras.workers import shards
 from embedrock.table.group import Group
@@ -56,7 +55,6 @@ class RowLayer(keras.layers.Layer):
         kind = self.kind
         of_table, of_keras, others = split_options(options)
         refuse(kind, [name for name, value in others.items() if value is not None], REFUSED, known=KNOWN)
-        refuse_device_memory(kind, of_table["device_memory"])
         super().__init__(**of_keras)
         self.supports_jit = False  # XLA cannot call the host
         dim = input_dim.dim if isinstance(input_dim, Table) else output_dim

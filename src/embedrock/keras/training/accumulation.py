@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError
-from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.slices import TYPES, RowSlices, shaped
 
 
 class RowAccumulator:
-    """Stands where Keras has a variable for the gradients of micro-batches: the sum of those of rows, on the host.
+    """Stands where Keras has a variable for gradients of micro-batches: the sum of those of rows, where they are used.
 
     Args:
         handle: of the table.
@@ -25,11 +23,11 @@ class RowAccumulator:
     def __init__(self, handle: Handle, variable: Any) -> None:
         self._handle, self._variable = handle, variable
         self.shape, self.dtype = variable.shape, variable.dtype
-        self._sum: RowGradients | None = None
+        self._sum: Any = None
 
     def add(self, gradient: RowSlices) -> None:
         """Add a gradient, in a program."""
-        with tf.control_dependencies(self._call(self._added, gradient, tf.int64)):
+        with tf.control_dependencies(self._call(self._added, gradient, [tf.int64])):
             self._variable.assign(tf.ones(self.shape, self.dtype))
 
     def assign(self, zeros: Any) -> None:
@@ -43,18 +41,17 @@ class RowAccumulator:
 
     def _call(self, function: Any, gradient: RowSlices, dtypes: Any) -> list[tf.Tensor]:
         inputs = [tf.convert_to_tensor(self._variable.value), *gradient.sent()]
-        return host_calls.call(function, inputs, dtypes, keeper=self._handle.functions)
+        return self._handle.side.call(function, inputs, dtypes, keeper=self._handle.functions)
 
-    def _added(self, marks: np.ndarray, *arrays: np.ndarray) -> np.int64:
+    def _added(self, marks: Any, *arrays: Any) -> np.int64:
         self._sum = self._with(marks, arrays)
         self._handle.pending.end_step()
         return np.int64(0)
 
-    def _total(self, marks: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        total = self._with(marks, arrays)
-        return [total.values.copy(), total.plan.ids.copy()]  # TensorFlow writes to what it is given
+    def _total(self, marks: Any, *arrays: Any) -> list[Any]:
+        return self._handle.side.shown(self._with(marks, arrays), is_last=False)
 
-    def _with(self, marks: np.ndarray, arrays: tuple[np.ndarray, ...]) -> RowGradients:
+    def _with(self, marks: Any, arrays: tuple[Any, ...]) -> Any:
         before, grads = (self._sum if marks.any() else None), self._handle.gradients(arrays)
         if before is None and marks.any():
             raise ArgumentError(
@@ -62,4 +59,4 @@ class RowAccumulator:
                 f"gradients of rows of {self._handle.label} that waited: training cannot go on from it. Load one that "
                 "was saved after a step, by erk.TableCheckpoint for example."
             )
-        return grads if before is None else before.merge(grads)
+        return grads if before is None else self._handle.side.sum_of([before, grads])

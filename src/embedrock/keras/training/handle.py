@@ -14,16 +14,15 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras tells no other way whether it builds symbolically
 
-from embedrock.batch.gradients import RowGradients
-from embedrock.errors import ArgumentError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.fronts.rules import RuleTaker, bind_rule, given_rule, written
 from embedrock.keras.training import guards, host_calls
 from embedrock.keras.training.guards import writing_refused
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pending
-from embedrock.keras.training.placement import warn_of_gpus
+from embedrock.keras.training.placement import crossing_for
+from embedrock.keras.training.sides import ArraySide, ProgramSide
 from embedrock.keras.training.slices import ONCE, TYPES, RowSlices, TableShape, WaitingSlices, checked, shaped
 from embedrock.keras.training.variable import RowsVariable
-from embedrock.machine.buffers import buffers
 from embedrock.rules import Rule
 from embedrock.table.table import Table, rows_of
 
@@ -45,6 +44,7 @@ class Handle:
 
     Attributes:
         table: the rows.
+        side: where programs use them.
         variable: the Keras variable, float32 (SLOTS,).
         strategy: the `tf.distribute` strategy that it was made under.
         label: what error messages call the layer.
@@ -57,10 +57,10 @@ class Handle:
     def __init__(self, table: Table, label: str) -> None:
         self.table, self.label = table, label
         self.brought: dict[str, Any] = {}
-        self.pending = Pending()
+        self.side = _side_of(table, label)
+        self.pending = Pending(self.side.sum_of)
         self.functions: list[Callable[..., Any]] = []
         rows_of(table).name_by(label)
-        warn_of_gpus(table)
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
@@ -100,7 +100,13 @@ class Handle:
 
         Raises:
             ArgumentError: another layer brought another one.
+            UnsupportedError: a constraint, of rows that a GPU steps.
         """
+        if given is not None and name == "embeddings_constraint" and self.side.is_on_gpu:
+            raise UnsupportedError(
+                f"`embeddings_constraint` of {self.label} cannot go with device_memory=, as the CPU applies it between "
+                "a step and its end. Leave one of them out."
+            )
         known = self.brought.get(name)
         if given is not None and known is not None and not _is_same(known, given):
             raise ArgumentError(
@@ -182,7 +188,7 @@ class Handle:
         def found(token: tf.Tensor) -> list[tf.Tensor]:
             handle = known()
             read = functools.partial(handle._read, tf.executing_eagerly())
-            return host_calls.call(read, [token], TYPES, keeper=handle.functions)
+            return handle.side.call(read, [token], TYPES, keeper=handle.functions)
 
         def read(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return shaped(host_calls.once_differentiable(found, ONCE)(token), dim)
@@ -213,10 +219,9 @@ class Handle:
             )
         return np.int64(0)
 
-    def _read(self, is_last: bool, token: np.ndarray) -> list[np.ndarray]:
-        grads = self.pending.read(token, is_last) or self.no_gradients()
-        # TensorFlow writes to what it is given; what nobody reads again is its own.
-        return [grads.values if is_last else buffers.copy(grads.values), grads.plan.ids.copy()]
+    def _read(self, is_last: bool, token: Any) -> list[Any]:
+        grads = self.pending.read(self.side.host_array(token), is_last) or self.no_gradients()
+        return self.side.shown(grads, is_last)  # TensorFlow writes to what it is given
 
     def admit(self, gradient: Any) -> RowSlices:
         """Return, in a program, a gradient of the rows of any form, as a step takes it.
@@ -241,22 +246,39 @@ class Handle:
             f"model.trainable_variables: got {type(gradient).__name__} of shape {gradient.shape}."
         )
 
-    def gradients(self, arrays: Sequence[np.ndarray]) -> RowGradients:
+    def sent(self, gradient: RowSlices) -> list[tf.Tensor]:
+        """Return, in a program, what a step of the rows gets: see `RowSlices.sent`. What a GPU has stays there."""
+        parts = gradient.sent()
+        if len(parts) == 1 or not self.side.is_on_gpu:
+            return parts
+        return self.side.call(self._received, parts, [tf.float32], keeper=self.functions)
+
+    def _received(self, *arrays: Any) -> np.ndarray:
+        """Return a token of gradients, which wait from now on."""
+        return self.pending.add((0, 0), 0, self.gradients(arrays))
+
+    def gradients(self, arrays: Sequence[Any]) -> Any:
         """Return what was sent to a step: see `RowSlices.sent`.
 
         Of a token of nothing there is no row: a step all the same, as it is one for a variable.
         """
         if len(arrays) == 1:
-            return self.pending.take(arrays[0]) or self.no_gradients()
+            return self.pending.take(self.side.host_array(arrays[0])) or self.no_gradients()
         values, indices = arrays
-        plan = self.pending.plan_of(indices)  # which knows what the lookups have found out
-        if plan is None:
-            return self.table.sum(self.table.plan(indices), values)
-        return RowGradients.of_rows(plan, buffers.copy(values))
+        return self.side.of_rows(values, indices, self.pending.plans)
 
-    def no_gradients(self) -> RowGradients:
+    def no_gradients(self) -> Any:
         """Return gradients for no row."""
-        return self.table.sum(self.table.plan([]), np.empty((0, self.table.dim), np.float32))
+        return self.side.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
+
+
+def _side_of(table: Table, label: str) -> ProgramSide:
+    crossing = crossing_for(table, label)
+    if crossing is None:
+        return ArraySide(table, label)
+    from embedrock.keras.training.gpu_side import GpuSide
+
+    return GpuSide(table, label, crossing)
 
 
 def _weakly(handle: Handle) -> Callable[[tf.Tensor], RowSlices]:

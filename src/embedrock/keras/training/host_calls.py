@@ -56,12 +56,21 @@ def call(
         stateful: calls come one after the other, in the order of the program.
     """
     if tf.executing_eagerly():
-        made = tf.numpy_function(function, inputs, dtypes)
-    else:
-        keeper.append(function)
-        with _Frameless():
-            made = tf.numpy_function(_weakly(function), inputs, dtypes, stateful=stateful, name=NAME)
-    return tf.nest.flatten(made)  # a single one comes without its list when there is no graph
+        return tf.nest.flatten(tf.numpy_function(function, inputs, dtypes))  # a single one comes without its list then
+
+    def operation(called: Callable[..., Any]) -> Any:
+        return tf.numpy_function(called, inputs, dtypes, stateful=stateful, name=NAME)
+
+    return in_program(operation, function, keeper)
+
+
+def in_program(
+    operation: Callable[[Callable[..., Any]], Any], function: Callable[..., Any], keeper: list[Callable[..., Any]]
+) -> list[tf.Tensor]:
+    """Return what an operation that calls a function makes in a program: see `call`."""
+    keeper.append(function)
+    with _Frameless():
+        return tf.nest.flatten(operation(_weakly(function)))
 
 
 class _Frameless(tf_stack.StackTraceFilter):

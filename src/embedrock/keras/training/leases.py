@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from typing import Any
 
-from embedrock.batch.plan import Plan
 from embedrock.process import forks
-from embedrock.table.batches import Reading
 
 # Of a lookup whose plans are no longer kept when its gradients come, they are made again.
 KEPT_BYTES = 1 << 27
-
-Leased = Plan | Reading  # of a table, or of tables of a group
 
 
 class Leases:
@@ -24,11 +21,11 @@ class Leases:
     def __init__(self) -> None:
         self._lock = forks.lock(forks.Rank.SECTION)
         self._numbers = itertools.count(1)
-        self._plans: OrderedDict[int, list[Leased]] = OrderedDict()
+        self._plans: OrderedDict[int, list[Any]] = OrderedDict()
         self._bytes = 0
 
-    def grant(self, plans: list[Leased]) -> int:
-        """Return the number of a new lease, of the plans of a lookup."""
+    def grant(self, plans: list[Any]) -> int:
+        """Return the number of a new lease, of the plans of a lookup: of tables, or of tables of a group."""
         with self._lock:
             number = next(self._numbers)
             self._plans[number] = plans
@@ -37,7 +34,7 @@ class Leases:
                 self._bytes -= _size(self._plans.popitem(last=False)[1])
             return number
 
-    def end(self, number: int) -> list[Leased] | None:
+    def end(self, number: int) -> list[Any] | None:
         """Return the plans of the lookup whose gradients come; None where they are no longer kept, or came before."""
         with self._lock:
             plans = self._plans.pop(number, None)
@@ -45,7 +42,7 @@ class Leases:
             return plans
 
 
-def _size(plans: list[Leased]) -> int:
+def _size(plans: list[Any]) -> int:
     return sum(plan.nbytes for plan in plans)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
@@ -20,7 +19,6 @@ from embedrock.keras.training.fetching import Fetching
 from embedrock.keras.training.handle import Handle, keeper_of
 from embedrock.keras.training.leases import LEASES
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.placement import warn_of_rows_elsewhere
 from embedrock.keras.training.requests import PartLookup, Request, TableLookup, by_table
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
@@ -35,10 +33,10 @@ _REMEDIES = {
 
 
 class Lookup:
-    """A lookup in a program: rows of several tables, all of them in one call of the host.
+    """A lookup in a program: rows of several tables that are used at one place, all of them in one call.
 
-    It is made when the program is traced, once for each replica; what the host does for it runs in `look_up` and
-    `sum_gradients`. Requests of one table are planned together.
+    It is made when the program is traced, once for each replica; what the sides of the tables do for it runs in
+    `look_up` and `sum_gradients`. Requests of one table are planned together.
 
     Attributes:
         handles: of the tables.
@@ -53,7 +51,7 @@ class Lookup:
         Lookup._count += 1
         self._number, self._keep = Lookup._count, keep
         self.handles = list(dict.fromkeys(request.handle for request in requests))
-        self.functions = keeper_of(self.handles)
+        self.functions, self.call = keeper_of(self.handles), self.handles[0].side.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
         self.by_table = by_table(requests)
         alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
@@ -62,7 +60,7 @@ class Lookup:
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
-    def look_up(self, *inputs: np.ndarray) -> list[np.ndarray]:
+    def look_up(self, *inputs: Any) -> list[Any]:
         """Return the number of a lease, the rows or bags of each request, and what is saved for the backward pass.
 
         Args:
@@ -73,7 +71,7 @@ class Lookup:
         with span("lookup"):
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
-                warn_of_rows_elsewhere(handle.table, handle.label)
+                handle.side.begin()
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
             for one in self.by_table:
@@ -88,9 +86,7 @@ class Lookup:
             lease = LEASES.grant(plans if self._keep else [])
         return [np.asarray(lease, np.int64), *rows, *kept]
 
-    def sum_gradients(
-        self, place: int, replica: np.ndarray, lease: np.ndarray, *inputs: np.ndarray
-    ) -> list[np.ndarray]:
+    def sum_gradients(self, place: int, replica: Any, lease: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
         Args:
@@ -102,8 +98,8 @@ class Lookup:
         count = len(self._requests)
         requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
         plans = LEASES.end(int(lease)) or [one.plan(requests) for one in self.by_table]
-        by_handle: dict[Handle, list[RowGradients]] = {handle: [] for handle in self.handles}
-        of_weights: dict[int, np.ndarray] = {}
+        by_handle: dict[Handle, list[Any]] = {handle: [] for handle in self.handles}
+        of_weights: dict[int, Any] = {}
         for one, plan in zip(self.by_table, plans, strict=True):
             kept = next(saved) if one.saves else None
             summed, weights = one.sum_gradients(requests, plan, grads, kept)
@@ -130,7 +126,7 @@ class Lookup:
             # TensorFlow leaves a stateless call out if nobody uses its gradients. Rounds of a loop make them in order.
             inputs, stateful = [*sent, *grads], host_calls.is_in_loop()
             function = functools.partial(self.sum_gradients, host_calls.place())
-            return host_calls.call(function, inputs, dtypes, keeper=self.functions, stateful=stateful)
+            return self.call(function, inputs, dtypes, keeper=self.functions, stateful=stateful)
 
         refusal = f"the gradient of rows of {self.handles[0].label} cannot be differentiated again. {INSTEAD}"
         found = host_calls.once_differentiable(summed, refusal)(*grads)
@@ -168,16 +164,16 @@ class Lookup:
     def _part_count(self) -> int:
         return sum(len(request.parts()) for request in self._requests)
 
-    def _filled(self, inputs: Sequence[np.ndarray]) -> list[Request]:
+    def _filled(self, inputs: Sequence[Any]) -> list[Request]:
         parts = iter(inputs)
         return [request.of(parts) for request in self._requests]
 
-    def _add(self, handle: Handle, place: tuple[int, int], grads: list[RowGradients]) -> np.ndarray:
-        return handle.pending.add(place, self._number, RowGradients.sum_of(grads))
+    def _add(self, handle: Handle, place: tuple[int, int], grads: list[Any]) -> np.ndarray:
+        return handle.pending.add(place, self._number, handle.side.sum_of(grads))
 
 
 def look_up(requests: Sequence[Request], training: bool | None = None) -> list[tf.Tensor]:
-    """Look up the rows of several inputs, of one table or of several, in one call of the host.
+    """Look up the rows of several inputs, of one table or of several, in one call; in one each of CPU and GPU.
 
     Args:
         requests: what to look up.
@@ -190,6 +186,17 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
         return [_served(request) for request in requests]
     for request in requests:
         request.handle.check_strategy()
+    places: dict[bool, list[int]] = {}
+    for k, request in enumerate(requests):
+        places.setdefault(request.handle.side.is_on_gpu, []).append(k)
+    found = {}
+    for which in places.values():
+        found.update(zip(which, _look_up([requests[k] for k in which], training), strict=True))
+    return [found[k] for k in range(len(requests))]
+
+
+def _look_up(requests: Sequence[Request], training: bool | None) -> list[tf.Tensor]:
+    """Do what `look_up` does where all rows are used at one place."""
     lookup, replica = Lookup(requests, keep=training is not False), _replica()
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
         raise UnsupportedError(
@@ -210,7 +217,7 @@ def look_up(requests: Sequence[Request], training: bool | None = None) -> list[t
         saved = [_dtype_saved(one) for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that those of several replicas, or in several places, need not wait for each other.
-        lease, *found = host_calls.call(lookup.look_up, inputs, dtypes, keeper=lookup.functions, stateful=False)
+        lease, *found = lookup.call(lookup.look_up, inputs, dtypes, keeper=lookup.functions, stateful=False)
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
@@ -232,7 +239,7 @@ def _shape(request: Request) -> list[int | None]:
 
 
 def _dtype_saved(one: PartLookup) -> tf.DType:
-    return tf.int32 if one.is_max else tf.float32
+    return one.trace if one.is_max else tf.float32
 
 
 def _served(request: Request) -> tf.Tensor:

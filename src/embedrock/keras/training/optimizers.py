@@ -130,7 +130,7 @@ class RowOptimizer:
             self._check_rule(handle)  # it may have been changed since it was built
         pairs = zip(behind, grads, trainable_variables, strict=True)
         dense = [(g, v.value if isinstance(v, keras.Variable) else v) for handle, g, v in pairs if handle is None]
-        handles, sent = [handle for handle, _ in rows], [grad.sent() for _, grad in rows]
+        handles, sent = [handle for handle, _ in rows], [handle.sent(grad) for handle, grad in rows]
         several = has_several_workers(self._distribution_strategy)
         tf.__internal__.distribute.interim.maybe_merge_call(
             functools.partial(self._step_all, handles),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, EmbedrockError
 from embedrock.process import forks
 
@@ -39,40 +37,43 @@ class Arrival(NamedTuple):
         replica, lookup, order: whose it is, of which lookup of the program, and the how many'th of the table. In this
             order gradients are summed.
         step: after how many steps of the table it came.
-        grads: of the rows.
+        grads: of the rows, as the table's side sums them.
     """
 
     replica: int
     lookup: int
     order: int
     step: int
-    grads: RowGradients
+    grads: Any
 
 
 class Pending:
-    """Gradients of a table's rows that are on the host, and the tokens that stand for them in programs.
+    """Gradients of a table's rows that wait where the rows are used, and the tokens for them in programs.
 
     Between lookups and the variable that stands for rows, TensorFlow does nothing with gradients but add them up:
     those of several lookups, of all rounds of a loop. So each backward pass gets a token, a vector with one bit set,
     and a sum of tokens tells which passes it is of. Where bits run out, in a long loop, the passes that come then share
     a number: a sum must be of all of them. Users never see a token: what a tape returns are `RowSlices`.
 
+    Args:
+        sum_of: adds gradients up, see `ProgramSide.sum_of`.
+
     Attributes:
         outlives_steps: some program looks at gradients after it has applied them.
     """
 
-    def __init__(self) -> None:
-        self.outlives_steps = False
+    def __init__(self, sum_of: Callable[[Sequence[Any]], Any]) -> None:
+        self.outlives_steps, self._sum_of = False, sum_of
         self._lock = forks.lock(forks.Rank.SECTION)
         self._arrivals: dict[int, list[Arrival]] = {}  # by number, in order of arrival
         self._next, self._orders = 0, itertools.count()
         self._shared: dict[tuple[int, int], int] = {}  # by place, what its passes share until it is asked for
         self._read: deque[tuple[int, list[Arrival]]] = deque()  # what programs have read, in that order
-        self._plans: deque[Plan] = deque(maxlen=KEPT)  # of that, until the next step
+        self._plans: deque[Any] = deque(maxlen=KEPT)  # of that, until the next step
         self._taken: dict[int, list[Arrival]] = {}  # by the step that is being made
         self._steps = 0
 
-    def add(self, place: tuple[int, int], lookup: int, grads: RowGradients) -> np.ndarray:
+    def add(self, place: tuple[int, int], lookup: int, grads: Any) -> np.ndarray:
         """Take what a backward pass brought; return its token, float32 (SLOTS,).
 
         Args:
@@ -108,14 +109,14 @@ class Pending:
             )
         return number
 
-    def take(self, token: np.ndarray) -> RowGradients | None:
+    def take(self, token: np.ndarray) -> Any:
         """Return, for a step, the sum of the gradients that a sum of tokens stands for; None where it is zero."""
         with self._lock:
             found = self._found(token)
             self._taken.update(found)
-        return _summed(found)
+        return self._summed(found)
 
-    def read(self, token: np.ndarray, is_last: bool) -> RowGradients | None:
+    def read(self, token: np.ndarray, is_last: bool) -> Any:
         """Return the same to somebody who may read it again, or for the last time."""
         with self._lock:
             found = self._found(token)
@@ -125,14 +126,20 @@ class Pending:
                 self._read.extend(found.items())
                 over = len(self._read) - max(KEPT, len(found))
                 self._forget([self._read.popleft() for _ in range(over)])
-        summed = _summed(found)
+        summed = self._summed(found)
         if summed is not None:
             self._plans.append(summed.plan)
         return summed
 
-    def plan_of(self, ids: np.ndarray) -> Plan | None:
-        """Return the plan of gradients that were read since the last step, by their rows' ids; None if none were."""
-        return next((plan for plan in list(self._plans) if np.array_equal(plan.ids, ids)), None)
+    @property
+    def plans(self) -> list[Any]:
+        """The plans of gradients that were read since the last step, or some of them."""
+        return list(self._plans)
+
+    def _summed(self, found: Mapping[int, Iterable[Arrival]]) -> Any:
+        arrivals = itertools.chain.from_iterable(found.values())
+        ordered = sorted(arrivals, key=lambda each: each[:3])
+        return self._sum_of([each.grads for each in ordered]) if ordered else None
 
     def end_step(self) -> None:
         """Forget what was stepped, and what has waited for long: nothing came of that."""
@@ -178,12 +185,6 @@ class Pending:
         self._taken.clear()
         self._read.clear()
         self._plans.clear()
-
-
-def _summed(found: Mapping[int, Iterable[Arrival]]) -> RowGradients | None:
-    arrivals = itertools.chain.from_iterable(found.values())
-    ordered = sorted(arrivals, key=lambda each: each[:3])
-    return RowGradients.sum_of([each.grads for each in ordered]) if ordered else None
 
 
 def _counts(token: np.ndarray) -> dict[int, int]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import tensorflow as tf
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan
-from embedrock.batch.pooling import ONES, Bags, pool, unpool, weight_grads
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.errors import ArgumentError, IdError
 from embedrock.keras.training.handle import Handle
 from embedrock.table.batches import Feature, Reading, unread
 from embedrock.table.group import Group
-from embedrock.table.table import Table
 from embedrock.wording import counted
+
+T = TypeVar("T")
 
 
 class Request(NamedTuple):
@@ -63,10 +64,10 @@ class Request(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """The gradients of one table's rows."""
+    """The gradients of one table's rows, as its side sums them."""
 
     handle: Handle
-    grads: RowGradients
+    grads: Any
 
 
 class TableLookup:
@@ -80,29 +81,35 @@ class TableLookup:
         is_max: as in `Request`.
         pools: whether any of them are bags.
         saves: whether a backward pass needs an array of its forward pass besides the plan.
+        trace: the dtype of that where it is of maxima.
     """
 
     def __init__(self, requests: Sequence[Request], which: Sequence[int]) -> None:
         mine = [requests[k] for k in which]
         self.handle, self.which, self.is_max = mine[0].handle, list(which), mine[0].is_max
+        self._side = self.handle.side
+        self.trace = self._side.trace
         self.pools = any(request.offsets is not None for request in mine)
         self.saves = self.is_max or any(request.weights is not None for request in mine)
 
-    def ids(self, requests: Sequence[Request]) -> np.ndarray:
+    def ids(self, requests: Sequence[Request]) -> Any:
         """Return the ids of all its requests (n,), given those of the lookup."""
-        return _joined([requests[k].ids.reshape(-1) for k in self.which])
+        return self._side.joined([requests[k].ids.reshape(-1) for k in self.which])
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
+    def plan(self, requests: Sequence[Request]) -> Any:
         """Plan all its requests."""
+        return self._asking(self._side.plan, requests)
+
+    def _asking(self, ask: Callable[[Any], T], requests: Sequence[Request]) -> T:
+        """Ask the side for all its ids; an `IdError` tells where a wrong one is."""
         try:
-            return self.handle.table.plan(self.ids(requests))
+            return ask(self.ids(requests))
         except IdError:
-            _refuse_outside([requests[k] for k in self.which])
+            mine = [requests[k] for k in self.which]
+            _refuse_outside([one.of(map(self._side.host_array, one.parts())) for one in mine])
             raise
 
-    def read(
-        self, requests: Sequence[Request], plan: Any, rows: np.ndarray | None = None
-    ) -> tuple[list[np.ndarray], np.ndarray | None]:
+    def read(self, requests: Sequence[Request], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
         """Read, and pool.
 
         Args:
@@ -114,26 +121,22 @@ class TableLookup:
             The rows or bags that each request asked for, and what `sum_gradients` needs to have saved: the unique
             rows, or the positions of maxima.
         """
-        table = self.handle.table
+        side = self._side
         if not self.pools:
-            found = self._look_up(requests) if plan is None else _spread(table, plan, rows)
+            if plan is None:
+                found = self._asking(side.lookup, requests)
+            else:
+                found = side.read(plan) if rows is None else rows[plan.inverse]
             return self._split(found, requests), None
         assert plan is not None  # the caller plans all that is pooled
-        rows = table.read_rows(plan) if rows is None else rows
+        rows = side.read_rows(plan) if rows is None else rows
         bags, weights = self._bags(requests, plan)
-        out, trace = pool(rows, weights, bags)
+        out, trace = side.pool(rows, weights, bags)
         return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
 
-    def _look_up(self, requests: Sequence[Request]) -> np.ndarray:
-        try:
-            return self.handle.table.lookup(self.ids(requests))
-        except IdError:
-            _refuse_outside([requests[k] for k in self.which])
-            raise
-
     def sum_gradients(
-        self, requests: Sequence[Request], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[Summed], list[np.ndarray]]:
+        self, requests: Sequence[Request], plan: Any, grads: Sequence[Any], saved: Any
+    ) -> tuple[list[Summed], list[Any]]:
         """Sum the gradients of all that was read.
 
         Args:
@@ -145,35 +148,48 @@ class TableLookup:
         Returns:
             The gradients of the rows of each table, and of the weights of those requests that have any.
         """
-        flat = _joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
+        side = self._side
+        flat = side.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
         if not self.pools:
-            return [Summed(self.handle, self.handle.table.sum(plan, flat))], []
+            return [Summed(self.handle, side.sum(plan, flat))], []
         bags, weights = self._bags(requests, plan)
-        trace = saved if self.is_max and saved is not None else ONES
-        summed = [Summed(self.handle, unpool(flat, weights, bags, trace))]
+        summed = [Summed(self.handle, side.unpool(flat, weights, bags, saved if self.is_max else None))]
         if weights is None or saved is None:
             return summed, []
-        of_positions = _cut(weight_grads(flat, saved, bags), [requests[k].ids.size for k in self.which])
+        of_positions = _cut(side.weight_grads(flat, saved, bags), [_count(requests[k].ids) for k in self.which])
         weighted = [requests[k].weights is not None for k in self.which]
         return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
 
-    def _bags(self, requests: Sequence[Request], plan: Plan) -> tuple[Bags, np.ndarray | None]:
+    def _bags(self, requests: Sequence[Request], plan: Any) -> tuple[Any, Any]:
         """Return the bags of all its requests, one after the other, and the weights of their positions."""
-        mine = [requests[k] for k in self.which]
-        bounds, start = [np.zeros(1, np.int64)], 0
+        mine, side = [requests[k] for k in self.which], self._side
+        bounds, start = [side.numbers(0, 1)], 0
         for request in mine:
-            bounds.append(start + _ends(request))
-            start += request.ids.size
-        bags = Bags(plan, np.concatenate(bounds), -1, "max" if self.is_max else "sum")
+            bounds.append(start + self._ends(request))
+            start += _count(request.ids)
+        bags = side.bags(plan, side.joined(bounds), "max" if self.is_max else "sum")
         if self.is_max or not self.saves:
             return bags, None
-        return bags, np.concatenate([_weights(request) for request in mine])
+        ones = (side.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
+        return bags, side.joined(list(ones))
 
-    def _split(self, found: np.ndarray, requests: Sequence[Request]) -> list[np.ndarray]:
+    def _ends(self, request: Request) -> Any:
+        """Return where each bag ends, int64; a row is a bag of one."""
+        ids, weights = _count(request.ids), request.weights
+        if request.offsets is None:
+            return self._side.numbers(1, ids + 1)
+        if weights is not None and _count(weights) != ids:
+            raise ArgumentError(
+                f"`weights` of {request.handle.label} must have one weight for each id: got {_count(weights)} for "
+                f"{counted(ids, 'id')}. Give them the shape of the ids."
+            )
+        return request.offsets[1:]
+
+    def _split(self, found: Any, requests: Sequence[Request]) -> list[Any]:
         """Return the rows or bags of each request as it wants them shaped."""
         mine = [requests[k] for k in self.which]
         shapes = [one.ids.shape if one.offsets is None else (len(one.offsets) - 1,) for one in mine]
-        parts = _cut(found, [int(np.prod(shape)) for shape in shapes])
+        parts = _cut(found, [math.prod(shape) for shape in shapes])
         return [part.reshape(*shape, found.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -185,10 +201,10 @@ class GroupLookup:
 
     Attributes:
         handles: of the tables.
-        which, pools, saves, is_max: as in `TableLookup`.
+        which, pools, saves, is_max, trace: as in `TableLookup`.
     """
 
-    pools, saves, is_max = True, False, False
+    pools, saves, is_max, trace = True, False, False, tf.int32
 
     def __init__(self, group: Group, requests: Sequence[Request], which: Sequence[int]) -> None:
         self._group, self.which = group, list(which)
@@ -233,7 +249,8 @@ def by_table(requests: Sequence[Request]) -> list[PartLookup]:
         of_tables.setdefault(request.handle, []).append(k)
     groups: dict[Group, list[int]] = {}
     for handle, which in of_tables.items():
-        if (group := handle.table.group) is not None and _is_plain([requests[k] for k in which]):
+        group = None if handle.side.is_on_gpu else handle.table.group
+        if group is not None and _is_plain([requests[k] for k in which]):
             groups.setdefault(group, []).extend(which)
     joint = [GroupLookup(group, requests, sorted(which)) for group, which in groups.items()]
     joint = [one for one in joint if len(one.handles) > 1]
@@ -260,30 +277,10 @@ def _refuse_outside(requests: Sequence[Request]) -> None:
         check_range(request.ids, table.rows, table.subject, lambda at, place=place, more=more: place(at) + more)
 
 
-def _ends(request: Request) -> np.ndarray:
-    """Return where each bag ends, int64; a row is a bag of one."""
-    if request.offsets is None:
-        return np.arange(1, request.ids.size + 1)
-    if request.weights is not None and request.weights.size != request.ids.size:
-        raise ArgumentError(
-            f"`weights` of {request.handle.label} must have one weight for each id: got {request.weights.size} for "
-            f"{counted(request.ids.size, 'id')}. Give them the shape of the ids."
-        )
-    return request.offsets[1:]
+def _count(array: Any) -> int:
+    """Return how many elements an array has."""
+    return math.prod(array.shape)
 
 
-def _weights(request: Request) -> np.ndarray:
-    return np.ones(request.ids.size, np.float32) if request.weights is None else request.weights
-
-
-def _spread(table: Table, plan: Plan, rows: np.ndarray | None) -> np.ndarray:
-    """Return the row of each position of a plan."""
-    return table.read(plan) if rows is None else rows[plan.inverse]
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _cut(whole: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    return np.split(whole, np.cumsum(sizes)[:-1])
+def _cut(whole: Any, sizes: Sequence[int]) -> list[Any]:
+    return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

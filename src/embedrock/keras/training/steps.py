@@ -14,19 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock import rules
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import keep_rule
+from embedrock.fronts.steps import DueStep, step_all
 from embedrock.keras.training.following import Counts, follow
 from embedrock.keras.training.handle import Handle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
-from embedrock.process.spans import span
 from embedrock.rules import Rule
 from embedrock.shards.messages import MessageReader, as_sent, pack
 from embedrock.shards.stages import Block, fold
 from embedrock.table.checks import of_step
-from embedrock.table.stepping import Due, step_all
 
 
 class Now(NamedTuple):
@@ -50,11 +48,11 @@ class Received:
         self.handles = handles
         self._sizes = [[len(part) for part in parts] for parts in sent]
 
-    def gradients(self, arrays: Sequence[np.ndarray]) -> list[RowGradients]:
+    def gradients(self, arrays: Sequence[np.ndarray]) -> list[Any]:
         """Return the gradients of each table, summed over the replicas, of all arrays that were sent."""
         left = iter(arrays)
         return [
-            RowGradients.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
+            handle.side.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in sizes])
             for handle, sizes in zip(self.handles, self._sizes, strict=True)
         ]
 
@@ -103,18 +101,18 @@ def _checked_owner(known: Any, handles: list[Handle]) -> Any:
     return optimizer
 
 
-def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[RowGradients]) -> np.int64:
+def _step_by(optimizer: Any, handles: list[Handle], now: Now, summed: Sequence[Any]) -> np.int64:
     """Step tables by the gradients of their rows."""
-    with span("step"):
-        due = [
-            Due(handle.table, _rule(optimizer, handle, now), own_part(handle.table, grads), constraint_on(handle))
-            for handle, grads in zip(handles, summed, strict=True)
-        ]
-        for handle, part in zip(handles, due, strict=True):
-            handle.check_rule(optimizer, part.rule)
-        step_all(due)
-        for handle in handles:
-            handle.pending.end_step()
+    made = [_rule(optimizer, handle, now) for handle in handles]
+    for handle, rule in zip(handles, made, strict=True):
+        handle.check_rule(optimizer, rule)  # before rows are brought to where they are stepped
+    due = [
+        DueStep(handle.side.stepped, rule, own_part(handle.table, grads), constraint_on(handle))
+        for handle, rule, grads in zip(handles, made, summed, strict=True)
+    ]
+    step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
+    for handle in handles:
+        handle.pending.end_step()
     return np.int64(len(due))
 
 

@@ -1,0 +1,89 @@
+"""`Crossing`: calls of PyTorch from TensorFlow's programs. What is on a GPU goes there and back by DLPack, uncopied.
+
+TensorFlow and PyTorch have streams and memory of their own, and neither waits for the other's. So the host waits:
+
+1. **For TensorFlow, before PyTorch reads.** `to_dlpack` returns when all is done that TensorFlow's GPU was given so far
+   (`TFE_TensorHandleDevicePointer` calls `Device::Sync`).
+2. **For PyTorch, before TensorFlow goes on**, also where an error is raised. TensorFlow may then free what it gave, and
+   read what it got.
+
+What TensorFlow gets lies in memory of its own, which nobody else has seen yet, and PyTorch copies into it. Memory of
+PyTorch's would go back to PyTorch when TensorFlow's host lets go of it, while its GPU may still be reading: the next
+batch could overwrite it. So nothing of a table is ever seen by TensorFlow, nor a tensor of TensorFlow's changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+from torch.utils import dlpack
+
+from embedrock.device.timeline import wait_for_caller
+from embedrock.keras.training import host_calls
+
+
+class Crossing:
+    """The way from a GPU of TensorFlow's to the same one of PyTorch's, and back.
+
+    Args:
+        place: what TensorFlow calls it.
+        device: what PyTorch calls it; the CPU, where Triton interprets its kernels.
+    """
+
+    def __init__(self, place: str, device: torch.device) -> None:
+        self._place, self.device = place, device
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        dtypes: Sequence[tf.DType],
+        *,
+        keeper: list[Callable[..., Any]],
+        stateful: bool = True,
+    ) -> list[tf.Tensor]:
+        """Call a function of PyTorch's tensors; return its outputs as TensorFlow's: see `host_calls.call`.
+
+        In a program, calls come one after the other, `stateful` or not. Of inputs, whole numbers come as int64: on a
+        GPU, TensorFlow passes none of 32 bits. Outputs may be of NumPy as well. The function must keep no input.
+        """
+        with tf.device(self._place):
+            given = [tf.cast(each, tf.int64) if each.dtype == tf.int32 else each for each in inputs]
+            if tf.executing_eagerly():
+                return self._cross(function, dtypes, [tf.identity(each) for each in given])
+
+            def operation(called: Callable[..., Any]) -> Any:
+                def cross(*tensors: tf.Tensor) -> list[tf.Tensor]:
+                    return self._cross(called, dtypes, tensors)
+
+                return tf.py_function(cross, given, list(dtypes), name=host_calls.NAME)
+
+            return host_calls.in_program(operation, function, keeper)
+
+    def _cross(
+        self, function: Callable[..., Any], dtypes: Sequence[tf.DType], tensors: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        try:
+            with torch.no_grad():
+                made = function(*map(_seen, tensors))
+                parts = made if isinstance(made, (list, tuple)) else [made]
+                return [self._handed_out(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        finally:
+            wait_for_caller(self.device)
+
+    def _handed_out(self, part: Any, dtype: tf.DType) -> tf.Tensor:
+        with tf.device(self._place):
+            if not isinstance(part, torch.Tensor):
+                return tf.constant(part, dtype)
+            out = tf.raw_ops.Empty(shape=list(part.shape), dtype=dtype)
+        if part.numel():
+            _seen(out).copy_(part)
+        return out
+
+
+def _seen(tensor: tf.Tensor) -> torch.Tensor:
+    """Return a tensor of TensorFlow's as PyTorch's, once its memory is ready."""
+    return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
