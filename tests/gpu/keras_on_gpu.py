@@ -31,6 +31,8 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.device import memory_for
 
+QUIET: Any = 0  # which Keras calls a string
+
 
 def trained(rows: Any, batches: tf.data.Dataset, steps: int) -> dict[str, Any]:
     """Fit a model on rows, which a layer has; return the microseconds of a step, but for the first, and its loss."""
@@ -39,9 +41,9 @@ def trained(rows: Any, batches: tf.data.Dataset, steps: int) -> dict[str, Any]:
     hidden = keras.layers.Dense(64, "relu")(keras.layers.Flatten()(rows(inputs)))
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(erk.optimizer(keras.optimizers.Adagrad(0.05)), "mse")
-    model.fit(batches.take(1), verbose=0)
+    model.fit(batches.take(1), verbose=QUIET)
     start = time.perf_counter()
-    history = model.fit(batches.skip(1), verbose=0)
+    history = model.fit(batches.skip(1), verbose=QUIET)
     return {"us": round((time.perf_counter() - start) / max(1, steps - 1) * 1e6), "loss": history.history["loss"][-1]}
 
 

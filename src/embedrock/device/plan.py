@@ -71,9 +71,8 @@ class DevicePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory that it takes, or less: arrays may lie in larger ones."""
-        parts = self.keys, self.ids, self.starts, self.order, self.inverse
-        return sum(part.nbytes for part in parts)
+        """Bytes of GPU memory that its large arrays take."""
+        return sum(array.nbytes for array in (self.keys, self.ids, self.order, self.inverse))
 
     @property
     def all_keys(self) -> Tensor:

@@ -138,6 +138,8 @@ class RowLayer(keras.layers.Layer):
             >>> layer.input_dim
             12
         """
+        if self._handle is not None:
+            self._handle.leave_gpu()
         self.table.grow(input_dim, init)
 
     @property

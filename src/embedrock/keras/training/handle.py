@@ -267,6 +267,12 @@ class Handle:
         values, indices = arrays
         return self.side.of_rows(values, indices, self.pending.plans)
 
+    def leave_gpu(self) -> None:
+        """Bring rows back from a GPU until they are looked up next. A step by gradients that wait there is an error."""
+        if self.side.is_on_gpu:
+            self.pending.drop()
+            rows_of(self.table).leave_side()
+
     def no_gradients(self) -> Any:
         """Return gradients for no row."""
         return self.side.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())
