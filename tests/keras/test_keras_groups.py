@@ -104,7 +104,9 @@ def test_gradients_are_those_of_layers_alone_in_loops_of_ones_own() -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_model_is_saved_with_its_group(tmp_path: Any) -> None:
+@pytest.mark.filterwarnings("ignore:device_memory=.*TensorFlow has no GPU here")
+def test_a_model_is_saved_with_its_group(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")  # so that the CPU uses the rows
     rows = layers(er.Group(memory="64MiB", device_memory="1MiB"))
     model = model_of(rows, "adam")
     fit(model)

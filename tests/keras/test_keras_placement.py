@@ -246,6 +246,13 @@ def test_wrong_ids_and_gradients_are_refused_at_once_and_nothing_changes():
         erk.Embedding(ROWS, DIM, device_memory=NEAR, embeddings_constraint="non_neg")(IDS)
 
 
+def test_of_a_group_the_cpu_uses_what_no_gpu_does_and_it_is_told():
+    words = erk.Embedding(None, DIM, group=er.Group(device_memory=NEAR), admission=er.Admission(2))
+    with pytest.warns(erk.PlacementWarning, match="is in a group, and its rows come and go: .* stepped by the CPU"):
+        words(IDS)
+    assert words.table.side is None
+
+
 def test_without_a_gpu_the_cpu_uses_the_rows_and_it_is_told(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     layer = erk.Embedding(ROWS, DIM, device_memory=NEAR)

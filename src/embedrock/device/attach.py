@@ -82,13 +82,8 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
-    if table.group is not None and rows.residents is not None:
-        warnings.warn(
-            f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
-            "are copied to the GPU. For GPU speed, make it outside of the group.",
-            PlacementWarning,
-            stacklevel=5,
-        )
+    if is_for_cpu(table):
+        warn_of_member(table, stacklevel=6)
         return None
     if given and (memory := _open_tier(rows, budget)) is not None:
         return OpenSide(rows, memory, device, budget)
@@ -98,6 +93,21 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if given and not annex.near.placement.near_rows:
             _warn_of_no_room(table, given, annex.tier)
     return HostedSide(rows, annex)
+
+
+def is_for_cpu(table: Table) -> bool:
+    """Return whether a table is of a group, and of a kind that no GPU uses there, whatever its memory."""
+    return table.group is not None and rows_of(table).residents is not None
+
+
+def warn_of_member(table: Table, stacklevel: int) -> None:
+    """Warn that the CPU uses a table of a group: see `is_for_cpu`."""
+    warnings.warn(
+        f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
+        "are copied to the GPU. For GPU speed, make it outside of the group.",
+        PlacementWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def _open_tier(rows: Rows, budget: int) -> Memory | None:

@@ -26,7 +26,8 @@ _SEE = "docs/keras.md, On a GPU"
 def crossing_for(table: Table, label: str) -> Crossing | None:
     """Return the way to the GPU that uses the rows of a table; None, which is told, where the CPU does.
 
-    The GPU does if the table was given memory there, by `device_memory=` of a layer, a table or a group. Under Triton's
+    The GPU does if the table was given memory there, by `device_memory=` of a layer, a table or a group (but for what
+    no GPU uses of groups). Under Triton's
     interpreter (``TRITON_INTERPRET=1``), the CPU is the GPU where TensorFlow has none.
 
     Raises:
@@ -51,8 +52,12 @@ def crossing_for(table: Table, label: str) -> Crossing | None:
             f"rows of {label} cannot be used by TensorFlow's GPU (device_memory={given!r}): {lack}. {_SEE}. Without "
             "device_memory the CPU uses them, to the same result."
         )
+    from embedrock.device.attach import is_for_cpu, warn_of_member
     from embedrock.keras.training.crossing import Crossing
 
+    if is_for_cpu(table):
+        warn_of_member(table, stacklevel=3)
+        return None
     return Crossing(GPU if gpus else CPU, _torch_device(is_interpreted))
 
 
