@@ -1,6 +1,6 @@
 """A training of a table on disk whose rows are near a device, which goes on until it is killed.
 
-    python tests/gpu/over_disk_loop.py PATH [group]
+    python tests/gpu/over_disk_loop.py PATH [group | "comes and goes"]
 
 In a group there are two layers, of two pools. It goes on from the last commit, and prints the number of each step whose
 commit is acknowledged.
@@ -33,6 +33,12 @@ def layers(**options: Any) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(ert.Embedding(ROWS, dim, seed=dim, name=str(dim), **options) for dim in (DIM, DIM // 2))
 
 
+def coming_and_going(**options: Any) -> ert.Embedding:
+    """Return a layer whose rows come and go."""
+    policies = {"admission": er.Admission(2, default="shared"), "eviction": er.Eviction(max_rows=50)}
+    return ert.Embedding(ROWS, DIM, seed=1, **policies, **options)
+
+
 def layers_in(model: torch.nn.Module) -> list[ert.Embedding]:
     """Return the layers of a model, which may be one."""
     return [module for module in model.modules() if isinstance(module, ert.Embedding)]
@@ -52,14 +58,15 @@ def train(model: torch.nn.Module, steps: range, files: er.Table | er.Group | Non
                 print(step + 1, flush=True)
 
 
-def main(path: str, in_group: str = "") -> None:
+def main(path: str, kind: str = "") -> None:
     if INTERPRETED:
         quick_interpreter.install()
-    if in_group:
+    if kind == "group":
         files = er.Group(path=path, memory="24KiB", device_memory="4KiB")
         model: torch.nn.Module = layers(group=files)
     else:
-        model = ert.Embedding(ROWS, DIM, path=path, memory="16KiB", device_memory="3KiB", seed=1)
+        options: dict[str, Any] = {"path": path, "memory": "16KiB", "device_memory": "3KiB"}
+        model = coming_and_going(**options) if kind else ert.Embedding(ROWS, DIM, seed=1, **options)
         files = model.table
     ert.place(model, DEVICE)
     train(model, range(files.last_step or 0, STEPS), files)

@@ -462,15 +462,3 @@ def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way,
     assert_same_table(mine.table, theirs.table)
     model_ids = torch.arange(2 * ROWS)
     assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))
-
-
-@pytest.mark.parametrize("policy", [{"admission": er.Admission(2)}, {"eviction": er.Eviction(max_rows=60)}], ids=list)
-def test_rows_that_come_and_go_stay_in_ram(policy: dict[str, Any]):
-    ids, model = batches(3), make(None, **policy)
-    train(model, ids)
-    before = model.table.export()
-    with pytest.raises(er.UnsupportedError, match=r"cannot on a GPU\. Pass device_memory=0, so that the CPU uses them"):
-        on_device(model.whole)(ids[0])
-    for got, wanted in zip(model.table.export(), before, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert_same_table(train(make(NONE_NEAR, **policy), ids).table, model.table)

@@ -6,6 +6,7 @@ asked comes in between, from this thread and from others.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from embedrock.rules import RULES
 from embedrock.table.table import rows_of
 from same_tables import LAZY
 from slow import slow
-from traced_pair import ASKED, TracedPair, drawn_acts, drawn_case, play
+from traced_pair import ADMISSIONS, ASKED, EVICTIONS, TracedPair, drawn_acts, drawn_case, play
 
 TO_THE_BIT = tuple(kind for kind in RULES if kind is not er.RowwiseAdagrad)  # which sums in another order
 
@@ -59,11 +60,13 @@ class DevicePair(TracedPair):
         if self.rng.random() < 0.5:
             (later,) = self.batches(self._trace(), 1)
             side.expect(torch.from_numpy(later))
+        padding = int(ids[0]) if self.rng.random() < 0.2 else None  # whose row gets no gradient, and no record
         plan = side.plan(torch.from_numpy(ids), trains=True)
         np.testing.assert_array_equal(side.read(plan).cpu().numpy(), other.lookup(ids))
-        summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), None, False)
+        summed = side.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
         step_all([DueStep(side, replace(cast(Any, there.rule), lr=lr), summed)])
-        other.update(ids, grads, lr=lr)
+        others = np.full(ids.shape, True) if padding is None else ids != padding
+        other.update(ids[others], grads[others], lr=lr)
 
     def leave(self) -> None:
         """Use the rows on the CPU for what a device cannot, or would tell otherwise."""
@@ -77,12 +80,22 @@ class DevicePair(TracedPair):
         super().grow(to_open)
 
     def forget(self) -> None:
-        self.leave()
+        side = rows_of(self.on_device()).side
+        if side is not None and not side.may_forget():
+            self.leave()
         super().forget()
 
     def facts(self) -> None:
         self.leave()
         super().facts()
+
+
+class RamPair(DevicePair):
+    """A pair whose table in RAM is stepped on a device, where some of its rows may be near."""
+
+    def on_device(self) -> er.Table:
+        self.ram.device_memory = self._near and memory_for(self.ram.spec, self._near)
+        return self.ram
 
 
 class OpenPair(DevicePair):
@@ -106,7 +119,7 @@ DevicePair.events = {
 }
 
 
-OpenPair.events = DevicePair.events
+RamPair.events = OpenPair.events = DevicePair.events
 
 
 def case_of(seed: int, in_group: bool) -> Case:
@@ -114,10 +127,27 @@ def case_of(seed: int, in_group: bool) -> Case:
     return replace(drawn_case(seed), rule=rule, in_group=in_group, admission=None, eviction=None)
 
 
+def coming_and_going(seed: int, in_group: bool) -> Case:
+    """Return a case whose rows come and go, by policies of which each meets each other one."""
+    admission, eviction = list(itertools.product(ADMISSIONS, EVICTIONS))[1 + seed % 35]
+    return replace(case_of(seed, in_group), admission=admission, eviction=eviction)
+
+
 @pytest.mark.parametrize(("seed", "operations"), [(0, 6), *slow(*((seed, 100) for seed in range(1, 41)))])
 @pytest.mark.parametrize("in_group", [False, *slow(True)])
 def test_a_trace_on_a_device(seed: int, operations: int, in_group: bool, tmp_path: Path):
     play(case_of(seed, in_group), drawn_acts(seed, operations), tmp_path / "table", DevicePair)
+
+
+@pytest.mark.parametrize(("seed", "operations"), [(8, 6), *slow(*((seed, 100) for seed in range(1, 41)))])
+@pytest.mark.parametrize("in_group", [False, *slow(True)])
+def test_a_trace_of_rows_that_come_and_go_on_a_device(seed: int, operations: int, in_group: bool, tmp_path: Path):
+    play(coming_and_going(seed, in_group), drawn_acts(seed, operations), tmp_path / "table", DevicePair)
+
+
+@pytest.mark.parametrize("seed", slow(*range(1, 41)))
+def test_a_trace_of_rows_that_come_and_go_in_ram_on_a_device(seed: int, tmp_path: Path):
+    play(coming_and_going(seed, in_group=False), drawn_acts(seed, 100), tmp_path / "table", RamPair)
 
 
 @pytest.mark.parametrize(("seed", "operations"), [(0, 3), *slow(*((seed, 100) for seed in range(1, 41)))])

@@ -65,3 +65,14 @@ def test_what_does_not_go_together_is_refused():
         er.UnsupportedError, match=r"`max_norm` \(1.0\) of .* cannot go with admission=: a lookup would"
     ):
         ert.Embedding(None, 4, max_norm=1.0, admission=er.Admission(2))
+
+
+def test_the_row_of_padding_stays():
+    layer = ert.Embedding(None, 4, seed=0, padding_idx=3, eviction=er.Eviction(max_rows=5, keep=[10]))
+    optimizer = ert.SGD(layer, lr=0.1)
+    for first in range(10, 20):
+        layer(torch.tensor([first, first + 1, 3])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer(torch.tensor([3])).tolist() == [[0.0] * 4]
+    assert layer.table.export()[0].tolist() == [3, 10, 18, 19, 20]

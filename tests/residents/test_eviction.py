@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,18 +311,6 @@ def test_a_commit_that_failed_leaves_nothing_out():
     table.close()
     with er.open("/t", mode="r", system=system) as again:
         check_equal_residents(again, ram)
-
-
-def test_a_gpu_is_refused_with_what_to_do_instead():
-    table = made(4)
-    step(table, [1, 2])
-    told = (
-        r"the table come and go .*which they cannot on a GPU\. Pass device_memory=0, so that the CPU uses them in RAM"
-    )
-    with pytest.raises(er.UnsupportedError, match=told):
-        rows_of(table).attach(cast("Any", table))  # which no side is: it is not asked
-    step(table, [3])
-    assert table.stats()["rows_touched"] == 3
 
 
 def test_ids_that_could_not_be_told_are_told_with_the_next_ones(tmp_path: Path):

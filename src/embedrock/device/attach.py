@@ -38,18 +38,15 @@ MAX_ROWS = 2**31 - 1  # that a GPU can plan: slots of near records are int32
 def side_of(table: Table, device: torch.device) -> DeviceSide | None:
     """Return the rows of a table on a device, brought there if they are not; None where the CPU has to use them.
 
-    That is so where RAM cannot be pinned, for tables of a group whose rows come and go, which a warning tells, and for
-    others whose rows do where `device_memory=0` asks for it.
+    That is so where RAM cannot be pinned, which a warning tells.
 
     The device has an index, if it is a GPU.
 
     Raises:
-        UnsupportedError: the device has not the features that kernels need, or the rows come and go; or rows of another
-            table are on another GPU.
+        UnsupportedError: the device has not the features that kernels need; or rows of another table are on another
+            GPU.
         MemoryBudgetError: it has too little memory.
     """
-    if rows_of(table).residents is not None and device_memory_of(table) == 0:
-        return None
     side = table.side
     if isinstance(side, DeviceSide) and side.is_current and side.device == device:
         return side
@@ -82,9 +79,6 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
         if chosen.mode == "host" and given and table.device_memory is None:
             _warn_of_nothing_left(table, given)
         return DirectSide(rows, tier, device, chosen)
-    if is_for_cpu(table):
-        warn_of_member(table, stacklevel=6)
-        return None
     if given and (memory := _open_tier(rows, budget)) is not None:
         return OpenSide(rows, memory, device, budget)
     annex = _annex_of_pool(table, device)
@@ -96,7 +90,7 @@ def _made(table: Table, device: torch.device) -> DeviceSide | None:
 
 
 def is_for_cpu(table: Table) -> bool:
-    """Return whether a table is of a group, and of a kind that no GPU uses there, whatever its memory."""
+    """Return whether a table is of a group, and of a kind that no GPU uses there with Keras."""
     return table.group is not None and rows_of(table).residents is not None
 
 
@@ -113,7 +107,7 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
 def _open_tier(rows: Rows, budget: int) -> Memory | None:
     """Return the tier of open ids, all of whose rows are near; None where the host has to plan."""
     spec, tier = rows.spec, rows.tier
-    if spec.rows is not None or drawn_by(spec.init) is None or not isinstance(tier, Memory):
+    if spec.rows is not None or drawn_by(spec.init) is None or spec.has_residents or not isinstance(tier, Memory):
         return None
     # The next ids get the slots after the last, not those of ids that were forgotten.
     fits = tier.count == tier.used_slots and tier.count < device_placing.all_open(spec, budget).near_rows
@@ -148,9 +142,14 @@ def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
 def _most_rows(table: Table) -> int | None:
     """Return how many rows there may be where a table has its records, which may be a pool; None: any number."""
     tier = rows_of(table).tier
-    of_all = [part.spec.rows for part in tier.pool.parts.values()] if isinstance(tier, Part) else [table.spec.rows]
-    known = [rows for rows in of_all if rows is not None]
-    return sum(known) if len(known) == len(of_all) else None
+    specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, Part) else [table.spec]
+    known = [rows for rows in map(_limit, specs) if rows is not None]
+    return sum(known) if len(known) == len(specs) else None
+
+
+def _limit(spec: Spec) -> int | None:
+    most = None if spec.eviction is None else spec.eviction.most_rows(spec.record_bytes)
+    return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
 
 
 def _annex_of_pool(table: Table, device: torch.device) -> Annex | None:

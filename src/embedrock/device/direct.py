@@ -211,7 +211,10 @@ class DirectSide(DeviceSide):
         # Not where it is a part of a sum, of one table or more, or there is no row, so that no kernel is launched.
         return type(grads.sums) is Sums and grads.plan.keys.shape[0] > 0
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
+        self._begin()
+        self.timeline.wait_for_copies()
+        return Ready(plan)
         self._begin()
         self.timeline.wait_for_copies()
         return Ready(plan)

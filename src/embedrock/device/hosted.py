@@ -17,14 +17,15 @@ from embedrock.device.ahead import Ahead, version_of
 from embedrock.device.annex import Annex
 from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.near import Near
-from embedrock.device.plan import DevicePlan
+from embedrock.device.plan import DevicePlan, Stepped
 from embedrock.device.side import DeviceSide, Ready, uploaded_together
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.runtime import as_tensor
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.process.spans import spanned
+from embedrock.residents.residents import Ballot
+from embedrock.table.lease import NOBODY
 from embedrock.table.member_steps import prepare_each
 from embedrock.table.rows import Rows
 
@@ -49,6 +50,7 @@ class HostedSide(DeviceSide):
     def __init__(self, rows: Rows, annex: Annex) -> None:
         super().__init__(rows, rows.tier, annex.device, annex.timeline, annex.clock)
         self.annex = annex
+        self._of_shared: np.ndarray | None = None  # the gradient of the shared row, in the step that is being made
         with rows.turn.lock:
             annex.join(self)
 
@@ -68,6 +70,9 @@ class HostedSide(DeviceSide):
 
     def _let_go(self) -> None:
         self.annex.part(self)
+
+    def may_forget(self) -> bool:
+        return True
 
     def stats(self) -> dict[str, float]:
         used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
@@ -174,7 +179,7 @@ class HostedSide(DeviceSide):
         if len(absent):
             if host.epoch < 0:  # they are read wherever they are
                 self.rows.turn.settle()
-            values_of = self.rows.first_values if host.epoch >= 0 else self.rows.weights_of
+            values_of = self.rows.unrecorded if host.epoch >= 0 else self.rows.weights_of
             fresh = self.uploaded(values_of(host.ids[absent]))
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
@@ -186,7 +191,7 @@ class HostedSide(DeviceSide):
         return self.rows.turn  # members of a group have one
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceGradients]]) -> None:
-        plans = {side.rows: self._host(grads.plan) for side, grads in parts}
+        plans = {side.rows: self._stepped(grads.plan).plan for side, grads in parts}
         with self._turn():
             for rows in plans:
                 rows.check_commit()
@@ -201,23 +206,64 @@ class HostedSide(DeviceSide):
             annex.cover(count)
 
     def is_prepared(self, grads: DeviceGradients) -> bool:
-        return self.rows.is_prepared(self._host(grads.plan))
+        return self.rows.is_prepared(self._stepped(grads.plan).plan)
 
     def plan_in_ram(self, grads: DeviceGradients) -> Plan | None:
-        return self._host(grads.plan)
+        return self._stepped(grads.plan).plan
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
         assert verdict is not None  # it was judged before
-        host = self._host(plan)
+        self._of_shared = None
         with self._turn(), self.annex.at_work():
-            # Where records are to be made, the host waits to know whether anything will be stepped.
-            if host.missing and not bool(verdict[gate.LIVE]):
+            due = self._due(plan, verdict)
+            if due is None:
                 return Ready(plan)
-            now = self.rows.prepare(host)
-            if now.slots is host.slots and not now.missing:
-                return Ready(plan, lambda: self.rows.admit(host))
-            keys = _Keys(plan.keys)
-            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self.rows.admit(host)))
+            now = self.rows.prepare(due.plan)
+            if now.plan.slots is due.plan.slots and not now.plan.missing:
+                return Ready(plan, lambda: self.rows.begin(now))
+            self._of_shared = self._shared_gradient(due, now.ballot, grads, verdict)
+            keys = _Keys(plan.keys.shape[0], _taking_part(due, now.ballot), self.device)
+            return Ready(replace(plan, keys=keys.tensor), lambda: keys.fill(self.rows.begin(now)))
+
+    def _due(self, plan: DevicePlan, verdict: Tensor) -> Stepped | None:
+        """Return what of a plan is stepped by a verdict; None: nothing. It waits for that where records may be made."""
+        stepped = self._stepped(plan)
+        if self.rows.residents is None:
+            return stepped if not stepped.plan.missing or bool(verdict[gate.LIVE]) else None
+        self.annex.host_waits += 1
+        if bool(verdict[gate.LIVE]):
+            return stepped
+        is_refused = bool(self.faults.tensor[0])
+        return None if is_refused else Stepped.of(stepped.plan, NOBODY)  # they were zeroed: a step that uses no row
+
+    def _shared_gradient(
+        self, due: Stepped, ballot: Ballot | None, grads: DeviceGradients, verdict: Tensor
+    ) -> np.ndarray | None:
+        """Return what the row is stepped by that trains for those that are turned away, if there is one."""
+        if self.rows.shared is None or ballot is None or ballot.rows is None:
+            return None
+        rows = np.flatnonzero(~ballot.rows)
+        values = grads.values[self.uploaded(rows if due.rows is None else due.rows[rows])]
+        values = values * verdict[gate.FACTOR : gate.FACTOR + 1].view(torch.float32)
+        if grads.clip_value is not None:
+            values = values.clamp(-grads.clip_value, grads.clip_value)
+        return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
+
+    def step_beside(self, numbers: Any) -> None:
+        gradient, self._of_shared = self._of_shared, None
+        self.rows.step_shared(gradient, numbers)
+
+    def tell(self) -> None:
+        self.rows.tell()
+
+    @property
+    def keeps_weights(self) -> bool:
+        # A record that is made begins with the row's first value, whatever it was read as before.
+        return super().keeps_weights and self.rows.default_row() is None
+
+    def _stepped(self, plan: DevicePlan) -> Stepped:
+        host = self._host(plan)  # which may have to be made
+        return plan.stepped or Stepped(host, None)
 
     def _host(self, plan: DevicePlan) -> Plan:
         assert plan.host is not None  # it was made here
@@ -225,40 +271,62 @@ class HostedSide(DeviceSide):
 
     # ------------------------------------------------------------ gradients
 
+    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+        if padding is None:
+            return self.no_row, plan
+        host = self._host(plan)
+        rows = np.flatnonzero(host.ids != padding)
+        if len(rows) == len(host.ids):
+            return self.no_row, plan
+        skip, plan = super()._without(plan, padding)
+        plan.stepped = Stepped.of(host, rows)
+        return skip, plan
+
     def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
         return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
 
     def _merged(self, earlier: DeviceGradients, later: DeviceGradients) -> DeviceGradients:
         if are_dropped(earlier):
             return later
-        parts = [(self._host(earlier.plan), earlier.scaled()), (self._host(later.plan), later.values)]
-        ids = np.concatenate([host.ids for host, _ in parts])
-        values = torch.cat([values[: len(host.ids)] for host, values in parts])
-        dropped = torch.cat([grads.plan.keys == DROPPED for grads in (earlier, later)])
-        with self._located(make_plan(ids)) as host:
-            plan = self._planned(host)
-        plan = self.masked(plan, dropped[plan.order[as_tensor(plan.starts)[:-1].long()]])
-        return sum_rows(values, plan, self.no_row)
+        due = [self._stepped(grads.plan) for grads in (earlier, later)]
+        values = [
+            values[: len(stepped.plan.ids)] if stepped.rows is None else values[self.uploaded(stepped.rows)]
+            for stepped, values in zip(due, (earlier.scaled(), later.values), strict=True)
+        ]
+        with self._located(make_plan(np.concatenate([stepped.plan.ids for stepped in due]))) as host:
+            return sum_rows(torch.cat(values), self._planned(host), self.no_row)
+
+
+def _taking_part(due: Stepped, ballot: Ballot | None) -> np.ndarray | slice:
+    """Return the positions of the rows of a batch that are stepped by a ballot."""
+    rows = slice(None) if due.rows is None else due.rows
+    if ballot is None or ballot.rows is None:
+        return rows
+    return ballot.rows if isinstance(rows, slice) else rows[ballot.rows]
 
 
 class _Keys:
     """Memory on a device for the slots of rows whose records are yet to be made.
 
     Args:
-        known: int64 (n,), of the rows: `DROPPED` of those that are not stepped.
+        count: of the rows.
+        stepped: which of them are stepped.
+        device: the device.
 
     Attributes:
-        tensor: int64 (n,).
+        tensor: int64 (count,).
     """
 
-    def __init__(self, known: Tensor) -> None:
-        self._is_dropped, self.tensor = known == DROPPED, torch.empty_like(known)
-        self._host = torch.empty(known.shape, dtype=torch.int64, device="cpu", pin_memory=known.is_cuda)
+    def __init__(self, count: int, stepped: np.ndarray | slice, device: torch.device) -> None:
+        self._stepped, self.tensor = stepped, torch.empty(count, dtype=torch.int64, device=device)
+        self._host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def fill(self, slots: np.ndarray) -> None:
-        """Write slots to `tensor`. It takes no memory, and nothing waits for it."""
-        self._host.numpy()[:] = slots
-        self.tensor.copy_(self._host, non_blocking=True).masked_fill_(self._is_dropped, DROPPED)
+        """Write slots of the rows that are stepped to `tensor`. It takes no memory, and nothing waits for it."""
+        keys = self._host.numpy()
+        keys[:] = DROPPED
+        keys[self._stepped] = slots
+        self.tensor.copy_(self._host, non_blocking=True)
 
 
 def are_dropped(grads: DeviceGradients) -> bool:

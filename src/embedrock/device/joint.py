@@ -466,7 +466,7 @@ def begin_step(run: Run, verdicts: Tensor, judged: int | Tensor) -> Callable[[],
     drafts = []
     for side, part in zip(sides, run.due, strict=True):
         side.check_rule(part.rule)
-        side.ready(run.whole.plan.plan, verdicts)
+        side.ready(run.whole.plan.plan, verdicts, part.grads)
         drafts.append(side.draft_step(part.rule))
     return functools.partial(_step, run, verdicts, judged, drafts)
 

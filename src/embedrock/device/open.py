@@ -20,7 +20,7 @@ from embedrock.device.gradients import DeviceGradients, sum_rows
 from embedrock.device.hosted import HostedSide, are_dropped
 from embedrock.device.near import Near
 from embedrock.device.open_directory import OpenDirectory
-from embedrock.device.plan import DevicePlan, make_open_plan
+from embedrock.device.plan import DevicePlan, Stepped, make_open_plan
 from embedrock.device.side import Ready, drawn_by, form_of
 from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu.directory import DROPPED
@@ -138,6 +138,9 @@ class OpenSide(HostedSide):
         self._all_near.let_go()
         super()._let_go()
 
+    def may_forget(self) -> bool:
+        return self._directory is None
+
     def stats(self) -> dict[str, float]:
         """Return numbers about it, and how many rows have records, which only it knows. Waits for the device."""
         if self._directory is None:
@@ -226,10 +229,10 @@ class OpenSide(HostedSide):
         if self._directory is None:
             super().cover_all(parts)
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
         directory = self._open()
         if directory is None:
-            return super().ready(plan, verdict)
+            return super().ready(plan, verdict, grads)
         assert verdict is not None  # it was judged before
         self.timeline.wait_for_copies()
         self._has_room_for = None
@@ -252,8 +255,10 @@ class OpenSide(HostedSide):
         parts = plan.ids, plan.inverse, as_tensor(plan.starts), plan.order.to(torch.int32)
         ids, inverse, starts, order = (part.cpu().numpy() for part in parts)
         with self._located(Plan(plan.shape, ids, inverse, starts, order)) as host:
-            plan.keys = torch.where(plan.keys[:count] == DROPPED, DROPPED, self.uploaded(host.slots))
-            plan.host = host
+            stepped = (plan.keys[:count] != DROPPED).cpu().numpy()
+            plan.host, plan.keys = host, self.uploaded(np.where(stepped, host.slots, DROPPED))
+            if not stepped.all():
+                plan.stepped = Stepped.of(host, np.flatnonzero(stepped))
 
     # ------------------------------------------------------------ gradients
 

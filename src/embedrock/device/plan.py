@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,23 @@ class Found:
     versions: tuple[int, ...]
 
 
+class Stepped(NamedTuple):
+    """What of a batch is stepped, where the host planned.
+
+    Attributes:
+        plan: of the rows.
+        rows: their positions among those of the batch, int64; None: all of them.
+    """
+
+    plan: Plan
+    rows: np.ndarray | None
+
+    @staticmethod
+    def of(batch: Plan, rows: np.ndarray) -> Stepped:
+        """Return those of some rows of a batch."""
+        return Stepped(batch.of_rows(rows), rows)
+
+
 @dataclass(eq=False)  # not frozen, which would take four times as long to make
 class DevicePlan:
     """What one batch needs, on a device. How many rows it has is known only there: arrays have room for n.
@@ -48,6 +66,7 @@ class DevicePlan:
         positions: int32 (n,), the key of each position, where the device planned.
         ordered: the same, sorted.
         host: the same on the host, where the host planned.
+        stepped: what of that is stepped; None: all of it.
         epoch: of the directory on the device that `keys` were found in; changes when ids get slots.
         found: what a lookup has read from RAM, for a step of the same rows.
         new: how many of `keys` have no slot there, see `directory.search`; None where that is not known.
@@ -65,6 +84,7 @@ class DevicePlan:
     positions: Tensor | None = None
     ordered: Tensor | None = None
     host: Plan | None = None
+    stepped: Stepped | None = None
     epoch: int = 0
     found: Found | None = None
     new: Tensor | None = None

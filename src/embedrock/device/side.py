@@ -190,6 +190,10 @@ class DeviceSide(ABC):
         if not self.timeline.is_recorded:
             self.faults.check()
 
+    def may_forget(self) -> bool:
+        """Return whether the host plans, which knows of batches that are not stepped yet."""
+        return False
+
     @abstractmethod
     def stats(self) -> dict[str, float]:
         """Return numbers about it."""
@@ -455,7 +459,7 @@ class DeviceSide(ABC):
         self.check_rule(rule)
         plan, verdict = grads.plan, judged.verdict
         self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
-        ready = self.ready(plan, verdict)
+        ready = self.ready(plan, verdict, grads)
         return functools.partial(self._step, rule, grads, judged, ready, self.draft_step(rule))
 
     def _step(self, rule: Rule, grads: DeviceGradients, judged: Judged, ready: Ready, draft: Any) -> None:
@@ -467,6 +471,7 @@ class DeviceSide(ABC):
         if admit is not None:
             admit()
         number, numbers = self.numbers_of_step(rule, draft, judged.number)
+        self.step_beside(numbers)
         seed = int(self.rows.spec.key)
         args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
         rows.step(plan.keys, plan.ids, grads.values, *args, seed, number, numbers, self.form, were)
@@ -530,8 +535,14 @@ class DeviceSide(ABC):
         """See to it that the device may use new records of a step, as `prepare_all` does."""
 
     @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor | None) -> Ready:
+    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceGradients) -> Ready:
         """Let a step by the verdict, int32 (LINE,), begin; no row changes."""
+
+    def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
+        """Do what the host does of a step that was counted; `numbers` are the rule's."""
+
+    def tell(self) -> None:  # noqa: B027
+        """Let those who want to know of it hear what a step has done, once all tables have made it."""
 
     def skip_step(self) -> None:
         """Count a step that is left out."""

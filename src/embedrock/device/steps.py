@@ -105,6 +105,8 @@ class DeviceStep:
                 turn.settle_steps()  # of tables of the same turn that the CPU steps with these
             for make in begun or ():
                 make()
+        for part in self.due:
+            part.side.tell()
 
     def _ordered(self) -> Ordered:
         return Ordered([part.side.timeline for part in self.due], ())  # each may have been used on a stream of its own

@@ -6,6 +6,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.fronts.references import tell_resumed
 from embedrock.process.interrupts import held_back
+from embedrock.residents.eviction import Eviction
 from embedrock.rules import Rule
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import FirstValues, make_rows
@@ -70,6 +72,7 @@ def open_table(
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
+    options = _keeping(options, padding_idx, rows)
     table = make_table(rows, dim, options, first) if group is None else _member(layer, group, rows, dim, options, first)
     try:
         padding = resolve_padding(padding_idx, table.rows)
@@ -79,6 +82,15 @@ def open_table(
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
+
+
+def _keeping(options: Mapping[str, Any], padding_idx: int | None, rows: int | None) -> Mapping[str, Any]:
+    """Return the options of a table whose row of zeros never leaves: no step uses it, and it would not come back so."""
+    eviction = options.get("eviction")
+    if padding_idx is None or not isinstance(eviction, Eviction):
+        return options
+    padding = resolve_padding(padding_idx, rows)
+    return {**options, "eviction": replace(eviction, keep=np.append(eviction.kept(), np.int64(padding or 0)))}
 
 
 def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) -> None:

@@ -33,7 +33,8 @@ class Growing(Facts):
 
         Raises:
             IdError, IdTypeError: as for `lookup`.
-            UnsupportedError: the rows are on a GPU.
+            ArgumentError: a batch that was read, and is not stepped yet, has some of them.
+            UnsupportedError: the rows are on a GPU, which plans its batches itself.
             ReadOnlyTableError: the table was opened with ``mode="r"``.
 
         Example:
@@ -82,10 +83,10 @@ def forget(rows: Rows, ids: np.ndarray) -> int:
     """Remove rows at once: see `Growing.forget`."""
     rows.check()
     rows.check_commit()
-    if rows.side is not None:
+    if rows.side is not None and not rows.side.may_forget():
         raise UnsupportedError(
-            f"{rows.subject} cannot forget rows while they are used {rows.side!r}. Move the model to the CPU, or pass "
-            "device_memory=0 to keep its rows there."
+            f"{rows.subject} cannot forget rows while they are used {rows.side!r}: the host does not know which of "
+            "them a batch has that is not stepped yet. Move the model to the CPU first."
         )
     return rows.forget(np.unique(ids))
 

@@ -19,6 +19,7 @@ from embedrock.rules import SGD, Rule
 from embedrock.table import checks
 from embedrock.table import rows as table_rows
 from embedrock.table.batches import keys_of
+from embedrock.table.lease import Prepared
 from embedrock.table.member import part_of
 from embedrock.table.rows import Rows, leaving, taking_part
 from embedrock.tiers.part import NewRows, Pool
@@ -159,6 +160,8 @@ class MemberSteps:
         scratch = [pool.scratch() for pool in self._pools]
         drafts = [part.rows.draft(part.rule) for part in self._due]
         elections = [pool.election for pool in self._pools if pool.election is not None]
+        for election in elections:
+            election.draft_shared()
         _admit(self._pools)
         self._due[0].rows.home.group.lease.end()
         pairs = zip(self._due, drafts, strict=True)
@@ -187,8 +190,9 @@ def prepare_each(plans: Mapping[Rows, Plan], together: Collection[Rows] = ()) ->
         ((_, plan),) = plans.items()
         first.prepare(plan)
         return
-    nothing = np.empty((0, 0), np.float32)  # their gradients are elsewhere, with their rules
-    step = MemberSteps([MemberDue(rows, NO_RULE, RowGradients(plan, nothing, 0.0)) for rows, plan in plans.items()])
+    # Their gradients are elsewhere, with their rules.
+    nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
+    step = MemberSteps([MemberDue(rows, NO_RULE, grads) for rows, grads in zip(plans, nothing, strict=True)])
     step.find()
     step.lend(together)
 
@@ -246,15 +250,20 @@ class _Election:
         plan: of its batch, with the slots of now.
 
     Attributes:
+        batch: the plan of all rows.
         due: what the rows that take part are stepped by.
         ready: which these are, and which others leave for them.
     """
 
     def __init__(self, due: MemberDue, plan: Plan) -> None:
-        self.ready, of_all = due.rows.election(plan), due.grads.values
-        self._shared = due.rows.shared_gradient(self.ready.ballot, of_all)
-        values = taking_part(self.ready.ballot, of_all)
+        self.batch, self._of_all = due.grads.plan, due.grads.values
+        self.ready, self._shared = due.rows.election(plan), None
+        values = taking_part(self.ready.ballot, self._of_all)
         self.due = due._replace(grads=RowGradients(self.ready.plan, values, due.grads.square_norm))
+
+    def draft_shared(self) -> None:
+        """Decide what the row that others share is stepped by."""
+        self._shared = self.due.rows.shared_gradient(self.ready.ballot, self._of_all)
 
     @property
     def excess(self) -> int:
@@ -275,8 +284,7 @@ class _Election:
 
     def tell(self) -> None:
         """Let those who want to know of them hear which rows have left."""
-        if self.due.rows.residents is not None:
-            self.due.rows.residents.tell()
+        self.due.rows.tell()
 
 
 class _PoolStep:
@@ -400,9 +408,11 @@ class _PoolStep:
         done = 0
         for (rows, _, grads), own in zip(self._due, self._spans, strict=True):
             plan = rows.with_slots(grads.plan, self._slots[own])
-            fresh = self._fresh[done : done + plan.missing]
+            ready = Prepared(rows.version.now, plan, self._fresh[done : done + plan.missing])
+            if self.election is not None:
+                ready = ready._replace(ballot=self.election.ready.ballot, left=self.election.ready.left)
             if rows not in but_to:
-                rows.go_on_from(grads.plan, plan, fresh)
+                rows.go_on_from(grads.plan if self.election is None else self.election.batch, ready)
             done += plan.missing
 
     def calls(self, numbers: Mapping[Rows, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:

@@ -395,16 +395,16 @@ class Rows:
 
     # ---------------------------------------------------------------- training
 
-    def prepare(self, plan: Plan) -> Plan:
-        """Do all that can fail of a step, and return a plan of its rows with slots. Nothing changes.
+    def prepare(self, plan: Plan) -> Prepared:
+        """Do all that can fail of a step, and return what makes it possible. Nothing changes.
 
         The step of the same batch goes on from there, unless the table has changed in between.
         """
-        return self._prepared(plan, is_step=True).plan
+        return self._prepared(plan, is_step=True)
 
-    def go_on_from(self, batch: Plan, plan: Plan, fresh: np.ndarray) -> None:
-        """Let the step of a batch go on from what was prepared for tables together: see `Prepared`."""
-        self._lease_of(batch).prepared = Prepared(self.version.now, plan, fresh)
+    def go_on_from(self, batch: Plan, ready: Prepared) -> None:
+        """Let the step of a batch go on from what was prepared for tables together."""
+        self._lease_of(batch).prepared = ready
 
     def is_prepared(self, plan: Plan) -> bool:
         """Return whether `prepare` need neither wait nor move rows for a plan any more."""
@@ -459,6 +459,16 @@ class Rows:
         """Return the slots of a plan's rows, all of which have records then, and are about to change."""
         ready = self._prepared(plan)
         slots = self._admit(ready)
+        self.note(ready.ballot, ready.left)
+        return slots
+
+    def begin(self, ready: Prepared) -> np.ndarray:
+        """Let a step begin that a side makes; return the slots of the rows that take part, all of which have records.
+
+        It is noted who has come and left; `tell` says so to those who want to know, once the step is made.
+        """
+        slots = self._admit(ready)
+        self._lease.is_stepped = True
         self.note(ready.ballot, ready.left)
         return slots
 
@@ -521,6 +531,10 @@ class Rows:
         here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
         self.turn.start(records.step, *args, here=here)
         self.note(ready.ballot, ready.left)  # while the rows are stepped
+        self.tell()
+
+    def tell(self) -> None:
+        """Let those who want to know of them hear which rows have left."""
         if self.residents is not None:
             self.residents.tell()
 
@@ -538,8 +552,7 @@ class Rows:
     def write(self, plan: Plan, values: np.ndarray) -> None:
         """Overwrite the weights of a plan's rows by float32 (unique, dim), as they are after `rounded`."""
         self._overwrite(self.admit(plan), values)
-        if self.residents is not None:
-            self.residents.tell()
+        self.tell()
 
     def _overwrite(self, slots: np.ndarray, values: np.ndarray) -> None:
         self.tier.records.write(slots, values)
@@ -659,16 +672,7 @@ class Rows:
         self.replace_tier(tier)
 
     def attach(self, side: Side | None) -> None:
-        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer.
-
-        Raises:
-            UnsupportedError: they come and go.
-        """
-        if side is not None and self.residents is not None:
-            raise UnsupportedError(
-                f"rows of {self.subject} come and go (admission= or eviction=), which they cannot on a GPU. Pass "
-                "device_memory=0, so that the CPU uses them in RAM, or leave these out."
-            )
+        """Use rows in another memory too, which may be newer than those here until `Side.finish`; None: no longer."""
         before, self.side = self.side, side
         if before is not None and before is not side:
             before.close()

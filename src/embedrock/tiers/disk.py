@@ -326,6 +326,7 @@ class Disk(Tier):
         slots = self.cache.find(ids)
         here = slots >= 0
         own = slots[here]
+        self._ask_guests(own)
         self.preserve(own)
         is_stored = self.store.locate(ids) >= 0
         is_stored[here] |= (self.cache.flags[own] & WRITING) != 0  # it will be, by the commit under way
@@ -423,11 +424,6 @@ class Disk(Tier):
         self.cache.remove(victims)
         self._evictions, self._spilled = self._evictions + len(victims), self._spilled + len(dirty)
         self.new_epoch()
-
-    def _ask_guests(self, leaving: np.ndarray) -> None:
-        """Get what guests know of the records in slots whose rows are about to leave."""
-        for guest in list(self._guests):
-            guest.leave(leaving)
 
     # ---------------------------------------------------------------- its size
 

@@ -240,8 +240,11 @@ class Memory(Tier):
         return self.find(ids) >= 0
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
-        if is_final:
-            self.records.bytes[self.find(ids)] = 0
+        if self._guests or is_final:
+            slots = self.find(ids)
+            self._ask_guests(slots)
+            if is_final:
+                self.records.bytes[slots] = 0
         self.directory.remove(ids)
         self.new_epoch()
 

@@ -31,6 +31,13 @@ class Side(Protocol):
         """Raise what went wrong since the last check."""
         ...
 
+    def may_forget(self) -> bool:
+        """Return whether the table may forget rows meanwhile: it knows which of them a batch has that is not stepped.
+
+        Where the tier is asked to discard their records, it asks its guests.
+        """
+        ...
+
     def stats(self) -> dict[str, float]:
         """Return numbers about it."""
         ...

@@ -76,6 +76,7 @@ class Tier(ABC):
     def __init__(self, spec: Spec, placement: Placement, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
         self.arena, self.records = self._allocated(placement)
+        self._guests = weakref.WeakSet[Guest]()
         self.history: History | None = None
         self._guests = weakref.WeakSet[Guest]()
         self.new_epoch()
@@ -93,6 +94,11 @@ class Tier(ABC):
     def let_out(self, guest: Guest) -> None:
         """Ask a guest no more. It uses no record."""
         self._guests.discard(guest)
+
+    def _ask_guests(self, leaving: np.ndarray) -> None:
+        """Get what guests know of the records in slots whose rows are about to leave."""
+        for guest in list(self._guests):
+            guest.leave(leaving)
 
     def _move_guests_out(self) -> None:
         """Get what guests know of all records, which are about to move."""
