@@ -148,19 +148,20 @@ def fold(table: er.Table) -> None:
 def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_that_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system, held = Watched(), list[Commit]()
+    system, held = Watched(), list[tuple[Commit, float]]()
     with table_at(tmp_path, system=system) as table:
         files, rows = files_of(table), rows_of(table)
         train(table, 1)
         table.commit()
         train(table, 2)
         with monkeypatch.context() as patch:  # a commit that was begun before there was a base
-            patch.setattr(Commit, "start", lambda commit: held.append(commit))
+            patch.setattr(Commit, "start", lambda *args: held.append(args))
             table.commit(wait=False)
         try:
             fold(table)
         finally:
-            held[0].start()
+            commit, interval = held[0]
+            commit.start(interval)
         files.end_commit(rows)
         publish = manifests.publish
 

@@ -331,6 +331,27 @@ def test_a_quiet_commit_has_the_values_of_its_moment(call: int, monkeypatch: pyt
     both.close()
 
 
+def test_a_quiet_commit_of_many_rows_has_few_pieces(monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    append = Store.append_sealed
+
+    def noted(self: Store, log: Any, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        sizes.append(len(ids))
+        return append(self, log, sealed, ids)
+
+    for name, value in {"QUIET_PIECES": 4, "PART_SLOTS": 1 << 20, "PIECE_BYTES": 1 << 20}.items():
+        monkeypatch.setattr(commits, name, value)
+    monkeypatch.setattr(Store, "append_sealed", noted)
+    both = Both()
+    both.step()
+    both.commit(wait=False)
+    until(lambda: both.tier.commit is None or both.tier.commit.is_done)  # it was not hurried
+    assert sum(sizes) == ROWS and 4 <= len(sizes) <= 6 and rows_in(both, commits.QUIET_BYTES) < ROWS / 6
+    both.commit()
+    both.check_ended()
+    both.close()
+
+
 @pytest.mark.parametrize("room", [0, 1 << 20])
 def test_who_changes_rows_waits_for_no_disk_while_there_is_room(room: int, monkeypatch: pytest.MonkeyPatch):
     append, threads = Store.append_sealed, set[str]()

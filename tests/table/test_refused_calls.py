@@ -157,16 +157,16 @@ class HeldCommits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lock = threading.Lock()
-        self._start, self._hurry, self._begun = Commit.start, Commit.hurry, weakref.WeakSet[Commit]()
-        monkeypatch.setattr(Commit, "start", lambda commit: None)
+        self._start, self._hurry = Commit.start, Commit.hurry
+        self._intervals: weakref.WeakKeyDictionary[Commit, float] = weakref.WeakKeyDictionary()
+        monkeypatch.setattr(Commit, "start", lambda *args: self._intervals.__setitem__(*args))
         monkeypatch.setattr(Commit, "hurry", lambda commit: self._hurried(commit))
 
     def _hurried(self, commit: Commit) -> None:
         with self._lock:
-            is_new = commit not in self._begun
-            self._begun.add(commit)
-        if is_new:
-            self._start(commit)
+            interval = self._intervals.pop(commit, None)
+        if interval is not None:
+            self._start(commit, interval)
         self._hurry(commit)
 
 

@@ -30,7 +30,8 @@ from embedrock.tiers.turn import Turn
 
 PIECE_BYTES = 6 << 20  # sealed, and written, at a time
 PIECES_AHEAD = 2  # sealed before they are written
-QUIET_BYTES = 512 << 10  # where nobody waits for the end ...
+QUIET_BYTES = 512 << 10  # where nobody waits for the end; more ...
+QUIET_PIECES = 64  # ... where that would be more pieces than so many, for each of which two steps may be waited for ...
 QUIET_SHARE = 1 / 8  # ... and of the time, so that training has the table and the processors for the rest
 SAVED_SHARE = 3 / 4  # of the RAM for buffers, that rows may take which changed first, and wait for the disk
 LARGE_BYTES = 32 << 20  # of rows in a commit, after which memory is given back: that takes some milliseconds
@@ -201,7 +202,8 @@ class Frozen:
 
     def _write_quietly(self, parts: Iterator[np.ndarray]) -> np.ndarray:
         """Write pieces, with pauses between them, until somebody waits for the end; return what is left of a part."""
-        rows, rest = self._tier.store.piece_rows(QUIET_BYTES), 0.0
+        nbytes = min(PIECE_BYTES, max(QUIET_BYTES, self.nbytes // QUIET_PIECES))
+        rows, rest = self._tier.store.piece_rows(nbytes), 0.0
         for part in parts:
             for done in range(0, len(part), rows):
                 if self._pause(rest):
