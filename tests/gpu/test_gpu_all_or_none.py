@@ -110,10 +110,10 @@ def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkey
         layer(torch.tensor([5, 6])).sum().backward()
     keys, calls = hosted._Keys, itertools.count()
 
-    def second_fails(known: torch.Tensor) -> Any:
+    def second_fails(*args: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("out of memory")
-        return keys(known)
+        return keys(*args)
 
     monkeypatch.setattr(hosted, "_Keys", second_fails)
     with pytest.raises(er.MemoryBudgetError, match=r"more GPU memory than there is: out of memory Nothing has changed"):

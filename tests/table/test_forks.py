@@ -438,6 +438,9 @@ class OnGpu:
 
     def check(self) -> None: ...
 
+    def may_forget(self) -> bool:
+        return False
+
     def stats(self) -> dict[str, float]:
         return {}
 
