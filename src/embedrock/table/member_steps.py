@@ -339,7 +339,8 @@ class _PoolStep:
 
     @property
     def _leaving(self) -> int:
-        return 0 if self.election is None else self.election.excess
+        """How many slots are free once others have left. Those that leave a table on disk need not have had one."""
+        return 0 if self.election is None or self._pool.tier.evicts else self.election.excess
 
     @property
     def more(self) -> list[NewRows]:

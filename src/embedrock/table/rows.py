@@ -417,7 +417,9 @@ class Rows:
             return None
         if known.ballot is not None and known.ballot.counts != is_step:
             return None
-        return known if tier.has_room(known.plan.missing - leaving(known.ballot)) else None
+        # Rows that leave a table on disk need not have been in RAM.
+        freed = 0 if tier.evicts else leaving(known.ballot)
+        return known if tier.has_room(known.plan.missing - freed) else None
 
     def _prepared(self, plan: Plan, is_step: bool = False) -> Prepared:
         """Do all that can fail of a change of a plan's rows: read, make room, save what a commit still needs.
