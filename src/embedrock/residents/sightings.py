@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -13,7 +12,7 @@ from embedrock.machine.arena import reserve
 from embedrock.residents.admission import Admission
 from embedrock.residents.changes import LINE_WORDS, Arrays, Columns, copied, damaged, int64
 from embedrock.residents.pairs import Pairs
-from embedrock.residents.still import Still
+from embedrock.residents.still import LastStill, Still
 
 SCANNED_BYTES = 1 << 20  # of a sketch, looked through at a time
 LEAST_CHANGES = 4096  # of ids, that are noted one by one however few are counted
@@ -156,7 +155,7 @@ class Sketch(Sightings):
         nbytes = admission.lines * SKETCH_LINE_BYTES
         self._lines = reserve(nbytes, "the sketch of a table's admission").reshape(-1, SKETCH_LINE_BYTES)
         self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
-        self._still: weakref.ref[Still] | None = None  # what a commit writes, while it does
+        self._still = LastStill()
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         counts = np.empty(len(ids), np.int64)
@@ -164,17 +163,11 @@ class Sketch(Sightings):
         return counts
 
     def see(self, ids: np.ndarray) -> None:
-        if self._still is not None:
-            self._keep(self._still(), ids)
+        if (still := self._still.now) is not None:
+            lines = np.empty(len(ids), np.int64)
+            kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
+            still.keep(lines)
         kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
-
-    def _keep(self, still: Still | None, ids: np.ndarray) -> None:
-        if still is None:
-            self._still = None
-            return
-        lines = np.empty(len(ids), np.int64)
-        kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
-        still.keep(lines)
 
     def whole(self) -> Columns:
         return {"sketch": self._stilled(np.ones(len(self._lines), bool)).column("sketch")}
@@ -186,9 +179,7 @@ class Sketch(Sightings):
         return {"changed_lines": still.column(""), "changed_sketch": still.column("sketch")}
 
     def _stilled(self, chosen: np.ndarray) -> Still:
-        still = Still({"sketch": self._lines.view(np.int64)}, chosen)
-        self._still = weakref.ref(still)
-        return still
+        return self._still.made({"sketch": self._lines.view(np.int64)}, chosen)
 
     @property
     def changed_bytes(self) -> int:
@@ -203,8 +194,7 @@ class Sketch(Sightings):
 
     @property
     def nbytes(self) -> int:
-        still = self._still and self._still()
-        return self._lines.nbytes + self._changed.nbytes + (still.nbytes if still else 0)
+        return self._lines.nbytes + self._changed.nbytes + self._still.nbytes
 
     @property
     def pending(self) -> int:

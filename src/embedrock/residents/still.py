@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -93,3 +94,27 @@ class Column:
     def pieces(self) -> Iterator[np.ndarray]:
         """Yield it, some rows at a time."""
         return self._still.pieces(self._name)
+
+
+class LastStill:
+    """The last `Still` of some arrays, for as long as a commit writes it, which alone keeps it."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Still] | None = None
+
+    def made(self, arrays: Mapping[str, np.ndarray], chosen: np.ndarray) -> Still:
+        """Return a new one: see `Still`."""
+        still = Still(arrays, chosen)
+        self._last = weakref.ref(still)
+        return still
+
+    @property
+    def now(self) -> Still | None:
+        """What is still being written, to be told what is about to change; None: nothing is."""
+        return None if self._last is None else self._last()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that it takes besides the arrays."""
+        still = self.now
+        return 0 if still is None else still.nbytes

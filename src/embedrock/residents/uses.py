@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +13,7 @@ from embedrock.machine.arena import returned
 from embedrock.residents.changes import Arrays, Columns, copied, damaged, int64
 from embedrock.residents.eviction import Eviction
 from embedrock.residents.pairs import Pairs
-from embedrock.residents.still import Still
+from embedrock.residents.still import LastStill
 
 ONE_USE = 256  # as a count that fades, which is halved
 MOST_USES = 1 << 22
@@ -44,7 +43,7 @@ class Uses:
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._stays = np.empty(FIRST_ROWS, bool)  # of the ids to keep
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places with another row, or use of it
-        self._still: weakref.ref[Still] | None = None  # what a commit writes, while it does
+        self._still = LastStill()
         self._known: tuple[np.ndarray, np.ndarray] | None = None  # ids of a batch, and their numbers
         self._busy = np.zeros(FIRST_ROWS, bool)  # of a batch, while its victims are looked for
         self._ticks = np.empty((0, 2), np.int64)  # (step, seconds): no later step was made by then
@@ -53,8 +52,7 @@ class Uses:
     def nbytes(self) -> int:
         """Bytes of RAM that it takes."""
         arrays = self._ids, self._last, self._marks, self._stays, self._busy, self._changed
-        still = self._still and self._still()
-        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + (still.nbytes if still else 0)
+        return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._still.nbytes
 
     def are_known(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have records, bool (n,)."""
@@ -85,12 +83,8 @@ class Uses:
         """Note that there will be another row, or use of it."""
         if self._is_saved:
             self._changed[places] = True
-        if self._still is not None:
-            still = self._still()
-            if still is None:
-                self._still = None
-            else:
-                still.keep(places)
+        if (still := self._still.now) is not None:
+            still.keep(places)
 
     def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
         """Return how often rows were used, each use counted as `ONE_USE` or what has become of it."""
@@ -250,7 +244,7 @@ class Uses:
 
     def whole(self) -> Columns:
         """Return what `state` does, to be written while it changes."""
-        still = self._stilled(np.ones(self.count, bool))
+        still = self._still.made(self._of_rows, np.ones(self.count, bool))
         return {name: still.column(name) for name in self._of_rows} | self._small()
 
     def changes(self) -> Columns | None:
@@ -258,14 +252,9 @@ class Uses:
         changed = self._changed[: self.count]
         if not self._is_saved or 4 * np.count_nonzero(changed) > 3 * self.count:
             return None
-        still = self._stilled(copied(changed))
+        still = self._still.made(self._of_rows, copied(changed))
         columns = {f"changed_{name}": still.column(name) for name in self._of_rows}
         return {"changed_at": still.column(""), **columns, "count": np.array([self.count]), **self._small()}
-
-    def _stilled(self, chosen: np.ndarray) -> Still:
-        still = Still(self._of_rows, chosen)
-        self._still = weakref.ref(still)
-        return still
 
     @property
     def changed_bytes(self) -> int:
